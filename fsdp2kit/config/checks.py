@@ -1,0 +1,165 @@
+"""Cross-field checks that need the world's size but neither devices nor weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig, TrainingConfig
+from fsdp2kit.errors import UserError
+
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of the device mesh; their product is the world size."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: each sees other sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp
+
+
+def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
+    """Fill in the "auto" sizes of ``[mesh]`` and check them against the world and the strategy.
+
+    Raises:
+        UserError: the sizes do not multiply to the world size, or the strategy forbids them.
+    """
+    if world_size % mesh.cp:
+        raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", _fitting(world_size))
+    dp = world_size // mesh.cp
+    replicate, shard = mesh.dp_replicate, mesh.dp_shard
+    if fsdp.strategy == "no_shard":
+        if shard not in ("auto", 1):
+            raise UserError(
+                "mesh.dp_shard",
+                f"{shard} with fsdp.strategy = 'no_shard', which shards nothing",
+                "leave mesh.dp_shard out, or choose fsdp.strategy = 'full_shard'",
+            )
+        shard = 1
+    elif fsdp.strategy in HYBRID:
+        if replicate == "auto" and shard == "auto":
+            if local_world_size % mesh.cp:
+                raise UserError(
+                    "mesh.cp",
+                    f"{mesh.cp} does not divide the {local_world_size} ranks of a node",
+                    "set mesh.dp_shard yourself; hybrid sharding defaults to dp_shard × cp = LOCAL_WORLD_SIZE",
+                )
+            shard = local_world_size // mesh.cp
+    elif replicate not in ("auto", 1):
+        raise UserError(
+            "mesh.dp_replicate",
+            f"{replicate} with fsdp.strategy = {fsdp.strategy!r}",
+            "choose fsdp.strategy = 'hybrid_shard' to replicate a sharded model",
+        )
+    else:
+        replicate = 1
+    if replicate == "auto":
+        replicate = dp // shard if dp % int(shard) == 0 else 1
+    if shard == "auto":
+        shard = dp // replicate if dp % replicate == 0 else 1
+    sizes = MeshSizes(int(replicate), int(shard), mesh.cp)
+    if sizes.world_size != world_size:
+        raise UserError(
+            "mesh",
+            f"dp_replicate {replicate} × dp_shard {shard} × cp {mesh.cp} = {sizes.world_size}, "
+            f"but the world size is {world_size}",
+            "change one of them, leave it to 'auto', or start another number of processes",
+        )
+    return sizes
+
+
+def resolve_accumulation(train: TrainConfig, *, dp: int) -> int:
+    """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
+
+    Raises:
+        UserError: it is not a whole number; the message says which global batch sizes would fit.
+    """
+    per_round = dp * train.micro_batch_size
+    accumulation, rest = divmod(train.global_batch_size, per_round)
+    if rest:
+        near = sorted({max(1, accumulation) * per_round, (accumulation + 1) * per_round})
+        raise UserError(
+            "train.global_batch_size",
+            f"{train.global_batch_size} is not a multiple of dp {dp} × micro_batch_size {train.micro_batch_size}",
+            f"use {' or '.join(map(str, near))}, or another micro_batch_size",
+        )
+    return accumulation
+
+
+def check_config(config: TrainingConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
+    """All cross-field checks of a training config.
+
+    Raises:
+        UserError: at the first that fails.
+    """
+    sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
+    resolve_accumulation(config.train, dp=sizes.dp)
+    _check_train_length(config)
+    if config.data.seq_len % sizes.cp:
+        below = config.data.seq_len // sizes.cp * sizes.cp
+        raise UserError(
+            "data.seq_len",
+            f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}",
+            f"use {below} or {below + sizes.cp}",
+        )
+    _check_model(config)
+    reshard = config.fsdp.reshard_after_forward
+    if type(reshard) is int and (sizes.dp_shard * sizes.cp) % reshard:
+        raise UserError(
+            "fsdp.reshard_after_forward",
+            f"{reshard} does not divide the shard size {sizes.dp_shard * sizes.cp}",
+            "use true, false, or a divisor of dp_shard × cp",
+        )
+    if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
+        raise UserError(
+            "lr_schedule.min_lr_ratio",
+            f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}",
+            "use name = 'cosine' or 'wsd', which have a floor, or leave it out",
+        )
+    return sizes
+
+
+def _check_train_length(config: TrainingConfig) -> None:
+    train, evaluation = config.train, config.eval
+    if (train.steps is None) == (train.epochs is None):
+        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
+        raise UserError("train", what, "give exactly one of train.steps and train.epochs")
+    evaluates = evaluation.every > 0 or train.steps == 0
+    distinct = evaluation.path is not None or evaluation.split != config.data.split
+    if evaluates and not distinct:
+        raise UserError(
+            "eval",
+            "evaluation would run on the training data itself",
+            "give eval.path, or an eval.split other than data.split",
+        )
+
+
+def _check_model(config: TrainingConfig) -> None:
+    model = config.model
+    if model.path is None and "model_type" not in model.config:
+        raise UserError(
+            "model",
+            "neither model.path nor model.config.model_type is given",
+            "give a Hugging Face directory or hub id, or a config with its model_type",
+        )
+    if model.path is None and model.weights == "pretrained":
+        raise UserError(
+            "model.weights",
+            "'pretrained' without a model.path to load from",
+            "give model.path, or set model.weights = 'random'",
+        )
+
+
+def _fitting(world_size: int) -> str:
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    return f"use one of {', '.join(map(str, divisors))}, or start another number of processes"

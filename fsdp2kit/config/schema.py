@@ -1,0 +1,295 @@
+"""The TOML's sections as frozen pydantic models.
+
+The string under each field is its documentation: it reaches the JSON schema, and through it the user's editor.
+A recipe composes these sections into its own ``Config``; only the sections that it names are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+DType = Literal["float32", "bfloat16", "float16"]
+Size = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+class _InputPath:
+    """Marks a field whose value, when written in a TOML, is relative to that TOML."""
+
+
+InputPath = Annotated[str, Field(min_length=1), _InputPath()]
+
+
+def is_input_path(metadata: list[Any]) -> bool:
+    """Whether a pydantic field's metadata carries the `InputPath` mark."""
+    return any(isinstance(item, _InputPath) for item in metadata)
+
+
+class Section(BaseModel):
+    """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """Where the run is kept, how it starts and when it stops."""
+
+    dir: str = Field(default="runs/default", min_length=1)
+    """Run directory, relative to the working directory: config, metrics, checkpoints, export."""
+    seed: NonNegativeInt = 0
+    """Seed of the random initialisation, of the data order and of any dropout."""
+    resume: str = "auto"
+    """"auto" (the newest complete checkpoint in `dir`, if any), "never", or the path of a checkpoint."""
+    deterministic: bool = False
+    """Use deterministic kernels on CUDA, for bit-for-bit repeatable runs (slower). The CPU always is."""
+    max_minutes: PositiveFloat | None = None
+    """Stop after this many minutes: finish the step, write a checkpoint, exit 0."""
+    timeout_minutes: PositiveFloat = 30.0
+    """How long a collective may take before the job is given up, in minutes."""
+
+
+class ModelConfig(Section):
+    """Which model, from where."""
+
+    path: InputPath | None = None
+    """A Hugging Face model directory or hub id. Optional when `config.model_type` is given."""
+    weights: str = "pretrained"
+    """"pretrained" (from `path`), "random", or the path of a DCP checkpoint (weights only)."""
+    config: dict[str, Any] = {}
+    """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
+    attention: str = "sdpa"
+    """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …"""
+    tokenizer: InputPath | None = None
+    """Directory or hub id of the tokenizer. Default: `path`."""
+    chat_template: InputPath | None = None
+    """A Jinja chat template file that replaces the tokenizer's own; it is exported with the model."""
+    trust_remote_code: bool = False
+    """Run the model repository's own Python code. Off unless you have read that code."""
+
+
+class MeshConfig(Section):
+    """The device mesh: dp_replicate × dp_shard × cp = world size. One size may be left to "auto"."""
+
+    dp_replicate: Size = "auto"
+    """Replicas of the sharded model (hybrid sharding). "auto": 1, or the number of nodes under a hybrid strategy."""
+    dp_shard: Size = "auto"
+    """Data-parallel ranks over which one replica is sharded. "auto": what the other sizes leave."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks: each sequence is split over this many."""
+
+
+class FSDPConfig(Section):
+    """How parameters are sharded, in which precision, and where they live."""
+
+    strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
+    """full_shard (ZeRO-3), shard_grad_op (ZeRO-2: kept whole between forward and backward), no_shard (replicated,
+    like DDP), hybrid_shard (ZeRO-3 within a node, replicated across), hybrid_shard_zero2 (ZeRO-2 likewise)."""
+    param_dtype: DType = "bfloat16"
+    """Dtype of the unsharded parameters, and so of the computation. Shards are always kept in float32."""
+    reduce_dtype: DType = "float32"
+    """Dtype in which gradients are accumulated and reduced."""
+    output_dtype: DType | None = None
+    """Cast each unit's floating-point outputs to this dtype. Default: leave them."""
+    offload: Literal["none", "params"] = "none"
+    """"params": shards, gradients and optimizer live in pinned host memory. On a CPU run a no-op."""
+    reshard_after_forward: bool | PositiveInt | None = None
+    """Free the unsharded parameters after forward (true), keep them (false), or reshard to this many ranks (int).
+    Default: the strategy's."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch (less memory) instead of once a step (less communication)."""
+
+
+class ContextParallelConfig(Section):
+    """How attention sees the whole sequence when `mesh.cp` > 1."""
+
+    method: Literal["auto", "ulysses"] = "auto"
+    """"ulysses": all-to-all between sequence shards and heads, for any number of heads ≥ cp. "auto" picks it."""
+
+
+class ActivationCheckpointingConfig(Section):
+    """Which activations are recomputed in backward instead of kept."""
+
+    mode: Literal["none", "full"] = "none"
+    """"full": keep only each decoder layer's input and recompute the rest, about a third more computation."""
+    every: PositiveInt = 1
+    """Checkpoint every n-th decoder layer."""
+
+
+class CompileConfig(Section):
+    """torch.compile."""
+
+    enabled: bool = False
+    """Compile each decoder layer. The first step takes minutes, the others less time and memory."""
+
+
+class DataConfig(Section):
+    """What the model is trained on."""
+
+    path: InputPath | None = None
+    """A JSONL, JSON, parquet, CSV or text file, a glob of them, a folder, or a hub dataset id."""
+    split: str = "train"
+    """Split to use of a hub dataset, or of a folder with splits."""
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Tokens in a row of the batch: a pack, or one padded document."""
+    pack: bool = True
+    """Put several documents into one row. They do not see each other, and their positions restart at 0."""
+    overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
+    """A document longer than seq_len: truncate (counted), drop (counted), split into pieces, or stop."""
+    shuffle: bool = True
+    """Shuffle the documents anew every epoch, from `run.seed`."""
+
+
+class ChatDataConfig(DataConfig):
+    """What the model is trained on: conversations."""
+
+    format: Literal["chat"] = "chat"
+    """"chat": rows with `messages`; the loss is on the assistant's tokens and its end of turn."""
+
+
+class TextDataConfig(DataConfig):
+    """What the model is trained on: plain text or synthetic tokens."""
+
+    format: Literal["text", "synthetic"] = "text"
+    """"text": rows with `text`, every token supervised; "synthetic": random tokens, no `path` needed."""
+    overlong: Literal["truncate", "drop", "split", "error"] = "split"
+    """A document longer than seq_len: split into pieces, truncate (counted), drop (counted), or stop."""
+
+
+class TrainConfig(Section):
+    """How long and in which batches."""
+
+    steps: NonNegativeInt | None = None
+    """Optimizer steps; 0 only evaluates. Give `steps` or `epochs`."""
+    epochs: PositiveInt | None = None
+    """Passes over the data. Give `steps` or `epochs`."""
+    global_batch_size: PositiveInt = 8
+    """Sequences (with packing: packs) in one optimizer step, over the whole job, whatever the mesh."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences in one forward pass of one data-parallel rank."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip the global gradient norm to this; 0 does not clip."""
+    log_every: PositiveInt = 1
+    """Log every n steps, averages over them."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step and count it."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer. Its state is float32."""
+
+    name: Literal["adamw"] = "adamw"
+    """"adamw": decoupled weight decay, arXiv:1711.05101."""
+    lr: NonNegativeFloat = 2e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; norms and biases (parameters of fewer than two dimensions) are exempt."""
+
+
+class LRScheduleConfig(Section):
+    """The learning rate over the steps; transformers' own schedules."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """After the warm-up: constant, linear to 0, half a cosine, or warm-up-stable-decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up; the first step has lr = 0 / warmup_steps."""
+    decay_steps: PositiveInt | None = None
+    """wsd only: steps of the final decay. Default: a tenth of the run."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate over the peak (cosine and wsd)."""
+
+
+class EvalConfig(Section):
+    """Held-out loss."""
+
+    every: NonNegativeInt = 0
+    """Evaluate every n steps and at the end; 0 never does."""
+    path: InputPath | None = None
+    """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
+    split: str = "train"
+    """Split to use of a hub dataset, or of a folder with splits."""
+    steps: PositiveInt | None = None
+    """Global batches per evaluation. Default: the whole set."""
+
+
+class CheckpointConfig(Section):
+    """What is kept, when, and in which form."""
+
+    every: NonNegativeInt = 0
+    """Write a checkpoint every n steps; 0 writes one at the end only."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk."""
+    export_hf: Literal["final", "every", "never"] = "final"
+    """Write a Hugging Face directory to `hf/` at the end, with every checkpoint, or never."""
+    export_dtype: DType | None = None
+    """Dtype of the export. Default: the source model's; for a model from config, float32."""
+
+
+class PreflightConfig(Section):
+    """Combinations that would silently change the mathematics are refused; here they are waived."""
+
+    allow: list[Literal["dropout", "router_aux_loss"]] = []
+    """Names of refusals that you take upon yourself."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """"auto": online where a login exists, else offline (and the run says so)."""
+    project: str = "fsdp2kit"
+    """Project name."""
+    name: str | None = None
+    """Run name. Default: the run directory's."""
+    group: str | None = None
+    """Group of runs."""
+    tags: list[str] = []
+    """Tags of the run."""
+
+
+class ProfileConfig(Section):
+    """A torch profiler trace of a few steps, one file a rank, in `trace/`."""
+
+    enabled: bool = False
+    """Write a trace."""
+    start_step: PositiveInt = 3
+    """First step that is traced."""
+    steps: PositiveInt = 2
+    """How many steps are traced."""
+    memory: bool = False
+    """Write a CUDA memory snapshot of those steps as well."""
+
+
+class TrainingConfig(Section):
+    """The sections that every training recipe has; a recipe's own ``Config`` adds its ``data``."""
+
+    recipe: str
+    """A name under `recipes/`, or the path of a `.py` file."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    fsdp: FSDPConfig = FSDPConfig()
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    compile: CompileConfig = CompileConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LRScheduleConfig = LRScheduleConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    preflight: PreflightConfig = PreflightConfig()
+    wandb: WandbConfig = WandbConfig()
+    profile: ProfileConfig = ProfileConfig()

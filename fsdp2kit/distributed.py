@@ -1,0 +1,130 @@
+"""Ranks and process groups, and `agree`: the one collective in which ranks settle an error and leave together.
+
+A rank that exits alone gets the others killed by torchrun before they can speak, and a rank that raises alone
+leaves the others waiting in a collective. So whatever may fail on one rank only (reading a file, parsing a row)
+runs inside ``with agreement():``, and every rank leaves that block with the same outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp2kit.errors import RunFailure, UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands in the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_environment() -> tuple[int, int]:
+    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE where it did not."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+
+
+def start(*, timeout_minutes: float = 30.0) -> World:
+    """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
+
+    Without torchrun this is a world of one, which needs no free port. Calling it again returns the same world.
+    """
+    size, local_size = world_size_from_environment()
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                "torchrun --nproc-per-node",
+                f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} visible)",
+                "start at most one process per device, or hide the devices with CUDA_VISIBLE_DEVICES=''",
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank, size, local_rank, local_size, device)
+
+
+def stop() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree(error: BaseException | None = None) -> None:
+    """Settle an error over all ranks: every rank calls this, and all return or all raise.
+
+    A `UserError` on any rank is raised on every rank, that of the lowest rank winning. Any other error is raised
+    as it is on the rank that had it, and as a `RunFailure` naming that rank on the others.
+
+    Raises:
+        UserError: a rank reported one.
+        RunFailure: another rank failed in another way.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, picklable)  # on gloo: the group has a CPU half wherever it has a CUDA one
+    for report in reports:
+        if isinstance(report, UserError):
+            raise report from (error if report is not error else None)
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise RunFailure(f"rank {rank} failed: {report}")
+
+
+@contextlib.contextmanager
+def agreement() -> Iterator[None]:
+    """Run rank-local work that may fail, then `agree`. No collective belongs inside the block."""
+    try:
+        yield
+    except Exception as error:
+        agree(error)
+    else:
+        agree()
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise sum of a few host numbers over all ranks, in float64 on the CPU half of the process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def gather_objects(value: object) -> list:
+    """``value`` of every rank, on every rank, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,33 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Set before torch is imported anywhere: no test may wait for a hub, and two ranks share two cores.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
+
+from tests.workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Real gloo processes, started once for the whole run."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests without a device, and `slow` ones unless they were asked for."""
+    import torch
+
+    asked_for_slow = "slow" in (config.getoption("-m") or "")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "slow" in item.keywords and not asked_for_slow:
+            item.add_marker(pytest.mark.skip(reason="slow; run with `pytest -m slow`"))

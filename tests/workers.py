@@ -1,0 +1,80 @@
+"""A pool of real gloo processes: importing torch and transformers costs seconds, so tests share the workers."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def _serve(connection: Any) -> None:
+    """One worker: run functions sent by the parent, each inside a process group of its own."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        function, args, kwargs, rank, size, store_path = task
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+        try:
+            store = dist.FileStore(store_path, size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+            try:
+                connection.send((True, function(*args, **kwargs)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class WorkerPool:
+    """Runs a top-level function on ranks 0 … size − 1 of a fresh gloo group and returns every rank's result."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Any]] = []
+        self._context = mp.get_context("spawn")
+
+    def run(self, size: int, function: Callable, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
+        """``[function(*args, **kwargs) for each rank]``.
+
+        Raises:
+            AssertionError: a rank raised; the message holds the traceback of each one that did.
+        """
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            store_path = str(Path(folder) / "store")
+            for rank in range(size):
+                self._workers[rank][1].send((function, args, kwargs, rank, size, store_path))
+            replies = []
+            for rank in range(size):
+                connection = self._workers[rank][1]
+                if not connection.poll(timeout):
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {function.__name__} gave no answer in {timeout:.0f} s")
+                replies.append(connection.recv())
+        failures = [f"rank {rank}:\n{reply}" for rank, (good, reply) in enumerate(replies) if not good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [reply for _, reply in replies]
+
+    def close(self) -> None:
+        """Kill the workers; the next `run` starts new ones."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()
