@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp2kit.errors import RunFailure, UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,28 +47,32 @@ def start(*, timeout_minutes: float = 30.0) -> World:
     """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
 
     Without torchrun this is a world of one, which needs no free port. Calling it again returns the same world.
+
+    Raises:
+        UserError: a machine has fewer CUDA devices than processes.
     """
     size, local_size = world_size_from_environment()
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
+    on_cuda = torch.cuda.is_available()
+    if not dist.is_initialized():
+        # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
+        backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    if not on_cuda:
+        return World(rank, size, local_rank, local_size, torch.device("cpu"))
+    with agreement():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 "torchrun --nproc-per-node",
                 f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} visible)",
                 "start at most one process per device, or hide the devices with CUDA_VISIBLE_DEVICES=''",
             )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
-        if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank, size, local_rank, local_size, device)
+        torch.cuda.set_device(local_rank)
+    return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
 
 
 def stop() -> None:
@@ -110,6 +117,23 @@ def agreement() -> Iterator[None]:
         agree(error)
     else:
         agree()
+
+
+def one_per_machine_first(work: Callable[[], T]) -> T:
+    """Run ``work`` on one rank of each machine, then on the others, which find its cache filled. Collective.
+
+    Raises:
+        UserError: it failed on any rank.
+    """
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    result: list[T] = []
+    with agreement():
+        if is_first:
+            result.append(work())
+    with agreement():
+        if not is_first:
+            result.append(work())
+    return result[0]
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

@@ -23,6 +23,9 @@ class MeshSizes:
         """Data-parallel ranks: each sees other sequences."""
         return self.dp_replicate * self.dp_shard
 
+    def __str__(self) -> str:
+        return f"mesh: dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × cp {self.cp}"
+
     @property
     def world_size(self) -> int:
         return self.dp * self.cp
@@ -64,9 +67,9 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
     else:
         replicate = 1
     if replicate == "auto":
-        replicate = dp // shard if dp % int(shard) == 0 else 1
+        replicate = dp // int(shard) if dp % int(shard) == 0 else 1
     if shard == "auto":
-        shard = dp // replicate if dp % replicate == 0 else 1
+        shard = dp // int(replicate) if dp % int(replicate) == 0 else 1
     sizes = MeshSizes(int(replicate), int(shard), mesh.cp)
     if sizes.world_size != world_size:
         raise UserError(

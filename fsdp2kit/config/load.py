@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from fsdp2kit.config.schema import Section, is_input_path
+from fsdp2kit.config.schema import InputPathMark, Section
 from fsdp2kit.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
-# A hub id: "name" or "owner/name", no file suffix of the kinds that data and templates have.
+# A hub id: "name" or "owner/name", no file suffix of the kinds that data has.
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _FILE_SUFFIX = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|jinja2?|gz|zst)$")
 
@@ -47,14 +48,15 @@ def load_config(
         schema: the recipe's ``Config``.
         values: what `read_toml` returned.
         source: the TOML's path: it is named in errors, and input paths in ``values`` are relative to it.
-        overrides: ``section.key=value`` strings; the value is TOML, a bare word is a string.
+        overrides: ``section.key=value`` strings; the value is TOML, a bare word is a string. Input paths in them are
+            relative to the working directory.
 
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
-    merged = _resolve_input_paths(schema, values, source.resolve().parent)
+    merged = _resolve_input_paths(schema, copy.deepcopy(dict(values)), source.resolve().parent)
     for override in overrides:
-        _apply_override(merged, override)
+        _apply_override(schema, merged, override)
     try:
         return schema.model_validate(merged)
     except ValidationError as error:
@@ -82,39 +84,55 @@ def parse_override(override: str) -> tuple[list[str], Any]:
         return path, text.strip()
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(schema: type[BaseModel], values: dict[str, Any], override: str) -> None:
     path, value = parse_override(override)
+    for part in reversed(path[1:]):
+        value = {part: value}
+    # Made absolute now: the resolved config is kept in another directory, and is loadable from there.
+    value = _resolve_input_paths(schema, {path[0]: value}, Path.cwd())
     target = values
     for part in path[:-1]:
-        target = target.setdefault(part, {})
+        target, value = target.setdefault(part, {}), value[part]
         if not isinstance(target, dict):
             raise UserError(f"override {override!r}", f"{part} is a value, not a section", "name an existing section")
-    target[path[-1]] = value
+    target[path[-1]] = value[path[-1]]
 
 
 def _resolve_input_paths(schema: type[BaseModel], values: Mapping[str, Any], base: Path) -> dict[str, Any]:
     resolved = dict(values)
     for name, field in schema.model_fields.items():
         value = resolved.get(name)
-        nested = field.annotation
-        if isinstance(value, Mapping) and isinstance(nested, type) and issubclass(nested, BaseModel):
-            resolved[name] = _resolve_input_paths(nested, value, base)
-        elif isinstance(value, str) and _marks_input_path(field):
-            resolved[name] = _resolve_input_path(value, base)
+        section = _section_of(field.annotation)
+        mark = _input_path_mark(field)
+        if isinstance(value, Mapping) and section is not None:
+            resolved[name] = _resolve_input_paths(section, value, base)
+        elif mark and value and isinstance(value, str) and value not in _keywords(field.annotation):
+            resolved[name] = _resolve_input_path(value, base, hub=mark.hub)
     return resolved
 
 
-def _marks_input_path(field: Any) -> bool:
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _input_path_mark(field: Any) -> InputPathMark | None:
     # `InputPath | None` keeps the mark inside the union's members.
-    members = getattr(field.annotation, "__args__", ())
-    return is_input_path(field.metadata) or any(is_input_path(getattr(m, "__metadata__", ())) for m in members)
+    members = [field, *get_args(field.annotation)]
+    metadata = [item for m in members for item in getattr(m, "metadata", getattr(m, "__metadata__", ()))]
+    return next((item for item in metadata if isinstance(item, InputPathMark)), None)
 
 
-def _resolve_input_path(value: str, base: Path) -> str:
-    if "://" in value or Path(value).is_absolute():
+def _keywords(annotation: Any) -> set[str]:
+    """What a union's literals spell: ``weights = "random"`` is no path."""
+    return {word for member in get_args(annotation) if get_origin(member) is Literal for word in get_args(member)}
+
+
+def _resolve_input_path(value: str, base: Path, *, hub: bool) -> str:
+    if "://" in value:
         return value
-    candidate = base / value
-    if candidate.exists() or not _HUB_ID.match(value) or _FILE_SUFFIX.search(value) or value.startswith("."):
+    candidate = base / Path(value).expanduser()
+    may_be_hub_id = hub and _HUB_ID.match(value) and not _FILE_SUFFIX.search(value) and not value.startswith(".")
+    if candidate.exists() or not may_be_hub_id:
         # Joined textually: a glob or a missing file must stay readable in the error message.
         return str(candidate.resolve() if candidate.exists() else candidate)
     return value
@@ -123,19 +141,40 @@ def _resolve_input_path(value: str, base: Path) -> str:
 def _explain(error: ValidationError, schema: type[BaseModel], source: Path, overrides: Sequence[str]) -> UserError:
     problems = error.errors()
     first = problems[0]
-    location = [str(part) for part in first["loc"] if not _is_union_tag(part)]
+    locations = [_location(schema, problem["loc"]) for problem in problems]
+    location = locations[0]
     key = ".".join(location)
-    where = f"{source}: {key}"
-    if any(".".join(parse_override(text)[0]) == key for text in overrides):
-        where = f"override {key}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    paths = [parse_override(text)[0] for text in overrides]
+    overridden = any(all(a == b for a, b in zip(path, location, strict=False)) for path in paths)
+    where = f"override {key}" if overridden else f"{source}: {key}"
+    others = len({tuple(other) for other in locations}) - 1
+    more = f" (and {others} more)" if others else ""
     if first["type"] == "extra_forbidden":
         return _explain_unknown(schema, location, where, more)
-    if first["type"] == "missing":
+    if first["type"] == "missing" and not isinstance(first["loc"][-1], int):
         return UserError(where, f"is required{more}", "add it to the TOML")
+    if first["type"] == "model_type":
+        return UserError(where, f"{first['input']!r} is not a section{more}", f"write [{key}], and its keys under it")
+    # A union reports each of its members.
+    texts = [problem["msg"] for problem, other in zip(problems, locations, strict=True) if other == location]
+    reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in texts))
     doc = _field_doc(schema, location)
-    what = f"{first['input']!r} is not accepted: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
+    what = f"{first['input']!r} is not accepted: {reasons}{more}"
     return UserError(where, what, doc or "see toml/schema.json for what is accepted")
+
+
+def _location(schema: type[BaseModel], parts: Sequence[str | int]) -> list[str]:
+    """The key of an error, and the place in it if it is a list, without pydantic's names of union members."""
+    location: list[str] = []
+    section: type[BaseModel] | None = schema
+    for part in parts:
+        if isinstance(part, int):
+            location.append(str(part))
+        elif section is not None:
+            location.append(part)
+            field = section.model_fields.get(part)
+            section = _section_of(field.annotation) if field else None
+    return location
 
 
 def _explain_unknown(schema: type[BaseModel], location: list[str], where: str, more: str) -> UserError:
@@ -147,10 +186,10 @@ def _explain_unknown(schema: type[BaseModel], location: list[str], where: str, m
     nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
     elsewhere = [full for full in known if full.rpartition(".")[2] == name]
     kind = "key" if section else "section or key"
-    if nearest:
-        todo = f"did you mean {'.'.join([*location[:-1], nearest[0]])}?"
-    elif elsewhere:
+    if elsewhere:  # the very name: nearer than any that resembles it
         todo = f"did you mean {elsewhere[0]}?"
+    elif nearest:
+        todo = f"did you mean {'.'.join([*location[:-1], nearest[0]])}?"
     else:
         todo = f"known here: {', '.join(candidates)}"
     return UserError(where, f"unknown {kind} {name!r}{more}", todo)
@@ -161,23 +200,17 @@ def _known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
     for name, field in schema.model_fields.items():
         full = f"{prefix}.{name}" if prefix else name
         yield full, prefix
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _known_keys(field.annotation, full)
+        if section := _section_of(field.annotation):
+            yield from _known_keys(section, full)
 
 
 def _field_doc(schema: type[BaseModel], location: list[str]) -> str | None:
-    for index, name in enumerate(location):
-        field = schema.model_fields.get(name)
+    section: type[BaseModel] | None = schema
+    for name in location:
+        field = section.model_fields.get(name) if section else None
         if field is None:
             return None
-        if index == len(location) - 1 or not (
-            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        ):
+        section = _section_of(field.annotation)
+        if section is None:
             return f"{name}: {field.description}" if field.description else None
-        schema = field.annotation
     return None
-
-
-def _is_union_tag(part: str | int) -> bool:
-    """Pydantic puts the failing union member (``constrained-int``, ``literal['auto']``) into the location."""
-    return isinstance(part, str) and (bool(re.search(r"[\[\]-]", part)) or part in {"int", "bool", "str", "float"})

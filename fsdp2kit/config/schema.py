@@ -6,6 +6,7 @@ A recipe composes these sections into its own ``Config``; only the sections that
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,25 +20,28 @@ from pydantic import (
 )
 
 DType = Literal["float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
-class _InputPath:
+@dataclass(frozen=True)
+class InputPathMark:
     """Marks a field whose value, when written in a TOML, is relative to that TOML."""
 
+    hub: bool
+    """Whether the value may be a hub id instead."""
 
-InputPath = Annotated[str, Field(min_length=1), _InputPath()]
 
-
-def is_input_path(metadata: list[Any]) -> bool:
-    """Whether a pydantic field's metadata carries the `InputPath` mark."""
-    return any(isinstance(item, _InputPath) for item in metadata)
+InputPath = Annotated[str, Field(min_length=1), InputPathMark(hub=True)]
+LocalPath = Annotated[str, Field(min_length=1), InputPathMark(hub=False)]
 
 
 class Section(BaseModel):
     """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RunConfig(Section):
@@ -47,7 +51,7 @@ class RunConfig(Section):
     """Run directory, relative to the working directory: config, metrics, checkpoints, export."""
     seed: NonNegativeInt = 0
     """Seed of the random initialisation, of the data order and of any dropout."""
-    resume: str = "auto"
+    resume: Literal["auto", "never"] | LocalPath = "auto"
     """"auto" (the newest complete checkpoint in `dir`, if any), "never", or the path of a checkpoint."""
     deterministic: bool = False
     """Use deterministic kernels on CUDA, for bit-for-bit repeatable runs (slower). The CPU always is."""
@@ -62,7 +66,7 @@ class ModelConfig(Section):
 
     path: InputPath | None = None
     """A Hugging Face model directory or hub id. Optional when `config.model_type` is given."""
-    weights: str = "pretrained"
+    weights: Literal["pretrained", "random"] | LocalPath = "pretrained"
     """"pretrained" (from `path`), "random", or the path of a DCP checkpoint (weights only)."""
     config: dict[str, Any] = {}
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
@@ -70,7 +74,7 @@ class ModelConfig(Section):
     """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …"""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
-    chat_template: InputPath | None = None
+    chat_template: LocalPath | None = None
     """A Jinja chat template file that replaces the tokenizer's own; it is exported with the model."""
     trust_remote_code: bool = False
     """Run the model repository's own Python code. Off unless you have read that code."""
@@ -190,7 +194,7 @@ class OptimizerConfig(Section):
     """"adamw": decoupled weight decay, arXiv:1711.05101."""
     lr: NonNegativeFloat = 2e-5
     """Peak learning rate."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay rates of the first and second moments."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
@@ -235,6 +239,10 @@ class CheckpointConfig(Section):
     """Write a Hugging Face directory to `hf/` at the end, with every checkpoint, or never."""
     export_dtype: DType | None = None
     """Dtype of the export. Default: the source model's; for a model from config, float32."""
+
+    def exports_at(self, step: int, *, total_steps: int) -> bool:
+        """Whether the checkpoint of ``step`` is exported."""
+        return self.export_hf == "every" or (self.export_hf == "final" and step == total_steps)
 
 
 class PreflightConfig(Section):

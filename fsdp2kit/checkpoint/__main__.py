@@ -1,0 +1,29 @@
+"""``python -m fsdp2kit.checkpoint verify DIR``: exit code 0 and one line if DIR is whole, 2 and one line if not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp2kit.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("verify", help="check the manifest, the sizes and the checksums of a checkpoint")
+    command.add_argument("checkpoint", type=Path, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
+    options = parser.parse_args(arguments)
+    try:
+        print(verify(options.checkpoint))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""From a distributed checkpoint into live tensors: every name, shape and dtype checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp2kit.checkpoint.contents import model_tensors
+from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
+from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import tied_names
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+
+
+def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective.
+
+    Raises:
+        UserError: a tensor is missing, left over, or of another shape or dtype; the error names it.
+        RunFailure: a file cannot be read.
+    """
+    with agreement():
+        reader = SafeReader(path)
+        stored = reader.stored_tensors()
+        check_same_names(path, wanted=set(wanted), stored=set(stored))
+        for key, tensor in wanted.items():
+            check_shape(path, key, stored[key], tuple(tensor.shape))
+            if stored[key].properties.dtype != tensor.dtype:
+                raise UserError(
+                    f"{path}: {key}",
+                    f"is {stored[key].properties.dtype} in the checkpoint and {tensor.dtype} in the run",
+                    "resume with the dtype that the run was started with",
+                )
+    load_tensors(reader, wanted)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill a model's parameters and persistent buffers from a distributed checkpoint, and read no more. Collective.
+
+    The checkpoint is ours, or plain DCP of a Hugging Face state dict, with or without a ``model.`` before its names.
+    Values are cast to the model's dtypes. A tied parameter may be stored under any of its names.
+
+    Raises:
+        UserError: this is no checkpoint, or a tensor is missing, left over, or of another shape; the error names it.
+        RunFailure: a file cannot be read.
+    """
+    tensors = model_tensors(model)
+    with agreement():
+        reader = SafeReader(path)
+        stored = reader.stored_tensors()
+        keys = find_weights(path, set(stored), names=tensors, tied=tied_names(model))
+        for name, tensor in tensors.items():
+            check_shape(path, keys[name], stored[keys[name]], tuple(tensor.shape))
+    load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
+
+
+def find_weights(
+    path: Path, stored: set[str], *, names: Mapping[str, object], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """The checkpoint's key of every name in `names`, whether or not the keys carry a ``model.`` prefix.
+
+    Args:
+        stored: the keys of all tensors in the checkpoint.
+        names: the model's names, a tied parameter under the first of its own.
+        tied: every further name of a tied parameter → its first name.
+
+    Raises:
+        UserError: a name has no key, or a key of the model's part has no name.
+    """
+    # Hugging Face names may begin with "model." themselves, so the prefix is told by how many names it explains.
+    prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in names))
+    keys = {name: prefix + name for name in names}
+    for alias, name in tied.items():
+        if keys[name] not in stored and prefix + alias in stored:
+            keys[name] = prefix + alias
+    wanted = set(keys.values())
+    spare = {prefix + alias for alias in tied} - wanted
+    part = {key for key in stored if key.startswith(prefix) and (prefix or not key.startswith(OPTIMIZER_PREFIX))}
+    check_same_names(path, wanted=wanted, stored=part - spare)
+    return keys
+
+
+def check_same_names(path: Path, *, wanted: set[str], stored: set[str]) -> None:
+    """Check that a checkpoint, or a part of one, holds the tensors that the model has, no more and no fewer.
+
+    Raises:
+        UserError: naming the first tensor, in alphabetic order, that is on one side only.
+    """
+    todo = "give a checkpoint of this model, or the model.path and model.config that the checkpoint was made with"
+    if missing := sorted(wanted - stored):
+        raise UserError(str(path), f"has no tensor {missing[0]} ({len(missing)} missing in all)", todo)
+    if unexpected := sorted(stored - wanted):
+        what = f"holds {unexpected[0]}, which the model has not ({len(unexpected)} such tensors in all)"
+        raise UserError(str(path), what, todo)
+
+
+def check_shape(path: Path, key: str, stored: TensorStorageMetadata, shape: tuple[int, ...]) -> None:
+    """Check a stored tensor's global shape.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if tuple(stored.size) != shape:
+        raise UserError(
+            f"{path}: {key}",
+            f"has shape {tuple(stored.size)} in the checkpoint and {shape} in the model",
+            "give a checkpoint of this model, or the model.path and model.config that the checkpoint was made with",
+        )

@@ -1,0 +1,118 @@
+"""The manifest: written last, so that a checkpoint is complete if and only if it has one. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.checkpoint.files import sha256, write_json
+from fsdp2kit.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+USE_ANOTHER = 'use another checkpoint, or let run.resume = "auto" find the newest complete one'
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be: its size in bytes and the SHA-256 of its contents, in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint that is not a tensor."""
+
+    step: int
+    progress: dict[str, Any]
+    """The fields of `fsdp2kit.progress.Progress`."""
+    identity: dict[str, str]
+    """What may not change when the run is resumed."""
+    tied: dict[str, str]
+    """Each further name of a tied parameter → the name it is stored under."""
+    export_dtype: str | None
+    """Default dtype of a Hugging Face export."""
+    files: dict[str, FileRecord]
+    """Every other file of the checkpoint, by its path relative to the checkpoint."""
+    format: int = FORMAT
+
+
+def record_files(root: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Sizes and digests of `paths`, keyed by their paths relative to `root`."""
+    return {
+        path.relative_to(root).as_posix(): FileRecord(size=path.stat().st_size, sha256=sha256(path))
+        for path in sorted(paths)
+    }
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Complete the checkpoint: write its manifest, whole and synced."""
+    write_json(checkpoint / MANIFEST, asdict(manifest))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        UserError: there is no such directory, no manifest, or one that cannot be read.
+    """
+    if not checkpoint.is_dir():
+        raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
+    path = checkpoint / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            str(path),
+            "is missing, so the checkpoint is incomplete or was not written by fsdp2kit",
+            f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(str(path), f"cannot be read ({error})", USE_ANOTHER) from error
+    try:
+        raw = json.loads(text)
+        if raw["format"] != FORMAT:
+            raise UserError(
+                str(path),
+                f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}",
+                "use the fsdp2kit that it was written by",
+            )
+        known = {field.name: raw[field.name] for field in fields(Manifest)}
+        known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
+        return Manifest(**known)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"is not a checkpoint's manifest ({type(error).__name__}: {error})"
+        raise UserError(str(path), what, USE_ANOTHER) from error
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that every file is there with the size the manifest states, which costs no reading.
+
+    Raises:
+        UserError: a file is missing or has another size.
+    """
+    for name, record in manifest.files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
+        if size != record.size:
+            raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
+
+
+def check_contents(checkpoint: Path, manifest: Manifest) -> None:
+    """Check sizes, then the digest of every file.
+
+    Raises:
+        UserError: a file is missing or is not what was written.
+    """
+    check_sizes(checkpoint, manifest)
+    for name, record in manifest.files.items():
+        if sha256(checkpoint / name) != record.sha256:
+            raise UserError(str(checkpoint / name), "does not have the checksum it was written with", USE_ANOTHER)

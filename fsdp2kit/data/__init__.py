@@ -1,0 +1,1 @@
+"""From rows to batches: formats → masks → tokens → documents → packing → loader."""

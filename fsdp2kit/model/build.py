@@ -1,0 +1,171 @@
+"""Build a Hugging Face model on the meta device, with its real (computed) buffers and its ties known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+
+
+def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
+    """The Hugging Face config of ``section.path`` (or of ``config.model_type``) with the overrides applied.
+
+    Derived lists that follow the depth (``layer_types``) are cut to an overridden ``num_hidden_layers``.
+
+    Raises:
+        UserError: no such model, an override that the config does not know, or one that it rejects.
+    """
+    overrides = dict(section.config)
+    if section.path is None:
+        model_type = overrides.pop("model_type")
+        try:
+            known: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
+        except (KeyError, ValueError):
+            raise UserError(
+                "model.config.model_type", f"{model_type!r} is not known to transformers", "check its spelling"
+            ) from None
+        fields = {}
+    else:
+        fields = known = _read_config_dict(section, local_files_only=local_files_only)
+        model_type = overrides.pop("model_type", fields.get("model_type"))
+    merged = _merge(fields, overrides, known=known, where="model.config")
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides and merged.get("layer_types"):
+        merged["layer_types"] = merged["layer_types"][: overrides["num_hidden_layers"]]
+    merged.pop("model_type", None)
+    try:
+        if "auto_map" in merged and section.trust_remote_code:
+            config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
+            config.update(overrides)
+            return config
+        return AutoConfig.for_model(model_type, **merged)
+    except Exception as error:  # transformers validates configs with exceptions of many types
+        where = f"model.path {section.path}" if section.path else "model.config"
+        raise UserError(where, f"not a usable model config: {error}", "check it and the overrides") from None
+
+
+def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = None) -> PreTrainedModel:
+    """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
+
+    Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds).
+
+    Args:
+        section: the ``[model]`` section.
+        hf_config: what `load_hf_config` returned, if it was called already.
+
+    Raises:
+        UserError: transformers has no causal language model for this config, or not with this attention.
+    """
+    hf_config = load_hf_config(section) if hf_config is None else hf_config
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=torch.float32,
+                attn_implementation=section.attention,
+                trust_remote_code=section.trust_remote_code,
+            )
+    except (ValueError, ImportError) as error:
+        reason = str(error).split(". ")[0]  # transformers goes on with advice for its own users
+        todo = 'choose another model.attention ("eager" always works), or another model'
+        raise UserError("model", f"cannot be built: {reason}", todo) from None
+    compute_buffers(model)
+    return model.train()
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give every non-persistent buffer that is on meta its value, on the CPU, by the model's own initialisation."""
+    for module in model.modules():
+        names = module._non_persistent_buffers_set
+        if not any(name in names and buffer.is_meta for name, buffer in module.named_buffers(recurse=False)):
+            continue
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in names:
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+        # transformers skips modules that it believes initialised; its own from_pretrained does the same dance.
+        module._is_hf_initialized = False
+    model.initialize_weights()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """``{alias: canonical name}`` for every parameter that is known under more than one name."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
+
+
+def materialize(model: nn.Module, *, device: torch.device) -> None:
+    """Move a (sharded) meta model to ``device`` without values, keeping its buffers' values and its ties."""
+    ties = tied_names(model)
+    # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forgets ties.
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, value in buffers.items():
+        model.get_buffer(name).copy_(value)
+    for alias, name in ties.items():
+        owner, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, model.get_parameter(name))
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's decoder layers, in order: the modules that transformers says must not be split.
+
+    Raises:
+        UserError: none was found.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or [])
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if type(module).__name__ in classes and not inside:
+            found.append((name, module))
+    if not found:
+        raise UserError(
+            f"model {type(model).__name__}",
+            f"has no module of a class that transformers names as a layer ({', '.join(sorted(classes)) or 'none'})",
+            "use a model whose class sets _no_split_modules",
+        )
+    return [module for _, module in found]
+
+
+def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[str, Any]:
+    path = str(section.path)
+    if Path(path).is_absolute() and not (Path(path) / "config.json").is_file():
+        raise UserError("model.path", f"{path} is not a model directory (no config.json)", "check the path")
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(path, local_files_only=local_files_only)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError("model.path", f"{path}: {reason}", "check the path, or the hub id and your access") from None
+    if not fields.get("model_type"):
+        raise UserError("model.path", f"{path}/config.json names no model_type", "is it a transformers model?")
+    if fields.get("quantization_config"):
+        raise UserError(
+            "model.path", f"{path} holds quantised weights", "start from the unquantised model; shards are float32"
+        )
+    return fields
+
+
+def _merge(
+    fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    merged = dict(fields)
+    for key, value in overrides.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
+            raise UserError(f"{where}.{key}", "not a key of this model's config", todo)
+        nested = known[key]
+        # `rope_parameters`-like dicts are replaced whole: their keys depend on one another. Sub-configs merge.
+        if isinstance(value, Mapping) and isinstance(nested, Mapping) and "model_type" in nested:
+            merged[key] = _merge(merged.get(key, {}), value, known=nested, where=f"{where}.{key}")
+        else:
+            merged[key] = value
+    return merged

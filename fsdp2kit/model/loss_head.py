@@ -1,0 +1,199 @@
+"""The loss on the model's own output head, without ever holding all logits.
+
+At a vocabulary of 128k, the logits of 16k tokens are 8 GiB in float32, and their gradient as much again. The
+linear head and the cross-entropy are therefore computed together, a few hundred tokens at a time, and the
+gradients with respect to hidden states and head are computed in the same pass (softmax − one-hot needs nothing
+that backward would bring), so that backward only scales them. Tokens without a target are left out altogether.
+
+A head that is more than ``hidden @ weight.T`` (logit scaling, soft-capping, a bias) is recognised on a tiny twin
+of the model, and then the model's own forward is run on the hidden states, in chunks, under checkpointing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from fsdp2kit.model.twin import build_twin
+
+IGNORE = -100
+"""Label of a token without a target, as everywhere in torch and transformers."""
+
+# Bytes of float32 logits alive at once. CUDA wants larger matrix products than a CPU's caches do.
+_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Σ over tokens of −log softmax(hidden @ weightᵀ)[label], differentiable in ``hidden`` and ``weight``.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, of hidden's dtype.
+        labels: ``[N]`` int64 in ``[0, V)``; there is no ignored label here (see `select_supervised`).
+
+    Returns:
+        A float32 scalar; 0 with zero gradients where N = 0.
+    """
+    loss, _, _ = _LinearCrossEntropy.apply(hidden, weight, labels)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
+        # Chunks add up in float32: a bfloat16 sum over dozens of them would lose the small contributions.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
+        for start in range(0, hidden.shape[0], rows):
+            chunk, target = hidden[start : start + rows], labels[start : start + rows, None]
+            logits = F.linear(chunk, weight).float()
+            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
+            loss += (log_normalizer - logits.gather(1, target)).sum()
+            if needs_grad:
+                probabilities = logits.sub_(log_normalizer).exp_()
+                probabilities.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+                grad_logits = probabilities.to(weight.dtype)
+                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), chunk)
+                else:
+                    grad_weight.add_(grad_logits.t() @ chunk)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(grad_hidden, grad_weight)
+        return loss, grad_hidden, grad_weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grads[0], (grad_weight * grads[0]).to(ctx.weight_dtype), None
+
+
+def select_supervised(labels: Tensor) -> Tensor:
+    """Flat indices ``[N]`` of the tokens of ``labels`` ``[B, S]`` that have a target.
+
+    Call it while the labels are still on the host: on a CUDA tensor it would synchronise the device.
+    """
+    return (labels.flatten() != IGNORE).nonzero().squeeze(1)
+
+
+def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Module:
+    """Give ``model`` a method ``loss_sum`` and return the module whose method reads the head's parameters.
+
+    ``model.loss_sum(input_ids, labels, index=None, **inputs)`` runs the base model and returns the summed
+    cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is `select_supervised`'s.
+    With an untied head, the head gets a ``loss_sum(hidden, labels)`` of its own, so that as an FSDP unit its
+    parameters are gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
+
+    Args:
+        model: a transformers causal language model.
+        linear: whether logits are just ``hidden @ weightᵀ``; found out on a tiny twin by default.
+    """
+    head = model.get_output_embeddings()
+    linear = has_linear_head(model) if linear is None else linear
+    tied = head.weight is model.get_input_embeddings().weight
+    own_head = None if linear else _own_head(model, head)
+
+    def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+        if own_head is None:
+            return linear_cross_entropy(hidden, head.weight, labels)
+        return _chunked_loss(own_head, hidden, labels, vocabulary=head.weight.shape[0])
+
+    def loss_sum(
+        model: PreTrainedModel, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any
+    ) -> Tensor:
+        # A cache would be built by default, and with it packed documents would see each other.
+        hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs)[0]
+        index = select_supervised(labels) if index is None else index
+        hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
+        return head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
+
+    model.loss_sum = MethodType(loss_sum, model)
+    if tied:
+        return model
+    head.loss_sum = MethodType(head_loss, head)
+    return head
+
+
+def has_linear_head(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are ``hidden @ weightᵀ`` and nothing else, tried on a tiny twin.
+
+    Where no twin can be built or run the answer is no, which is always right and only slower.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    twin = build_twin(model)
+    if twin is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
+        hidden = twin.base_model(input_ids=tokens, use_cache=False)[0]
+        logits = twin(input_ids=tokens, use_cache=False).logits
+        expected = F.linear(hidden, twin.get_output_embeddings().weight)
+    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+class _Passthrough(nn.Module):
+    """Stands in for the base model: what comes in as embeddings goes out as the last hidden state."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class _Projection(nn.Module):
+    """The head's matrix product without the head's FSDP hooks: we are inside its unit already."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._head = [head]  # in a list, so that it is not a submodule a second time
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Read at call time: FSDP swaps the sharded parameter for the gathered one.
+        head = self._head[0]
+        return F.linear(hidden, head.weight, getattr(head, "bias", None))
+
+
+def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The model's own forward from hidden states ``[N, H]`` to logits ``[N, V]``, base model left out."""
+    forward = type(model).forward
+    view = copy.copy(model)
+    view._modules = dict(model._modules)
+    view._modules[model.base_model_prefix] = _Passthrough()
+    projection = _Projection(head)
+    for name, module in model._modules.items():
+        if module is head:
+            view._modules[name] = projection
+
+    def logits(hidden: Tensor) -> Tensor:
+        return forward(view, inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    return logits
+
+
+def _chunked_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, *, vocabulary: int) -> Tensor:
+    def one_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
+
+    rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    loss = hidden.sum() * 0.0  # keeps the graph whole on a rank whose share has no target
+    for chunk, target in zip(hidden.split(rows), labels.split(rows), strict=True):
+        if len(target):
+            loss = loss + checkpoint(one_chunk, chunk, target, use_reentrant=False)
+    return loss.float()

@@ -1,0 +1,95 @@
+"""The tokenizer, with the user's chat template where one is given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What a directory must hold one of; transformers would otherwise make up an empty tokenizer from config.json.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out.
+
+    ``model.chat_template`` replaces the tokenizer's own template, so `save_pretrained` writes it with the model.
+
+    Args:
+        local_files_only: look in the hub's cache, but never ask the hub.
+
+    Raises:
+        UserError: no source is given, it is missing or cannot be loaded, or the template cannot be read.
+    """
+    key, source = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("model.path", section.path)
+    if source is None:
+        raise UserError("model.tokenizer", "no tokenizer and no model.path is given", "give a directory or a hub id")
+    _check_source(key, source)
+    tokenizer = _load(key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only)
+    if section.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(section.chat_template))
+    return tokenizer
+
+
+def _check_source(key: str, source: str) -> None:
+    """Refuse what cannot be a tokenizer before transformers asks a hub for it."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            raise UserError(
+                f"{key}: {source}",
+                f"the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
+                "set model.tokenizer to a directory or hub id that has one",
+            )
+    elif path.exists():
+        raise UserError(f"{key}: {source}", "is a file", "give the directory that holds the tokenizer's files")
+    elif not _HUB_ID.fullmatch(source):
+        raise UserError(f"{key}: {source}", "no such directory", "check the path (paths are relative to the TOML)")
+
+
+def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
+        )
+    except Exception as error:
+        # Broken files surface as OSError, ValueError, KeyError, JSONDecodeError or the bare Exception of tokenizers.
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{key}: {source}",
+            f"the tokenizer cannot be loaded ({type(error).__name__}: {reason})",
+            "check its files, or set model.tokenizer to another directory or hub id",
+        ) from error
+
+
+def _read_template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"model.chat_template: {path}", f"cannot be read ({error})", "give the path of a Jinja template file"
+        ) from None
+    if not text.strip():
+        raise UserError(f"model.chat_template: {path}", "is empty", "give a template, or leave the key out")
+    return text

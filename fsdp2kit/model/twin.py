@@ -1,0 +1,81 @@
+"""A tiny twin: the same architecture with a few small layers, real on the CPU, to try things on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+# Sizes that make a twin small. What is not named here (head counts' ratios, norms, scalings, caps) is kept.
+_SMALL = {
+    "vocab_size": 128,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+}
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrink_config(config: PretrainedConfig, *, layers: int = 2, head_dim: int = 16) -> PretrainedConfig:
+    """A copy of ``config`` with few, narrow layers; heads keep their number of groups where they can.
+
+    Args:
+        config: a decoder's config.
+        layers: at most this many layers.
+        head_dim: width of one attention head.
+    """
+    small = copy.deepcopy(config)
+    for part in {id(part): part for part in (small, small.get_text_config())}.values():
+        _shrink(part, layers=layers, head_dim=head_dim)
+    return small
+
+
+def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int) -> None:
+    for key, value in _SMALL.items():
+        if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
+            setattr(config, key, value)
+    for key in _TOKEN_IDS:
+        if getattr(config, key, None) is not None:
+            setattr(config, key, None)
+    depth = min(layers, config.num_hidden_layers)
+    layer_types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = depth
+    if layer_types:
+        # Every kind of layer must be there: alternating local and global layers need one of each.
+        kinds = list(dict.fromkeys(layer_types))
+        config.num_hidden_layers = depth = max(depth, len(kinds))
+        config.layer_types = (kinds + layer_types)[:depth]
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        groups = max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
+        kv_heads = 1 if groups > 1 else 2
+        config.num_attention_heads = groups * kv_heads
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = kv_heads
+        if getattr(config, "head_dim", None) is not None:
+            config.head_dim = head_dim
+        config.hidden_size = config.num_attention_heads * head_dim
+
+
+def build_twin(model: PreTrainedModel, **sizes: Any) -> PreTrainedModel | None:
+    """A tiny twin of ``model`` on the CPU in eval mode, or None where its architecture does not shrink like that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = shrink_config(model.config, **sizes)
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+                twin.eval()
+                twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+        except Exception:  # whatever an unforeseen architecture raises, the answer is: no twin
+            return None
+    return twin

@@ -1,0 +1,309 @@
+"""Values for a sharded model: streamed out of safetensors, or drawn from (seed, name).
+
+Every rank reads by itself just the rows that its shards hold, through the files' memory maps, straight into the
+shards; nothing is gathered or sent, and no more than one tensor's rows live beside the shards at any time.
+Where transformers stores a model under other names or in other pieces than it runs it (fused experts), its own
+conversion mapping is applied, one target tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import tied_names
+from fsdp2kit.torch_compat import local_slices
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def find_model_dir(section: ModelConfig) -> Path | None:
+    """The local directory of ``model.path``; a hub id's safetensors and small files are fetched into the cache.
+
+    Returns:
+        None where the model starts from a config alone.
+
+    Raises:
+        UserError: neither a directory nor a hub model that can be fetched.
+    """
+    path = section.path
+    if path is None or Path(path).is_dir():
+        return None if path is None else Path(path)
+    if Path(path).is_absolute():
+        raise UserError("model.path", f"{path} is not a directory", "check the path")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
+    if section.weights == "pretrained":
+        patterns.append("*.safetensors")
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises errors of many kinds; each means: not to be had
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError("model.path", f"{path}: {reason}", "check the path, or the hub id and your access") from None
+
+
+def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected: bool = False) -> None:
+    """Fill a materialised (sharded) model from the safetensors of a Hugging Face directory, in place.
+
+    Args:
+        model: parameters and persistent buffers are DTensors or plain tensors of any floating-point dtype.
+        directory: holds ``model.safetensors``, or several files with their index.
+        allow_unexpected: accept tensors in the files that the model has no place for (a cut depth, say).
+
+    Raises:
+        UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
+    """
+    with SafetensorsFolder(directory) as folder:
+        plan = _plan(model, folder, allow_unexpected=allow_unexpected)
+        for name, source in plan.items():
+            for target_name, read in source.resolve(name, model):
+                _fill(model, target_name, read, where=f"{directory}: {name}")
+
+
+def initialize(model: PreTrainedModel, *, seed: int) -> None:
+    """Draw every parameter and persistent buffer of a materialised model from (seed, its module's name).
+
+    The distribution is the model's own (transformers' ``_init_weights``); the values depend neither on the mesh
+    nor on the device: each module is drawn whole on the CPU and every rank keeps its part.
+    """
+    aliases = set(tied_names(model))
+    for module_name, owner, module in _modules_with_owner(model):
+        tensors = {
+            name: tensor
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if f"{module_name}.{name}" not in aliases and name not in module._non_persistent_buffers_set
+        }
+        if not tensors:
+            continue
+        values = _draw(module, owner, tensors, seed=_seed_of(seed, module_name))
+        for name, tensor in tensors.items():
+            _copy_part(tensor, values[name])
+
+
+class SafetensorsFolder:
+    """All tensors of a directory's safetensors files, open as memory maps, by name.
+
+    Raises:
+        UserError: no weights in the directory, a missing, truncated or corrupt file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._handles: list[Any] = []
+        self._owner: dict[str, Any] = {}
+        for path in self._files():
+            try:
+                handle = safe_open(str(path), framework="pt")
+                handle.__enter__()
+            except FileNotFoundError:
+                raise UserError(str(path), "is named in the index but missing", "fetch the model again") from None
+            except (SafetensorError, OSError) as error:
+                raise UserError(str(path), f"is not a whole safetensors file ({error})", "fetch it again") from None
+            self._handles.append(handle)
+            self._owner.update(dict.fromkeys(handle.keys(), handle))
+
+    def _files(self) -> list[Path]:
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
+            return [self.directory / name for name in names]
+        single = self.directory / "model.safetensors"
+        if not single.is_file():
+            raise UserError(
+                "model.path",
+                f"{self.directory} has no model.safetensors and no {INDEX_NAME}",
+                "convert its weights to safetensors, or set model.weights = 'random'",
+            )
+        return [single]
+
+    def names(self) -> list[str]:
+        """Names of all tensors, in a fixed order."""
+        return sorted(self._owner)
+
+    def lazy(self, name: str) -> Any:
+        """A safetensors slice object: ``get_shape()``, and indexing reads just that part."""
+        return self._owner[name].get_slice(name)
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.__exit__(None, None, None)
+
+
+@dataclass
+class _Source:
+    """Where one target tensor comes from: one stored tensor, or several through a transformers converter."""
+
+    pieces: list[tuple[str, str, Any]] = field(default_factory=list)
+    """(stored name, pattern that matched, safetensors slice)"""
+    converter: WeightConverter | None = None
+
+    def resolve(self, name: str, model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+        """``(target name, something that can be sliced)``; several targets where a stored tensor is split."""
+        if self.converter is None:
+            yield name, self.pieces[0][2]
+            return
+        converter = copy.deepcopy(self.converter)
+        for stored, pattern, piece in self.pieces:
+            converter.add_tensor(name, stored, pattern, _reader(piece))
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def _reader(piece: Any) -> Callable[[], Tensor]:
+    return lambda: piece[...]
+
+
+def _plan(model: PreTrainedModel, folder: SafetensorsFolder, *, allow_unexpected: bool) -> dict[str, _Source]:
+    """For every target tensor, in the model's order, the stored tensors that make it."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    targets = model.state_dict()
+    plan: dict[str, _Source] = {}
+    unexpected = []
+    for stored in sorted(folder.names(), key=_natural):
+        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and stored in targets:
+            name, pattern = stored, None
+        if name not in targets:
+            unexpected.append(stored)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        source = plan.setdefault(name, _Source(converter=converter))
+        source.pieces.append((stored, pattern or stored, folder.lazy(stored)))
+    _resolve_aliases(model, plan)
+    produced = {target for name, source in plan.items() for target in _target_names(name, source, targets)}
+    _check_names(model, folder.directory, set(targets) - produced, unexpected, allow_unexpected=allow_unexpected)
+    return plan
+
+
+def _target_names(name: str, source: _Source, targets: dict[str, Any]) -> set[str]:
+    """All targets a source makes; a converter with several target patterns splits one stored tensor."""
+    if source.converter is None or len(source.converter.target_patterns) == 1:
+        return {name}
+    first = source.converter.target_patterns[0]
+    candidates = {name.replace(first, pattern) for pattern in source.converter.target_patterns}
+    return {name, *(candidates & set(targets))}
+
+
+def _resolve_aliases(model: PreTrainedModel, plan: dict[str, _Source]) -> None:
+    """A tied parameter may be stored under either name, or both: keep one source, under the canonical name."""
+    for alias, name in tied_names(model).items():
+        source = plan.pop(alias, None)
+        if source is not None:
+            plan.setdefault(name, source)
+
+
+def _check_names(
+    model: PreTrainedModel, directory: Path, missing: set[str], unexpected: list[str], *, allow_unexpected: bool
+) -> None:
+    missing -= set(tied_names(model))
+    if missing:
+        raise UserError(
+            str(directory),
+            f"{_some(sorted(missing))} of {type(model).__name__} {_are(missing)} not in its safetensors",
+            "is it a checkpoint of this architecture, and whole?",
+        )
+    ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
+    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    if unexpected and not allow_unexpected:
+        raise UserError(
+            str(directory),
+            f"{_some(unexpected)} in its safetensors {_are(unexpected)} unknown to {type(model).__name__}",
+            "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers",
+        )
+
+
+def _fill(model: PreTrainedModel, name: str, source: Any, *, where: str) -> None:
+    target = _tensor_of(model, name)
+    stored_shape = tuple(source.get_shape()) if hasattr(source, "get_shape") else tuple(source.shape)
+    if stored_shape != tuple(target.shape):
+        raise UserError(
+            where,
+            f"stored with shape {list(stored_shape)}, but the model wants {list(target.shape)}",
+            "check model.config overrides against the model's config.json",
+        )
+    try:
+        _copy_part(target, source)
+    except SafetensorError as error:
+        raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
+
+
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(owner), attribute)
+
+
+@torch.no_grad()
+def _copy_part(target: Tensor, source: Any) -> None:
+    """Copy into ``target`` the part of ``source`` (whole, sliceable) that this rank holds, converting its dtype."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if local.numel():
+        part = local_slices(target)
+        local.copy_(source[part] if part else source[...])
+
+
+def _modules_with_owner(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel, nn.Module]]:
+    """Every module with the innermost `PreTrainedModel` around it, whose ``_init_weights`` knows it."""
+    owners: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        owners[name] = module if isinstance(module, PreTrainedModel) else owners[parent]
+        yield name, owners[name], module
+
+
+def _draw(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    twin = copy.copy(module)
+    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+    for name, tensor in tensors.items():
+        # zeros, not empty: what an unusual module's initialisation leaves out must not be what memory held
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if name in twin._parameters:
+            twin._parameters[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
+        else:
+            twin._buffers[name] = value
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        owner._init_weights(twin)
+    return {name: getattr(twin, name) for name in tensors}
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key in which expert 10 follows expert 9; converters stack pieces in this order."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _are(names: Any) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -1,0 +1,45 @@
+"""The one place that states the order in which a model is made parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.build import decoder_layers, materialize
+from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.parallel.context_parallel.attention import apply_context_parallel
+from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
+from fsdp2kit.parallel.mesh import Mesh
+
+
+def parallelize_model(
+    model: PreTrainedModel, config: TrainingConfig, *, mesh: Mesh, device: torch.device
+) -> PreTrainedModel:
+    """Spread a meta ``model`` over ``mesh``, in place; its parameters are then allocated but hold no values.
+
+    Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that.
+
+    Raises:
+        UserError: transformers names no layer class for this model.
+    """
+    layers = decoder_layers(model)
+    head = attach_loss(model)
+    # 1. What changes the computation itself comes first, so that everything after wraps the final one.
+    apply_context_parallel(model, group=mesh.cp_group, attention=config.model.attention)
+    # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before
+    # a layer runs again in backward.
+    if config.activation_checkpointing.mode == "full":
+        apply_activation_checkpointing(layers, every=config.activation_checkpointing.every)
+    if config.compile.enabled:
+        for layer in layers:
+            layer.compile()
+    apply_fsdp(config.fsdp, model, layers, mesh=mesh.shard)
+    # 5. The loss reads parameters, so it must be a method that FSDP's hooks surround, on root and head alike.
+    for module in {id(module): module for module in (model, head)}.values():
+        register_fsdp_forward_method(module, "loss_sum")
+    # 6. Only now is memory allocated, and just for the shards.
+    materialize(model, device=shard_device(config.fsdp, device))
+    return model

@@ -1,0 +1,174 @@
+"""The command line: find the recipe, load its config, start the process group, call ``main(config)``.
+
+torchrun --nproc-per-node 8 -m fsdp2kit.run toml/llama8b_cp2.toml [section.key=value ...]
+python -m fsdp2kit.run toml/llama8b_cp2.toml --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from fsdp2kit.config import TrainingConfig, load_config
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.load import parse_override, read_toml
+from fsdp2kit.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a recipe as a TOML says, or only check the TOML. Returns the exit code."""
+    options = _parse(arguments)
+    if options.check:
+        return _check(options.toml, options.overrides)
+    from fsdp2kit import distributed
+
+    recipe, config, error = None, None, None
+    try:
+        recipe, config = load(options.toml, options.overrides)
+    except UserError as problem:
+        error = problem
+    try:
+        # Started even after an error: ranks that leave one by one are killed by torchrun before they can speak.
+        distributed.start(timeout_minutes=config.run.timeout_minutes if config else 5.0)
+        distributed.agree(error)
+        assert recipe is not None, "every rank has a recipe, or an error that was raised just above"
+        recipe.main(config)
+    except UserError as problem:
+        _leave(problem)
+    distributed.stop()
+    return 0
+
+
+def load(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig]:
+    """The recipe module that a TOML names, and the TOML validated against that recipe's ``Config``.
+
+    Raises:
+        UserError: the TOML, the recipe or an override is wrong.
+    """
+    path = find_toml(toml)
+    values = read_toml(path)
+    named = {".".join(key): value for key, value in map(parse_override, overrides)}
+    name = named.get("recipe", values.get("recipe"))
+    if not isinstance(name, str):
+        raise UserError(f"{path}: recipe", "is required", 'add e.g. recipe = "sft" at the top of the TOML')
+    recipe = load_recipe(find_recipe(name, toml=path))
+    return recipe, load_config(recipe.Config, values, source=path, overrides=overrides)
+
+
+def find_toml(name: str) -> Path:
+    """``name`` as a path, or else the TOML of that name that comes with the package.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(name)
+    bundled = bundled_folder("toml") / path.name
+    if path.is_file():
+        return path
+    if str(path.parent) in (".", "toml") and bundled.is_file():
+        return bundled
+    known = ", ".join(sorted(file.name for file in bundled.parent.glob("*.toml")))
+    raise UserError(name, "no such file", f"give a TOML's path, or one that comes with fsdp2kit: {known}")
+
+
+def find_recipe(name: str, *, toml: Path) -> Path:
+    """The file of a recipe: a ``.py`` path, a name under the user's own ``recipes/``, or one of the package's.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name.endswith(".py"):
+        candidates = [toml.resolve().parent / name, Path(name)]
+    else:
+        candidates = [Path("recipes") / f"{name}.py", bundled_folder("recipes") / f"{name}.py"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(file.stem for file in bundled_folder("recipes").glob("*.py")))
+    raise UserError(f"{toml}: recipe", f"{name!r} was not found", f"name one of {known}, or the path of a .py file")
+
+
+def load_recipe(path: Path) -> ModuleType:
+    """Import a recipe file, which must define ``Config`` and ``main(config)``.
+
+    Raises:
+        UserError: it does not define them.
+    """
+    spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(str(path), "is not a Python file", "name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    for name in ("Config", "main"):
+        if not hasattr(module, name):
+            raise UserError(str(path), f"defines no {name}", "a recipe has a class Config and a function main(config)")
+    return module
+
+
+def bundled_folder(name: str) -> Path:
+    """``recipes`` or ``toml`` as they come with the package: inside it in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def _parse(arguments: Sequence[str] | None) -> Any:
+    parser = argparse.ArgumentParser(prog="fsdp2kit.run", description="Train as a TOML says.")
+    parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
+    )
+    parser.add_argument("--check", action="store_true", help="validate only: no process group, no weights, no network")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _check(toml: str, overrides: Sequence[str]) -> int:
+    started = time.perf_counter()
+    world_size, local_world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    )
+    # Set before the recipe imports the hub client: a check never waits for a network.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        recipe, config = load(toml, overrides)
+        sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
+        unchecked = recipe.check(config) if hasattr(recipe, "check") else ["model"]
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    print(
+        f"ok: {toml} on {world_size} ranks (dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, "
+        f"cp {sizes.cp}), checked in {time.perf_counter() - started:.1f} s"
+    )
+    for what in unchecked:
+        print(f"{what} unchecked: not on this machine")
+    return 0
+
+
+def _leave(problem: UserError) -> NoReturn:
+    """Print the one line on rank 0 and leave, all ranks at once, with exit code 2.
+
+    Interpreter shutdown takes longer than the 0.3 s that torchrun gives the other ranks once one has left, so
+    nobody returns through it.
+    """
+    from fsdp2kit import distributed
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed.agree()
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

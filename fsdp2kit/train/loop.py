@@ -1,0 +1,296 @@
+"""The loop: one step is one screen, top to bottom.
+
+Between two steps the ranks exchange a handful of host numbers, in one collective on gloo: did reading the batch
+fail anywhere, was any rank asked to stop, how many tokens does the global batch have. Within a step the host waits
+for the device once, to read loss and gradient norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import agree, gather_objects, sum_over_ranks
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.losses import accumulate_gradients, gradient_norm, sum_loss
+from fsdp2kit.train.signals import StopRequest
+from fsdp2kit.train.throughput import Throughput
+
+
+class Batches(Protocol):
+    """What the loop needs of a loader."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def batch(self, index: int, /) -> Sequence[Any]:
+        """This data-parallel rank's micro-batches of a global batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of one global batch, and the token counts of the whole of it."""
+
+    micro_batches: Sequence[Any]
+    supervised_tokens: int
+    input_tokens: int
+    attention_pairs: int
+    stop: bool
+    seconds: float
+    """How long this rank waited for the data."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the loop needs to know of the config and the mesh, as plain numbers."""
+
+    total_steps: int
+    seed: int
+    dp_rank: int = 0
+    cp_size: int = 1
+    max_grad_norm: float = 1.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    reduce_every_micro_batch: bool = False
+    log_every: int = 1
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_steps: int | None = None
+    max_minutes: float | None = None
+
+    def is_due(self, every: int, step: int, *, also_last: bool = False) -> bool:
+        """Whether something that happens every ``every`` steps (0: never) happens after ``step``."""
+        return every > 0 and (step % every == 0 or (also_last and step == self.total_steps))
+
+
+def build_plan(config: TrainingConfig, *, steps_per_epoch: int, mesh: Mesh) -> Plan:
+    """The plan of ``[train]`` and of what is due when, with ``epochs`` turned into steps."""
+    steps = config.train.steps
+    return Plan(
+        total_steps=steps if steps is not None else (config.train.epochs or 0) * steps_per_epoch,
+        seed=config.run.seed,
+        dp_rank=mesh.dp_rank,
+        cp_size=mesh.sizes.cp,
+        max_grad_norm=config.train.max_grad_norm,
+        on_nonfinite=config.train.on_nonfinite,
+        reduce_every_micro_batch=config.fsdp.reduce_every_micro_batch,
+        log_every=config.train.log_every,
+        save_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        evaluate_steps=config.eval.steps,
+        max_minutes=config.run.max_minutes,
+    )
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the recipe built and the loop calls; each may be left out."""
+
+    log: Callable[[dict[str, Any]], None] = lambda record: None
+    save: Callable[[Progress], object] | None = None
+    evaluate: Callable[[], float] | None = None
+    profile: Callable[[], None] = lambda: None
+    first_step: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    message: Callable[[str], None] = field(default=print)
+
+
+def train(
+    model: Any,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    batches: Batches,
+    to_device: Callable[[Any], dict[str, Any]],
+    *,
+    plan: Plan,
+    progress: Progress,
+    throughput: Throughput,
+    hooks: Hooks,
+) -> Progress:
+    """Train from ``progress.step`` to ``plan.total_steps``.
+
+    Args:
+        batches: from a global batch's index to this data-parallel rank's micro-batches, on the host.
+        to_device: from one of these to the arguments of ``model.loss_sum``, on the device.
+        throughput: turns counts and seconds into the speeds of a metrics record.
+
+    Returns:
+        How far it came: to the end, or less where it was asked to stop. A checkpoint of that is written.
+
+    Raises:
+        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``.
+        UserError: a row that cannot be read, a global batch without a supervised token.
+    """
+    saved_at = first = progress.step
+    if plan.total_steps == 0 and hooks.evaluate:
+        hooks.log({"step": progress.step, "eval_loss": hooks.evaluate()})
+    elif progress.step >= plan.total_steps:
+        hooks.message(f"nothing left to train: step {progress.step} of {plan.total_steps} is done")
+    throughput.restart()
+    with StopRequest(max_minutes=plan.max_minutes) as stop:
+        while progress.step < plan.total_steps:
+            batch = next_batch(batches, progress.step, stop=stop.requested, cp_size=plan.cp_size)
+            if batch.stop:
+                hooks.message(f"asked to stop ({stop.reason or 'on another rank'}) after step {progress.step}")
+                break
+            torch.manual_seed(stream_seed(plan.seed, progress.step, plan.dp_rank))
+            with hooks.first_step() if progress.step == first else contextlib.nullcontext():
+                record = train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=progress.step + 1)
+            progress = replace(
+                progress,
+                step=progress.step + 1,
+                tokens_total=progress.tokens_total + batch.supervised_tokens,
+                input_tokens_total=progress.input_tokens_total + batch.input_tokens,
+            )
+            throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
+            hooks.profile()
+            report(record, batch, plan=plan, progress=progress, throughput=throughput, hooks=hooks)
+            if hooks.save and plan.is_due(plan.save_every, progress.step):
+                hooks.save(progress)
+                saved_at = progress.step
+                throughput.restart()
+        if hooks.save and saved_at != progress.step:
+            hooks.save(progress)
+    return progress
+
+
+def report(
+    record: dict[str, float],
+    batch: GlobalBatch,
+    *,
+    plan: Plan,
+    progress: Progress,
+    throughput: Throughput,
+    hooks: Hooks,
+) -> None:
+    """Log this step where it is due, with the held-out loss where that is due."""
+    evaluates = hooks.evaluate is not None and plan.is_due(plan.evaluate_every, progress.step, also_last=True)
+    if not evaluates and not plan.is_due(plan.log_every, progress.step, also_last=True):
+        return
+    line: dict[str, Any] = {"step": progress.step, **record}
+    line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
+    line |= {"tokens_total": progress.tokens_total, **throughput.record()}
+    if evaluates and hooks.evaluate is not None:
+        line["eval_loss"] = hooks.evaluate()
+        throughput.restart()
+    hooks.log(line)
+
+
+def train_step(
+    model: Any,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    batch: GlobalBatch,
+    to_device: Callable[[Any], dict[str, Any]],
+    *,
+    plan: Plan,
+    step: int,
+) -> dict[str, float]:
+    """One optimizer step on one global batch.
+
+    Returns:
+        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step.
+    """
+    inputs = [lambda micro=micro: to_device(micro) for micro in batch.micro_batches]
+    local_loss = accumulate_gradients(
+        model, inputs, tokens=batch.supervised_tokens, reduce_every=plan.reduce_every_micro_batch
+    )
+    norm = gradient_norm(model)
+    if plan.max_grad_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), plan.max_grad_norm, norm)
+    lr = optimizer.param_groups[0]["lr"]
+    loss_value, norm_value = _read(sum_loss(local_loss.clone()), norm)
+    if math.isfinite(loss_value) and math.isfinite(norm_value):
+        optimizer.step()
+    elif plan.on_nonfinite == "stop":
+        raise_nonfinite(local_loss, norm_value, step=step)
+    schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss_value, "grad_norm": norm_value, "lr": lr}
+
+
+def next_batch(batches: Batches, index: int, *, stop: bool, cp_size: int) -> GlobalBatch:
+    """Read this rank's share of global batch ``index`` and settle errors, stops and counts over all ranks.
+
+    Raises:
+        UserError: a rank could not read its rows, or the batch has no supervised token.
+    """
+    start = time.perf_counter()
+    micro_batches: Sequence[Any] = []
+    error: Exception | None = None
+    try:
+        micro_batches = batches.batch(index)
+    except Exception as problem:
+        error = problem
+    seconds = time.perf_counter() - start
+    names = ("supervised_tokens", "input_tokens", "attention_pairs")
+    counts = [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
+    failed, stops, *sums = sum_over_ranks([float(error is not None), float(stop), *counts])
+    if failed:
+        agree(error)
+    # Context-parallel ranks read the same rows, each of which was therefore counted cp_size times.
+    supervised, inputs, pairs = (round(value / cp_size) for value in sums)
+    if not supervised:
+        raise UserError(f"global batch {index}", "has no supervised token", "look at the data with tools/preview.py")
+    return GlobalBatch(micro_batches, supervised, inputs, pairs, bool(stops), seconds)
+
+
+@torch.no_grad()
+def evaluate(model: Any, batches: Batches, to_device: Callable[[Any], dict[str, Any]], *, plan: Plan) -> float:
+    """Mean loss over the supervised tokens of the held-out batches, the same for every mesh."""
+    model.eval()
+    total: Tensor | None = None
+    tokens = 0
+    for index in range(plan.evaluate_steps or batches.steps_per_epoch):
+        batch = next_batch(batches, index, stop=False, cp_size=plan.cp_size)
+        tokens += batch.supervised_tokens
+        for micro in batch.micro_batches:
+            loss = model.loss_sum(**to_device(micro)).double()
+            total = loss if total is None else total + loss
+    assert total is not None, "an evaluation has at least one batch"
+    # Units that keep their parameters for a backward that never comes would hide the shards from checkpoints.
+    reshard_all(model)
+    model.train()
+    return sum_loss(total).item() / tokens
+
+
+def stream_seed(seed: int, step: int, dp_rank: int) -> int:
+    """Seed of whatever randomness a step has: a function of these three, so no generator state needs saving."""
+    digest = hashlib.sha256(f"{seed}/{step}/{dp_rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
+    """Say which step and which ranks had the non-finite loss.
+
+    Raises:
+        RunFailure: always, on every rank.
+    """
+    ranks = [rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.item()))) if not finite]
+    if ranks:
+        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+    else:
+        what = f"the gradient norm is {norm} although every rank's loss is finite"
+    raise RunFailure(
+        f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
+        'or set train.on_nonfinite = "skip"'
+    )
+
+
+def _read(*scalars: Tensor) -> Iterable[float]:
+    """Device scalars to host numbers in one wait."""
+    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()

@@ -1,0 +1,65 @@
+"""Normalisation: one mean over the supervised tokens of the global batch, whatever the mesh.
+
+    loss = Σ over all ranks and micro-batches of the cross-entropy ÷ T,   T = supervised tokens of the global batch
+
+FSDP2 *averages* gradients over its mesh of W ranks (data- and context-parallel alike), so each rank
+back-propagates W / T times its own sum. Setting a divide factor instead would select a reduction that gloo
+refuses and NCCL gets wrong in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def accumulate_gradients(
+    model: Any, micro_batches: Sequence[Callable[[], dict[str, Any]]], *, tokens: int, reduce_every: bool = False
+) -> Tensor:
+    """Forward and backward over a rank's micro-batches; gradients are reduced once, with the last one.
+
+    Args:
+        model: a sharded model with ``loss_sum`` (see `fsdp2kit.model.loss_head.attach_loss`).
+        micro_batches: functions that return ``loss_sum``'s arguments, called one after the other, so that only
+            one micro-batch is on the device at a time.
+        tokens: supervised tokens of the global batch.
+        reduce_every: reduce after every micro-batch: the unsharded gradients need no memory between them.
+
+    Returns:
+        This rank's summed cross-entropy ÷ ``tokens``, a float32 scalar on the device; summed over all ranks it
+        is the loss.
+    """
+    scale = world_size() / tokens
+    total = None
+    for number, inputs in enumerate(micro_batches, start=1):
+        last = number == len(micro_batches)
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(reduce_every or last)
+        loss = model.loss_sum(**inputs())
+        (loss * scale).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "a data-parallel rank has at least one micro-batch"
+    return total / tokens
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The global L2 norm of all gradients, before clipping: a float32 scalar, the same on every rank."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def sum_loss(loss: Tensor) -> Tensor:
+    """Sum of ``loss`` over all ranks."""
+    if world_size() > 1:
+        dist.all_reduce(loss)
+    return loss
+
+
+def world_size() -> int:
+    """Ranks in the job; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1

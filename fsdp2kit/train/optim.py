@@ -1,0 +1,67 @@
+"""Optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
+
+from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+
+
+def build_optimizer(section: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) are not decayed.
+
+    Build it after the model is sharded and its parameters are where they stay.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trainable if parameter.ndim >= 2]
+    exempt = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": section.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        fused=True,  # one kernel over all shards, on CPU and CUDA alike
+    )
+
+
+def build_lr_schedule(
+    section: LRScheduleConfig, optimizer: torch.optim.Optimizer, *, total_steps: int, step: int = 0
+) -> LambdaLR:
+    """A transformers schedule, positioned at ``step``: the next optimizer step uses the rate of that step.
+
+    The position is a number, not saved state, so a resumed run may change the schedule or the peak rate.
+
+    Args:
+        total_steps: length of the whole run in optimizer steps.
+        step: optimizer steps already taken.
+    """
+    warmup = section.warmup_steps
+    if section.name == "constant":
+        schedule = get_constant_schedule_with_warmup(optimizer, warmup)
+    elif section.name == "linear":
+        schedule = get_linear_schedule_with_warmup(optimizer, warmup, total_steps)
+    elif section.name == "cosine":
+        schedule = get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, total_steps, min_lr_rate=section.min_lr_ratio
+        )
+    else:
+        decay = section.decay_steps or max(1, total_steps // 10)
+        schedule = get_wsd_schedule(
+            optimizer, warmup, decay, num_training_steps=total_steps, min_lr_ratio=section.min_lr_ratio
+        )
+    schedule.last_epoch = step
+    for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(step)
+    return schedule

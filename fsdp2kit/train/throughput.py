@@ -1,0 +1,73 @@
+"""Speeds and peak memory over the steps since the last record."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from fsdp2kit.distributed import gather_objects
+from fsdp2kit.train.flops import ModelFlops, device_peak_flops, flops_per_batch
+
+
+class Throughput:
+    """Adds up steps and turns them into the speeds of a metrics record.
+
+    Args:
+        counts: what `count_model_flops` returns for the model.
+        device: this rank's device.
+        world_size: ranks in the job, to divide the whole job's work by.
+    """
+
+    def __init__(self, counts: ModelFlops, *, device: torch.device, world_size: int) -> None:
+        self._counts, self._device, self._world_size = counts, device, world_size
+        self._peak = device_peak_flops(device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was added; call it after something that is not training (an evaluation, a checkpoint)."""
+        self._started = time.perf_counter()
+        self._steps = self._input = self._supervised = 0
+        self._flops = self._data_seconds = 0.0
+
+    def add(self, input_tokens: int, supervised_tokens: int, attention_pairs: int, data_seconds: float) -> None:
+        """Count one step's global batch."""
+        self._steps += 1
+        self._input += input_tokens
+        self._supervised += supervised_tokens
+        self._flops += flops_per_batch(self._counts, tokens=input_tokens, attention_pairs=attention_pairs)
+        self._data_seconds += data_seconds
+
+    def record(self) -> dict[str, Any]:
+        """The speeds since the last record, averaged over its steps; starts the next interval.
+
+        Every rank calls it: peak memory and data waits are the maximum over ranks.
+        """
+        seconds = time.perf_counter() - self._started
+        memory, waited = (max(values) for values in zip(*gather_objects(self._of_this_rank()), strict=True))
+        flops = self._flops / seconds / self._world_size
+        record = {
+            "tokens_per_second": self._input / seconds,
+            "supervised_tokens_per_second": self._supervised / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": None if self._peak is None else flops / self._peak,
+            "memory_gib": memory / 2**30,
+            "step_seconds": seconds / self._steps,
+            "data_seconds": waited / self._steps,
+        }
+        self.restart()
+        return record
+
+    def _of_this_rank(self) -> tuple[float, float]:
+        return peak_memory_bytes(self._device), self._data_seconds
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory: the allocator's on CUDA, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS

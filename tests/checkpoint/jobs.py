@@ -1,0 +1,190 @@
+"""A tiny model, its training, and what the checkpoint tests do on every rank of a gloo group."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.loading import load_weights
+from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.progress import Progress
+
+IDENTITY = {"model": "tiny", "optimizer": "adamw", "run.seed": "0", "data.seq_len": "12"}
+VOCAB = 97  # prime, so that no world size divides it
+
+
+def tiny_llama(*, seed: int = 0, tied: bool = True, hidden: int = 16) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def sharded(model: LlamaForCausalLM, *, replicate: int = 1) -> LlamaForCausalLM:
+    size = dist.get_world_size()
+    if replicate == 1:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh("cpu", (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def adamw(model: nn.Module, *, lr: float = 1e-2) -> torch.optim.AdamW:
+    """AdamW over two groups: matrices with weight decay, the rest without."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """One step for each index, on a batch that depends on the index alone and is the same on every rank."""
+    for index in steps:
+        ids = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(index))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def progress_at(step: int) -> Progress:
+    return Progress(step=step, tokens_total=20 * step, input_tokens_total=24 * step, wandb_id="x1")
+
+
+def write_assets(directory: Path) -> None:
+    tiny_llama().config.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def manager_of(run_dir: Path, *, keep: int = 2, identity: dict[str, str] | None = None) -> CheckpointManager:
+    return build_checkpoint_manager(
+        CheckpointConfig(keep=keep, export_dtype="bfloat16"),
+        run_dir=run_dir,
+        identity=identity or IDENTITY,
+        write_assets=write_assets,
+    )
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Every tensor of the training state, whole, as it would be on one process."""
+
+    def whole(tensor: Tensor) -> np.ndarray:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy(force=True).copy()
+
+    named = model_tensors(model) | optimizer_tensors(model, optimizer)
+    return {name: whole(tensor) for name, tensor in named.items()}
+
+
+def train_and_save(run_dir: Path, *, tied: bool, replicate: int) -> dict[str, np.ndarray]:
+    model = sharded(tiny_llama(tied=tied), replicate=replicate)
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    manager_of(run_dir).save(model, optimizer, progress_at(2))
+    return full_state(model, optimizer)
+
+
+def restore(run_dir: Path, *, tied: bool, replicate: int = 1) -> tuple[dict[str, np.ndarray], Progress, float]:
+    """A fresh model of another seed, restored; its state, the progress, and the learning rate it trains on with."""
+    model = sharded(tiny_llama(seed=1, tied=tied), replicate=replicate)
+    optimizer = adamw(model, lr=0.5)
+    manager = manager_of(run_dir)
+    path = manager.resolve("auto")
+    assert path is not None
+    progress = manager.restore(path, model, optimizer)
+    return full_state(model, optimizer), progress, optimizer.param_groups[0]["lr"]
+
+
+def train_with_and_without_interruption(run_dir: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Four steps in one go; and two, a save after an evaluation, a restore into fresh objects, and two more."""
+    model = sharded(tiny_llama())
+    optimizer = adamw(model)
+    train(model, optimizer, range(4))
+    in_one_go = full_state(model, optimizer)
+
+    model = sharded(tiny_llama())
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    with torch.no_grad():  # leaves the root unsharded, which a save has to cope with
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+    manager = manager_of(run_dir)
+    path = manager.save(model, optimizer, progress_at(2))
+
+    model = sharded(tiny_llama(seed=1))
+    optimizer = adamw(model)
+    progress = manager_of(run_dir).restore(path, model, optimizer)
+    train(model, optimizer, range(progress.step, 4))
+    return in_one_go, full_state(model, optimizer)
+
+
+def load_weights_sharded(path: Path) -> dict[str, np.ndarray]:
+    model = sharded(tiny_llama(seed=1))
+    load_weights(path, model)
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy(force=True)
+        for name, tensor in model_tensors(model).items()
+    }
+
+
+def save_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
+    """Save, fill the disk, save again: the second save's error, a check of the first, and what is left."""
+    model = sharded(tiny_llama())
+    optimizer = adamw(model)
+    manager = manager_of(run_dir, keep=1)
+    first = manager.save(model, optimizer, progress_at(1))
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+    dist.barrier()
+    try:
+        manager.save(model, optimizer, progress_at(2))
+        message = "saved"
+    except RunFailure as failure:
+        message = str(failure)
+    dist.barrier()  # rank 0 clears up after the failure
+    return message, verify(first), sorted(path.name for path in first.parent.iterdir())
+
+
+def disagreeing_assets(run_dir: Path) -> str:
+    """Assets that cannot be written on rank 0: the error on this rank."""
+
+    def fail(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = sharded(tiny_llama())
+    manager = build_checkpoint_manager(CheckpointConfig(), run_dir=run_dir, identity=IDENTITY, write_assets=fail)
+    try:
+        manager.save(model, adamw(model), progress_at(1))
+    except RunFailure as failure:
+        return str(failure)
+    return "saved"
+
+
+def unwritable_run_dir(run_dir: Path) -> str:
+    try:
+        manager_of(run_dir)
+    except UserError as error:
+        return str(error)
+    return "built"

@@ -1,0 +1,166 @@
+"""Distributed checkpoints to Hugging Face directories, against `save_pretrained` and `from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from fsdp2kit.checkpoint.convert import dcp_to_hf, plan_export, publish, write_shards
+from fsdp2kit.errors import RunFailure, UserError
+from tests.checkpoint import jobs
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return jobs.tiny_llama()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: PreTrainedModel) -> Path:
+    return jobs.manager_of(tmp_path / "run").save(model, jobs.adamw(model), jobs.progress_at(3))
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left)
+
+
+def plain_dcp(state: dict, path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_an_export_is_the_model_cast(tmp_path: Path, checkpoint: Path, model: PreTrainedModel, dtype: str) -> None:
+    out = tmp_path / "out"
+    dcp_to_hf(checkpoint, out, dtype=dtype)
+    cast = model.to(torch.float32 if dtype == "float32" else torch.bfloat16)  # the manifest says bfloat16
+    cast.save_pretrained(tmp_path / "reference")
+    assert_equal(exported(out), exported(tmp_path / "reference"))
+    config = json.loads((out / "config.json").read_text())
+    assert config == json.loads((tmp_path / "reference" / "config.json").read_text())
+    files = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == {*files, ".fsdp2kit-export.json"}
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    assert not any(info.values())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_equal(loaded.state_dict(), cast.state_dict())
+
+
+def test_files_are_of_bounded_size_and_shared_between_ranks(
+    tmp_path: Path, checkpoint: Path, model: PreTrainedModel
+) -> None:
+    plan = plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
+    assert plan == plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
+    write_shards(plan, rank=1, world_size=2)
+    with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
+        publish(plan)
+    assert not (tmp_path / "out").exists()
+    write_shards(plan, rank=0, world_size=2)
+    (plan.staging / "leftover").write_text("of an export that was cut short")
+    publish(plan)
+
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) >= 3
+    assert all((tmp_path / "out" / file).stat().st_size < 8000 + 2000 for file in files)
+    assert not (tmp_path / "out" / "leftover").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fused_experts_are_written_as_save_pretrained_writes_them(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "reference")
+    checkpoint = plain_dcp(model.state_dict(), tmp_path / "dcp")
+    dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "reference", max_shard_bytes=10_000)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in exported(tmp_path / "out")
+    assert_equal(exported(tmp_path / "out"), exported(tmp_path / "reference"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_plain_checkpoints_are_exported_with_a_config(tmp_path: Path, model: PreTrainedModel, prefixed: bool) -> None:
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "README.md").write_text("the source model's card")
+    state = model.state_dict()
+    checkpoint = plain_dcp({"model": state, "epoch": 3} if prefixed else state, tmp_path / "dcp")
+    with pytest.raises(UserError, match="--config HF_DIR"):
+        dcp_to_hf(checkpoint, tmp_path / "out")
+    dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "hf")
+    assert_equal(exported(tmp_path / "out"), exported(tmp_path / "hf"))
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    jobs.tiny_llama(hidden=8).config.save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"embed_tokens\.weight: has shape \(97, 16\)"):
+        dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "other")
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+        dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "nothing")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    dcp_to_hf(checkpoint, out, dtype="float32")
+    dcp_to_hf(checkpoint, out, dtype="bfloat16", max_shard_bytes=4000)
+    assert not (out / "model.safetensors").exists()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds notes\.txt, which no export of fsdp2kit wrote"):
+        dcp_to_hf(checkpoint, out)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / "dcp_to_hf.py"
+    spec = importlib.util.spec_from_file_location("dcp_to_hf_tool", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_line(
+    tmp_path: Path, checkpoint: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert tool.main([str(checkpoint), str(out), "--dtype", "float16", "--max-shard-gb", "0.00001"]) == 0
+    assert {tensor.dtype for tensor in exported(out).values()} == {torch.float16}
+    assert (out / "model.safetensors.index.json").exists()
+    assert tool.main([str(tmp_path / "nothing"), str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1

@@ -1,0 +1,271 @@
+"""Save and restore: bit for bit, over any world size, with nothing lost on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.model.build import tied_names
+from tests.checkpoint import jobs
+from tests.workers import WorkerPool
+
+
+def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not np.array_equal(left[name], right[name])]
+    assert not different
+
+
+def saved_alone(run_dir: Path, *steps: int, keep: int = 2) -> tuple[CheckpointManager, Path]:
+    """Checkpoints of an untrained model, written without a process group; the manager and the newest."""
+    model = jobs.tiny_llama()
+    manager, path = jobs.manager_of(run_dir, keep=keep), run_dir
+    for step in steps:
+        path = manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+    return manager, path
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("tied", "replicate"), [(True, 1), (False, 2)])
+def test_state_survives_any_change_of_world_size(pool: WorkerPool, tmp_path: Path, tied: bool, replicate: int) -> None:
+    saved = pool.run(2, jobs.train_and_save, tmp_path, tied=tied, replicate=replicate)[0]
+
+    for size in (1, 3):
+        for state, progress, rate in pool.run(size, jobs.restore, tmp_path, tied=tied):
+            assert_same(saved, state)
+            assert progress == jobs.progress_at(2)
+            assert rate == 0.5  # the config's, not the checkpoint's
+
+    model = jobs.tiny_llama(seed=1, tied=tied)  # and without a process group, unsharded
+    optimizer, manager = jobs.adamw(model), jobs.manager_of(tmp_path)
+    path = manager.resolve("auto")
+    assert path == tmp_path / "checkpoints" / "step-000002"
+    manager.restore(path, model, optimizer)
+    assert_same(saved, jobs.full_state(model, optimizer))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_a_resumed_run_trains_as_if_never_interrupted(pool: WorkerPool, tmp_path: Path) -> None:
+    for in_one_go, resumed in pool.run(2, jobs.train_with_and_without_interruption, tmp_path):
+        assert_same(in_one_go, resumed)
+
+
+def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
+    model = jobs.tiny_llama()
+    optimizer = jobs.adamw(model)
+    ids = torch.arange(12).unsqueeze(0)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+
+    tensors = optimizer_tensors(model, optimizer)
+
+    assert "lm_head.weight" not in model_tensors(model)
+    assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all(old is p.grad for old, p in zip(gradients, model.parameters(), strict=True))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+    assert {f"state.{name}.{field}" for name in before for field in ("step", "exp_avg", "exp_avg_sq")} == set(tensors)
+    assert all(not tensor.any() for tensor in tensors.values())
+
+    # An optimizer whose state was made beforehand takes the very same step.
+    untouched = jobs.tiny_llama()
+    plain = jobs.adamw(untouched)
+    untouched(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    plain.step()
+    assert_same(jobs.full_state(untouched, plain), jobs.full_state(model, optimizer))
+
+
+def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('recipe = "sft"\n')
+    _, path = saved_alone(tmp_path, 200)
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    assets = {"hf/config.json", "hf/tokenizer.json", "hf/chat_template.jinja"}
+    assert files == {"__0_0.distcp", ".metadata", "config.toml", "manifest.json", *assets}
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert path.name == "step-000200"
+    assert manifest["identity"] == jobs.IDENTITY
+    assert manifest["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert manifest["export_dtype"] == "bfloat16"
+    assert set(manifest["files"]) == files - {"manifest.json"}
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    saved_alone(tmp_path, 1, 2, 3, 4, keep=2)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
+    _, path = saved_alone(tmp_path, 1, 1)
+    assert names(tmp_path) == ["step-000001"]
+    assert "step 1" in verify(path)
+    resumed, model = jobs.manager_of(tmp_path), jobs.tiny_llama()
+    resumed.restore(path, model, jobs.adamw(model))
+    resumed.save(model, jobs.adamw(model), jobs.progress_at(1))
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_leftovers_are_not_used_and_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    shutil.copytree(path, path.with_name("step-000002"))
+    (path.with_name("step-000002") / "manifest.json").unlink()
+    shutil.copytree(path, path.with_name(".tmp-step-000003"))
+    assert manager.resolve("auto") == path
+    assert "step-000002: skipped" in caplog.text
+    model = jobs.tiny_llama()
+    manager.save(model, jobs.adamw(model), jobs.progress_at(4))
+    assert names(tmp_path) == ["step-000001", "step-000004"]
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    _, path = saved_alone(tmp_path, 1, 2, 3, keep=5)
+    manager, model = jobs.manager_of(tmp_path, keep=5), jobs.tiny_llama()
+    manager.restore(path.with_name("step-000001"), model, jobs.adamw(model))
+    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert names(tmp_path) == ["step-000001", "step-000002", "superseded-step-000002", "superseded-step-000003"]
+    assert manager.resolve("auto") == path.with_name("step-000002")
+
+
+def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    path.rename(path.with_name(".old-step-000001"))
+    assert manager.resolve("auto") == path
+    assert "whole" in verify(path)
+
+
+def test_resolve(tmp_path: Path) -> None:
+    manager = jobs.manager_of(tmp_path)
+    assert manager.resolve("auto") is None
+    _, path = saved_alone(tmp_path, 1)
+    assert manager.resolve("never") is None
+    assert manager.resolve(str(path)) == path
+    with pytest.raises(UserError, match="no such checkpoint directory"):
+        manager.resolve(str(tmp_path / "nothing"))
+
+
+def truncate(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"__0_0\.distcp: has \d+ bytes instead of"),
+        (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
+        (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: is not a checkpoint's manifest"),
+        (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(tmp_path: Path, damage, message: str) -> None:
+    manager, path = saved_alone(tmp_path, 1, 2)
+    damage(path)
+    with pytest.raises(UserError, match=message):
+        manager.resolve(str(path))
+    assert manager.resolve("auto") == path.with_name("step-000001")
+
+
+def test_auto_does_not_start_over_when_all_that_was_trained_is_damaged(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    truncate(path)
+    with pytest.raises(UserError, match="bytes instead of"):
+        manager.resolve("auto")
+
+
+@pytest.mark.parametrize(("field", "value"), [("data.seq_len", "'24'"), ("extra", "'1'"), ("run.seed", "None")])
+def test_another_run_is_refused(tmp_path: Path, field: str, value: str) -> None:
+    _, path = saved_alone(tmp_path, 1)
+    identity = {**jobs.IDENTITY, field: value.strip("'")}
+    if value == "None":
+        del identity[field]
+    model = jobs.tiny_llama()
+    with pytest.raises(UserError, match=rf"{field} = .*{field} = {value}; .*another run\.dir.*model\.weights"):
+        jobs.manager_of(tmp_path, identity=identity).restore(path, model, jobs.adamw(model))
+
+
+def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["progress"]["seed"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    model = jobs.tiny_llama()
+    with pytest.raises(UserError, match="another kind of progress: seed"):
+        manager.restore(path, model, jobs.adamw(model))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"tied": False}, r"has no tensor model\.lm_head\.weight"),
+        ({"hidden": 8}, r"shape \(97, 16\) in the checkpoint and \(97, 8\)"),
+    ],
+)
+def test_another_model_is_refused(tmp_path: Path, other: dict, message: str) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    model = jobs.tiny_llama(**other)
+    with pytest.raises(UserError, match=message):
+        manager.restore(path, model, jobs.adamw(model))
+
+
+def test_an_unwritable_run_dir_is_a_users_mistake_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message in pool.run(2, jobs.unwritable_run_dir, tmp_path / "file" / "run"):
+        assert message.startswith("run.dir:")
+        assert "Not a directory" in message
+
+
+def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for message in pool.run(2, jobs.disagreeing_assets, tmp_path):
+        assert "step-000001: the checkpoint was not saved" in message
+        assert "No space left" in message
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 640 KiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path) -> None:
+    for message, first, left in pool.run(2, jobs.save_on_full_disk, small_disk):
+        assert "step-000002: the checkpoint was not saved" in message
+        assert "whole: step 1" in first
+        assert left == ["step-000001"]
+
+
+def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full disk again, where no disk can be mounted: the storage writer fails in the middle."""
+    manager, path = saved_alone(tmp_path, 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
+    model = jobs.tiny_llama()
+    with pytest.raises(RunFailure, match=r"step-000002: the checkpoint was not saved: rank 0: OSError.*No space left"):
+        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert names(tmp_path) == ["step-000001"]
+    assert "whole" in verify(path)

@@ -1,0 +1,162 @@
+"""Cross-field checks: the mesh for every strategy, accumulation, and what does not go together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig
+from fsdp2kit.errors import UserError
+
+FULL, ZERO2, NONE, HYBRID, HYBRID2 = "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
+
+
+def resolve(strategy: Any, mesh: dict[str, Any], *, world: int, local: int | None = None) -> MeshSizes:
+    section = FSDPConfig(strategy=strategy)
+    return resolve_mesh(MeshConfig(**mesh), section, world_size=world, local_world_size=local or world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "world", "local", "expected"),
+    [
+        (FULL, {}, 1, 1, (1, 1, 1)),
+        (FULL, {}, 8, 8, (1, 8, 1)),
+        (FULL, {"cp": 2}, 8, 8, (1, 4, 2)),
+        (FULL, {"cp": 8}, 8, 8, (1, 1, 8)),
+        (FULL, {"dp_replicate": 1, "dp_shard": 4, "cp": 2}, 8, 8, (1, 4, 2)),
+        (ZERO2, {}, 16, 8, (1, 16, 1)),
+        (ZERO2, {"cp": 4}, 16, 8, (1, 4, 4)),
+        (NONE, {}, 8, 8, (8, 1, 1)),
+        (NONE, {"cp": 2}, 8, 8, (4, 1, 2)),
+        (NONE, {"dp_shard": 1, "cp": 4}, 8, 8, (2, 1, 4)),
+        (NONE, {"dp_replicate": 8}, 8, 8, (8, 1, 1)),
+        (HYBRID, {}, 16, 8, (2, 8, 1)),  # dp_shard × cp = LOCAL_WORLD_SIZE
+        (HYBRID, {"cp": 2}, 16, 8, (2, 4, 2)),
+        (HYBRID, {"cp": 8}, 16, 8, (2, 1, 8)),
+        (HYBRID, {}, 8, 8, (1, 8, 1)),  # one node: nothing to replicate
+        (HYBRID, {"dp_replicate": 4}, 16, 8, (4, 4, 1)),
+        (HYBRID, {"dp_shard": 2}, 16, 8, (8, 2, 1)),
+        (HYBRID, {"dp_shard": 2, "cp": 16}, 32, 8, (1, 2, 16)),  # cp over nodes, when dp_shard is said
+        (HYBRID2, {"dp_replicate": 2, "cp": 4}, 16, 8, (2, 2, 4)),
+    ],
+)
+def test_auto_sizes(strategy: str, mesh: dict, world: int, local: int, expected: tuple[int, int, int]) -> None:
+    sizes = resolve(strategy, mesh, world=world, local=local)
+    assert (sizes.dp_replicate, sizes.dp_shard, sizes.cp) == expected
+    assert sizes.world_size == world
+    assert sizes.dp == expected[0] * expected[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "world", "local", "message"),
+    [
+        (FULL, {"cp": 3}, 8, 8, "mesh.cp: 3 does not divide the world size 8; use one of 1, 2, 4, 8,"),
+        (FULL, {"dp_shard": 3}, 8, 8, "dp_replicate 1 × dp_shard 3 × cp 1 = 3, but the world size is 8"),
+        (FULL, {"dp_replicate": 2}, 8, 8, "mesh.dp_replicate: 2 with fsdp.strategy = 'full_shard'; choose"),
+        (ZERO2, {"dp_replicate": 2}, 8, 8, "mesh.dp_replicate: 2 with fsdp.strategy = 'shard_grad_op'"),
+        (NONE, {"dp_shard": 2}, 8, 8, "mesh.dp_shard: 2 with fsdp.strategy = 'no_shard', which shards nothing"),
+        (NONE, {"dp_replicate": 4}, 8, 8, "= 4, but the world size is 8"),
+        (HYBRID, {"cp": 16}, 32, 8, "mesh.cp: 16 does not divide the 8 ranks of a node; set mesh.dp_shard"),
+        (HYBRID, {"dp_replicate": 3}, 16, 8, "but the world size is 16"),
+        (HYBRID, {"dp_shard": 5}, 16, 8, "but the world size is 16"),
+        (HYBRID, {"dp_replicate": 2, "dp_shard": 4}, 16, 8, "= 8, but the world size is 16"),
+        (HYBRID, {}, 12, 8, "but the world size is 12"),  # nodes of different sizes
+    ],
+)
+def test_sizes_that_do_not_fit(strategy: str, mesh: dict, world: int, local: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(strategy, mesh, world=world, local=local)
+    assert message in str(caught.value)
+
+
+def test_whatever_resolves_multiplies_to_the_world() -> None:
+    sizes = ["auto", 1, 2, 3, 4]
+    for strategy, replicate, shard, cp, world in itertools.product(
+        (FULL, ZERO2, NONE, HYBRID, HYBRID2), sizes, sizes, (1, 2, 3), (1, 2, 4, 6, 12)
+    ):
+        mesh = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
+        try:
+            found = resolve(strategy, mesh, world=world, local=min(world, 4))
+        except UserError:
+            continue
+        assert found.dp_replicate * found.dp_shard * found.cp == world
+        asked = (replicate, shard, cp)
+        got = (found.dp_replicate, found.dp_shard, found.cp)
+        assert all(want in ("auto", have) for want, have in zip(asked, got, strict=True))
+
+
+@pytest.mark.parametrize(("batch", "micro", "dp", "expected"), [(8, 1, 1, 8), (8, 2, 4, 1), (64, 2, 4, 8)])
+def test_accumulation(batch: int, micro: int, dp: int, expected: int) -> None:
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=micro)
+    assert resolve_accumulation(train, dp=dp) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "advice"), [(10, 2, 2, "use 8 or 12,"), (3, 1, 8, "use 8,"), (9, 1, 8, "use 8 or 16,")]
+)
+def test_accumulation_that_does_not_divide_says_what_would(batch: int, micro: int, dp: int, advice: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_accumulation(TrainConfig(global_batch_size=batch, micro_batch_size=micro), dp=dp)
+    assert caught.value.where == "train.global_batch_size"
+    assert caught.value.what == f"{batch} is not a multiple of dp {dp} × micro_batch_size {micro}"
+    assert caught.value.todo.startswith(advice)
+
+
+def config_with(**sections: dict[str, Any]) -> TrainingConfig:
+    values: dict[str, Any] = {"recipe": "sft", "model": {"path": "gpt2"}, "train": {"steps": 1}}
+    return TrainingConfig.model_validate({**values, **sections})
+
+
+def test_a_good_config_passes_and_returns_its_mesh() -> None:
+    config = config_with(mesh={"cp": 2}, eval={"every": 5, "split": "test"})
+    assert check_config(config, world_size=4, local_world_size=4) == MeshSizes(1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mesh": {"cp": 3}}, "mesh.cp: 3 does not divide"),
+        ({"train": {"steps": 1, "global_batch_size": 3}}, "train.global_batch_size: 3 is not a multiple"),
+        ({"train": {}}, "train: neither steps nor epochs is given; give exactly one"),
+        ({"train": {"steps": 1, "epochs": 1}}, "train: both steps and epochs are given; give exactly one"),
+        ({"eval": {"every": 1}}, "eval: evaluation would run on the training data itself"),
+        ({"train": {"steps": 0}}, "eval: evaluation would run on the training data itself"),
+        (
+            {"data": {"seq_len": 101}, "mesh": {"cp": 4}},
+            "data.seq_len: 101 is not divisible by mesh.cp 4; use 100 or 104",
+        ),
+        ({"model": {}}, "model: neither model.path nor model.config.model_type is given"),
+        ({"model": {"config": {"model_type": "llama"}}}, "model.weights: 'pretrained' without a model.path"),
+        (
+            {"fsdp": {"reshard_after_forward": 3}},
+            "fsdp.reshard_after_forward: 3 does not divide the shard size 4; use true, false",
+        ),
+        (
+            {"lr_schedule": {"name": "linear", "min_lr_ratio": 0.1}},
+            "lr_schedule.min_lr_ratio: 0.1 with name = 'linear'; use name = 'cosine' or 'wsd'",
+        ),
+    ],
+)
+def test_what_does_not_go_together(sections: dict[str, dict], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_config(config_with(**sections), world_size=4, local_world_size=4)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"fsdp": {"reshard_after_forward": True}},  # a bool is not the integer 1
+        {"fsdp": {"reshard_after_forward": 2}},
+        {"train": {"epochs": 2}},
+        {"train": {"steps": 0}, "eval": {"path": "held-out.jsonl"}},
+        {"model": {"config": {"model_type": "llama"}, "weights": "random"}},
+        {"lr_schedule": {"name": "wsd", "min_lr_ratio": 0.1}},
+    ],
+)
+def test_what_goes_together(sections: dict[str, dict]) -> None:
+    check_config(config_with(**sections), world_size=4, local_world_size=4)

@@ -1,0 +1,248 @@
+"""From TOML and overrides to a config: unknown keys, overrides, input paths, and back to a TOML."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.config import TrainingConfig, load_config
+from fsdp2kit.config.load import dump_toml, parse_override, read_toml
+from fsdp2kit.errors import UserError
+
+
+def load(values: dict[str, Any], *overrides: str, source: str | Path = "run.toml") -> TrainingConfig:
+    return load_config(TrainingConfig, {"recipe": "sft", **values}, source=Path(source), overrides=overrides)
+
+
+def error_of(values: dict[str, Any], *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(values, *overrides)
+    return caught.value
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_read_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing\.toml: no such file"):
+        read_toml(tmp_path / "missing.toml")
+    (tmp_path / "bad.toml").write_text("[train]\nsteps = \n")
+    with pytest.raises(UserError, match=r"bad\.toml: not valid TOML: .*line 2"):
+        read_toml(tmp_path / "bad.toml")
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'\n")
+    for unreadable in (tmp_path, tmp_path / "latin.toml"):
+        with pytest.raises(UserError, match="cannot be read"):
+            read_toml(unreadable)
+
+
+# --- unknown and missing keys --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "todo"),
+    [
+        ({"trian": {"steps": 1}}, "trian", "did you mean train?"),
+        ({"train": {"step": 1}}, "train.step", "did you mean train.steps?"),
+        ({"train": {"global-batch-size": 1}}, "train.global-batch-size", "did you mean train.global_batch_size?"),
+        ({"train": {"lr": 1e-3}}, "train.lr", "did you mean optimizer.lr?"),
+        ({"lr": 1e-3}, "lr", "did you mean optimizer.lr?"),
+        # The very name elsewhere is nearer than one here that resembles it ("steps").
+        ({"train": {"eps": 1e-3}}, "train.eps", "did you mean optimizer.eps?"),
+        ({"compile": {"int": 1}}, "compile.int", "known here: enabled"),
+        ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -> None:
+    error = error_of(values)
+    assert error.where == f"run.toml: {where}"
+    assert error.what.startswith("unknown ")
+    assert error.todo == todo
+
+
+def test_further_mistakes_are_counted() -> None:
+    assert "(and 2 more)" in error_of({"train": {"a": 1, "b": 1}, "mesh": {"c": 1}}).what
+
+
+def test_a_missing_required_key() -> None:
+    with pytest.raises(UserError, match=r"run\.toml: recipe: is required; add it to the TOML"):
+        load_config(TrainingConfig, {}, source=Path("run.toml"))
+
+
+@pytest.mark.parametrize("value", [3, "x", [{"steps": 3}]])
+def test_a_value_where_a_section_belongs(value: object) -> None:
+    error = error_of({"train": value})
+    assert (error.where, error.todo) == ("run.toml: train", "write [train], and its keys under it")
+
+
+def test_the_model_config_takes_any_key() -> None:
+    config = {"model_type": "llama", "rope_scaling": {"factor": 2.0}, "layer_types": ["a", "b"]}
+    assert load({"model": {"config": config}}).model.config == config
+
+
+# --- overrides -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.steps=100", ["train", "steps"], 100),
+        (" train.steps = 100 ", ["train", "steps"], 100),
+        ("optimizer.lr=2e-5", ["optimizer", "lr"], 2e-5),
+        ("compile.enabled=true", ["compile", "enabled"], True),
+        ("wandb.name=bare", ["wandb", "name"], "bare"),
+        ("wandb.name=two words", ["wandb", "name"], "two words"),
+        ('wandb.name="123"', ["wandb", "name"], "123"),
+        ("wandb.name='a b'", ["wandb", "name"], "a b"),
+        ("run.dir=runs/a=b", ["run", "dir"], "runs/a=b"),
+        ("data.path=../x/*.jsonl", ["data", "path"], "../x/*.jsonl"),
+        ('wandb.tags=["a", "b"]', ["wandb", "tags"], ["a", "b"]),
+        ("wandb.tags=[]", ["wandb", "tags"], []),
+        ("model.config.rope_scaling.factor=2.0", ["model", "config", "rope_scaling", "factor"], 2.0),
+        ("train={steps = 3}", ["train"], {"steps": 3}),
+        ("recipe=pretrain", ["recipe"], "pretrain"),
+        ("wandb.name=", ["wandb", "name"], ""),
+    ],
+)
+def test_override_syntax(override: str, path: list[str], value: object) -> None:
+    found_path, found = parse_override(override)
+    assert found_path == path
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "override", ["train.steps", "=3", "train..steps=3", ".steps=3", "train.=3", "a b.c=3", "", "--x=3"]
+)
+def test_bad_override_forms(override: str) -> None:
+    if override == "--x=3":
+        error = error_of({}, override)  # of the right form, but no such key
+        assert error.where == "override --x"
+    else:
+        with pytest.raises(UserError, match=r"not of the form section\.key=value; write e\.g\."):
+            parse_override(override)
+
+
+def test_overrides_win_over_the_file_and_the_last_wins() -> None:
+    config = load({"train": {"steps": 1, "log_every": 7}}, "train.steps=2", "train.steps=3")
+    assert (config.train.steps, config.train.log_every) == (3, 7)
+
+
+def test_overrides_leave_the_callers_values_alone() -> None:
+    values = {"model": {"config": {"a": 1}}, "train": {"steps": 1}}
+    before = copy.deepcopy(values)
+    assert load(values, "model.config.a=2", "train.steps=2").model.config == {"a": 2}
+    assert values == before
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("train.steps=many", "override train.steps"),
+        ("train.stepz=3", "override train.stepz"),
+        ("foo.bar.baz=3", "override foo"),
+        ("train={stepz = 3}", "override train.stepz"),
+        ("wandb.tags=[1]", "override wandb.tags.0"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override(override: str, where: str) -> None:
+    assert error_of({"mesh": {"cp": 1}}, override).where == where
+
+
+def test_an_override_below_a_value() -> None:
+    assert error_of({}, "recipe.x=3").what == "recipe is a value, not a section"
+    assert error_of({"train": {"steps": 1}}, "train.steps.x=3").what == "steps is a value, not a section"
+
+
+# --- input paths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder with TOMLs and data, and the working directory elsewhere."""
+    tomls, cwd = tmp_path / "tomls", tmp_path / "cwd"
+    for folder in (tomls, cwd):
+        (folder / "data").mkdir(parents=True)
+        (folder / "data" / "x.jsonl").touch()
+    monkeypatch.chdir(cwd)
+    return tomls, cwd
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("data/x.jsonl", "{tomls}/data/x.jsonl"),
+        ("./data", "{tomls}/data"),
+        ("data", "{tomls}/data"),  # a folder that is there beats a hub id
+        ("../tomls/data/x.jsonl", "{tomls}/data/x.jsonl"),
+        ("data/*.jsonl", "{tomls}/data/*.jsonl"),
+        ("data/missing.jsonl", "{tomls}/data/missing.jsonl"),
+        ("missing.parquet", "{tomls}/missing.parquet"),
+        ("a/b/c", "{tomls}/a/b/c"),  # too deep for a hub id
+        ("/abs/x.jsonl", "/abs/x.jsonl"),
+        ("~/x.jsonl", "{home}/x.jsonl"),
+        ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
+        ("gpt2", "gpt2"),
+        ("hf://datasets/a/b/x.jsonl", "hf://datasets/a/b/x.jsonl"),
+    ],
+)
+def test_paths_in_a_toml_are_relative_to_it(folders: tuple[Path, Path], written: str, expected: str) -> None:
+    tomls, _ = folders
+    config = load({"data": {"path": written}}, source=tomls / "run.toml")
+    assert config.data.path == expected.format(tomls=tomls, home=Path.home())
+
+
+def test_paths_in_overrides_are_relative_to_the_working_directory(folders: tuple[Path, Path]) -> None:
+    tomls, cwd = folders
+    config = load(
+        {"data": {"path": "data/x.jsonl"}},
+        "data.path=data/x.jsonl",
+        "model={path = './model', tokenizer = 'gpt2'}",
+        source=tomls / "run.toml",
+    )
+    assert config.data.path == str(cwd / "data" / "x.jsonl")
+    assert config.model.path == str(cwd / "model")
+    assert config.model.tokenizer == "gpt2"
+
+
+def test_every_kind_of_input_path_is_resolved(folders: tuple[Path, Path]) -> None:
+    tomls, _ = folders
+    for name in ("random", "auto"):
+        (tomls / name).mkdir()  # keywords stay keywords, whatever lies beside the TOML
+    values = {
+        "run": {"resume": "old/step-1", "dir": "runs/y"},
+        "model": {"weights": "old/step-2", "chat_template": "chat"},
+        "eval": {"path": "data/x.jsonl"},
+    }
+    config = load(values, source=tomls / "run.toml")
+    assert (config.run.resume, config.model.weights) == (f"{tomls}/old/step-1", f"{tomls}/old/step-2")
+    assert (config.model.chat_template, config.eval.path) == (f"{tomls}/chat", f"{tomls}/data/x.jsonl")
+    assert config.run.dir == "runs/y"  # an output: relative to the working directory
+    config = load({"run": {"resume": "auto"}, "model": {"weights": "random"}}, source=tomls / "run.toml")
+    assert (config.run.resume, config.model.weights) == ("auto", "random")
+
+
+# --- and back ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_dumped_loads_as_the_same_config_from_elsewhere(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    tomls, _ = folders
+    values = {
+        "model": {"path": "gpt2", "config": {"rope": {"factor": 2.0}, "layers": ["a", "b"], "flag": False}},
+        "mesh": {"dp_shard": 4},
+        "data": {"path": "data/x.jsonl"},
+        "optimizer": {"betas": [0.8, 0.9], "lr": 3e-7},
+        "wandb": {"tags": ["ü", '"quoted"']},
+    }
+    config = load(values, "eval.path=data/x.jsonl", "eval.every=3", source=tomls / "run.toml")
+    saved = tmp_path / "runs" / "x" / "config.toml"
+    saved.parent.mkdir(parents=True)
+    saved.write_text(dump_toml(config), encoding="utf-8")
+    assert load_config(TrainingConfig, read_toml(saved), source=saved) == config
+
+
+def test_defaults_survive_the_round_trip(tmp_path: Path) -> None:
+    saved = tmp_path / "config.toml"
+    saved.write_text(dump_toml(TrainingConfig(recipe="sft")))
+    assert load_config(TrainingConfig, read_toml(saved), source=saved) == TrainingConfig(recipe="sft")

@@ -1,0 +1,122 @@
+"""The sections: strict types, documented fields, instances that do not change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fsdp2kit.config import TrainingConfig, load_config, schema
+from fsdp2kit.errors import UserError
+
+SECTIONS = [
+    item
+    for item in vars(schema).values()
+    if isinstance(item, type) and issubclass(item, schema.Section) and item not in (schema.Section, TrainingConfig)
+]
+
+
+def load(section: str, key: str, value: Any) -> TrainingConfig:
+    return load_config(TrainingConfig, {"recipe": "sft", section: {key: value}}, source=Path("/x/run.toml"))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_section_and_field_is_documented(section: type[BaseModel]) -> None:
+    assert section.__doc__
+    assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+def test_the_documentation_reaches_the_json_schema() -> None:
+    made = TrainingConfig.model_json_schema()
+    json.dumps(made)
+    cp = made["$defs"]["MeshConfig"]["properties"]["cp"]
+    assert cp["description"].startswith("Context-parallel ranks")
+    assert made["$defs"]["MeshConfig"]["additionalProperties"] is False
+
+
+def test_a_config_does_not_change() -> None:
+    config = TrainingConfig(recipe="sft")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("run", "seed", "1"),
+        ("run", "seed", 1.0),
+        ("run", "seed", True),
+        ("run", "seed", -1),
+        ("run", "dir", 3),
+        ("run", "dir", ""),
+        ("run", "max_minutes", 0),
+        ("run", "deterministic", 1),
+        ("run", "deterministic", "true"),
+        ("run", "resume", 3),
+        ("model", "path", ["a"]),
+        ("model", "path", ""),
+        ("model", "config", "llama"),
+        ("model", "weights", ""),
+        ("mesh", "cp", 0),
+        ("mesh", "cp", "auto"),
+        ("mesh", "dp_shard", 0),
+        ("mesh", "dp_shard", True),
+        ("mesh", "dp_shard", "all"),
+        ("fsdp", "strategy", "zero3"),
+        ("fsdp", "param_dtype", "bf16"),
+        ("fsdp", "reshard_after_forward", 0),
+        ("fsdp", "reshard_after_forward", "yes"),
+        ("data", "seq_len", 1),
+        ("optimizer", "lr", "2e-5"),
+        ("optimizer", "lr", float("nan")),
+        ("optimizer", "lr", float("inf")),
+        ("optimizer", "betas", [0.9]),
+        ("optimizer", "betas", [0.9, 0.95, 0.99]),
+        ("optimizer", "betas", ["0.9", "0.95"]),
+        ("optimizer", "betas", [0.9, 1.0]),
+        ("optimizer", "betas", 0.9),
+        ("optimizer", "eps", 0),
+        ("lr_schedule", "min_lr_ratio", 1.5),
+        ("preflight", "allow", "dropout"),
+        ("preflight", "allow", ["dropuot"]),
+        ("wandb", "tags", [1]),
+        ("wandb", "name", 7),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line_with_the_doc(section: str, key: str, value: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        load(section, key, value)
+    text = str(caught.value)
+    assert text.startswith(f"/x/run.toml: {section}.{key}")
+    assert "is not accepted" in text
+    assert f"; {key}: " in text  # the field's documentation
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "expected"),
+    [
+        ("optimizer", "lr", 1, 1.0),  # a TOML integer is a fine float
+        ("optimizer", "betas", [0, 0.99], (0.0, 0.99)),
+        ("mesh", "dp_shard", "auto", "auto"),
+        ("mesh", "dp_shard", 4, 4),
+        ("fsdp", "reshard_after_forward", False, False),
+        ("fsdp", "reshard_after_forward", 2, 2),
+        ("train", "steps", 0, 0),
+        ("model", "weights", "random", "random"),
+        ("run", "resume", "never", "never"),
+    ],
+)
+def test_a_right_value_is_kept_as_it_is(section: str, key: str, value: Any, expected: Any) -> None:
+    found = getattr(getattr(load(section, key, value), section), key)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_one_mistake_in_a_union_is_counted_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load("mesh", "dp_shard", 0)
+    assert "more)" not in str(caught.value)
+    assert "'auto'" in caught.value.what

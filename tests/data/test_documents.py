@@ -1,0 +1,203 @@
+"""Documents: cached, cut by policy, counted, and recognised by their content."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+import fsdp2kit.data.tokens as tokens
+from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig
+from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
+from fsdp2kit.errors import UserError
+from tests.data import templates
+from tests.data.templates import make_tokenizer
+from tests.workers import WorkerPool
+
+CHAT = [
+    {"messages": [{"role": "user", "content": "Wet?"}, {"role": "assistant", "content": "Yes."}]},
+    {"messages": [{"role": "user", "content": "Is water wet? " * 8}, {"role": "assistant", "content": "Yes. " * 8}]},
+    {"messages": [{"role": "user", "content": "Nobody answers."}]},
+]
+
+
+def write(path: Path, rows: list) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def chat(path: str, *, tokenizer=None, **options) -> Documents:
+    tokenizer = tokenizer or make_tokenizer(templates.MARKED_WIDE)
+    return build_documents(ChatDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0)
+
+
+def text(path: str, tokenizer, **options) -> Documents:
+    return build_documents(TextDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0)
+
+
+def contents(documents: Documents) -> list[tuple[list[int], list[bool]]]:
+    return [(ids.tolist(), mask.tolist()) for ids, mask in (documents[at] for at in range(len(documents)))]
+
+
+def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(templates.MARKED_WIDE)
+    documents = chat(write(tmp_path / "a.jsonl", CHAT), tokenizer=tokenizer)
+    assert len(documents) == 2
+    ids, supervised = documents[0]
+    assert ids.dtype == np.int64
+    assert supervised.dtype == bool
+    assert tokenizer.decode(ids[supervised]) == "Yes.<|im_end|>"
+    assert documents.lengths.tolist() == [len(documents[0][0]), len(documents[1][0])]
+    report = documents.report
+    assert (report.rows, report.documents, report.unsupervised) == (3, 2, 1)
+    assert report.tokens == documents.lengths.sum()
+    assert report.supervised_tokens == sum(documents[at][1][1:].sum() for at in range(2))
+    assert documents.largest_id == max(documents[at][0].max() for at in range(2))
+
+
+def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, monkeypatch) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT)
+    first = chat(path, seq_len=64)
+    original = tokens.encode_chats
+    monkeypatch.setattr(tokens, "encode_chats", lambda *_: pytest.fail("tokenised again"))
+    assert contents(chat(path, seq_len=64)) == contents(first)
+    chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
+    monkeypatch.setattr(tokens, "encode_chats", original)
+    stat = Path(path).stat()
+    write(Path(path), [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # not even the time may hide an edit
+    edited = chat(path, seq_len=64)
+    assert edited.fingerprint != first.fingerprint
+    assert chat(path, tokenizer=make_tokenizer(templates.CHATML)).lengths[0] > edited.lengths[0]
+
+
+def test_the_fingerprint_is_of_what_the_model_sees(tmp_path: Path) -> None:
+    here = chat(write(tmp_path / "a.jsonl", CHAT))
+    assert chat(write(tmp_path / "elsewhere" / "b.jsonl", CHAT)).fingerprint == here.fingerprint
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(CHAT).to_parquet(str(tmp_path / "a.parquet"))
+    assert chat(str(tmp_path / "a.parquet")).fingerprint == here.fingerprint
+    assert chat(str(tmp_path / "a.jsonl"), seq_len=32).fingerprint != here.fingerprint
+    assert chat(write(tmp_path / "c.jsonl", CHAT[1::-1])).fingerprint != here.fingerprint
+    wide = make_tokenizer(templates.MARKED_WIDE.replace("+ '<|im_end|>\n' }}{%- endg", "}}{%- endg"))
+    assert chat(str(tmp_path / "a.jsonl"), tokenizer=wide).fingerprint != here.fingerprint
+
+
+def test_truncation_cuts_and_invents_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT)
+    whole = chat(path)
+    first_target = int(np.flatnonzero(whole[1][1])[0])
+    cut = chat(path, seq_len=first_target + 3)
+    assert cut.report.truncated == 1
+    assert [part.tolist() for part in cut[1]] == [part[: first_target + 3].tolist() for part in whole[1]]
+    assert cut.report.supervised_tokens == whole[0][1].sum() + 3
+    gone = chat(path, seq_len=first_target)
+    assert (len(gone), gone.report.truncated, gone.report.unsupervised) == (1, 1, 2)
+
+
+def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT)
+    whole = chat(path)
+    seq_len = int(whole.lengths[1]) - 5
+    dropped = chat(path, seq_len=seq_len, overlong="drop")
+    assert (dropped.report.dropped, len(dropped)) == (1, 1)
+    split = chat(path, seq_len=seq_len, overlong="split")
+    assert split.report.split == 1
+    assert np.concatenate([split[1][0], split[2][0]]).tolist() == whole[1][0].tolist()
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: {whole.lengths[1]} tokens, more than data.seq_len = {seq_len}"):
+        chat(path, seq_len=seq_len, overlong="error")
+    with pytest.raises(UserError, match="all 3 rows are longer"):
+        chat(path, seq_len=2, overlong="drop")
+
+
+def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None, eos="<|end|>")
+    path = write(tmp_path / "a.jsonl", [{"text": "Is water wet?"}, {"text": ""}, {"text": "Yes."}])
+    documents = text(path, tokenizer, seq_len=64)
+    assert [tokenizer.decode(documents[at][0]) for at in range(3)] == [
+        "<|begin|>Is water wet?<|end|>",
+        "<|begin|><|end|>",
+        "<|begin|>Yes.<|end|>",
+    ]
+    assert all(documents[at][1].all() for at in range(3))
+    assert documents.report.supervised_tokens == documents.lengths.sum() - 3
+    pieces = text(path, tokenizer, seq_len=4)
+    whole = contents(documents)[0][0]
+    assert [ids for ids, _ in contents(pieces)][: len(whole) // 4] == [
+        whole[at : at + 4] for at in range(0, len(whole) // 4 * 4, 4)
+    ]
+
+
+def test_rows_of_another_format(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [CHAT[0], {"conversations": []}])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the row has no 'messages' \(it has: conversations\)"):
+        chat(path)
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the row has no 'text'"):
+        text(path, make_tokenizer(None))
+    with pytest.raises(UserError, match="text is of type int"):
+        text(write(tmp_path / "b.jsonl", [{"text": 1}]), make_tokenizer(None))
+
+
+def test_nothing_to_learn(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no document holds a token to learn \(1 rows\)"):
+        chat(write(tmp_path / "a.jsonl", CHAT[2:]))
+
+
+def test_what_is_missing_is_named() -> None:
+    tokenizer = make_tokenizer(None)
+    with pytest.raises(UserError, match=r"data\.path: is required"):
+        build_documents(ChatDataConfig(), path=None, split="train", tokenizer=tokenizer, seed=0)
+    with pytest.raises(UserError, match=r"model\.tokenizer: is required"):
+        build_documents(ChatDataConfig(), path="a.jsonl", split="train", tokenizer=None, seed=0)
+
+
+def synthetic(seed: int, seq_len: int = 64) -> Documents:
+    section = TextDataConfig(format="synthetic", seq_len=seq_len)
+    return build_documents(section, path=None, split="train", tokenizer=None, seed=seed, vocab_size=100)
+
+
+def test_synthetic_documents_depend_on_the_seed_alone() -> None:
+    documents = synthetic(1)
+    assert documents.lengths.min() >= 8
+    assert documents.lengths.max() == 64
+    ids, supervised = documents[7]
+    assert len(ids) == len(supervised) == documents.lengths[7]
+    assert 0 <= ids.min() <= ids.max() < 100
+    assert np.array_equal(ids, synthetic(1)[7][0])
+    assert documents.fingerprint == synthetic(1).fingerprint != synthetic(2).fingerprint
+    assert not np.array_equal(ids, synthetic(2)[7][0])
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    documents = synthetic(0)
+    check_vocabulary(documents, 100)
+    with pytest.raises(UserError, match="token id 99, but the model's vocabulary has 99"):
+        check_vocabulary(documents, 99)
+
+
+def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
+    """Runs in a worker: rank 0 tokenises, rank 1 only reads what it finds."""
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
+    calls, original = [], tokens.encode_chats
+    tokens.encode_chats = lambda *args: (calls.append(1), original(*args))[1]
+    try:
+        return chat(path).fingerprint, len(calls)
+    except UserError as error:
+        return str(error), len(calls)
+    finally:
+        tokens.encode_chats = original
+
+
+def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT)
+    (first, calls_of_first), (second, calls_of_second) = pool.run(2, build_on_a_rank, path, str(tmp_path / "cache"))
+    assert first == second == chat(path).fingerprint
+    assert (calls_of_first, calls_of_second) == (1, 0)
+    missing = pool.run(2, build_on_a_rank, str(tmp_path / "missing.jsonl"), str(tmp_path / "cache"))
+    assert [error for error, _ in missing] == [missing[0][0]] * 2
+    assert "no such file" in missing[0][0]

@@ -1,0 +1,135 @@
+"""Global batches: the same rows for any mesh and micro-batch, pure in the index, exact over an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp2kit.data.documents import Documents, Report
+from fsdp2kit.data.loader import IGNORED, Batch, build_loader
+from fsdp2kit.errors import UserError
+
+PAD = 7
+
+
+def make_documents(lengths: list[int]) -> Documents:
+    """Document i holds the tokens 1000 i, 1000 i + 1, …; every third token is unsupervised."""
+
+    def read(index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = 1000 * (index + 1) + np.arange(lengths[index])
+        return ids, ids % 3 > 0
+
+    report = Report(len(lengths), len(lengths), sum(lengths), 0, 0, 0, 0, 0)
+    return Documents(np.array(lengths, dtype=np.int64), "x", report, 10**6, read)
+
+
+def make_loader(documents: Documents, **options):
+    defaults = {"seq_len": 16, "pack": True, "shuffle": True, "global_batch_size": 4, "micro_batch_size": 1}
+    return build_loader(documents, **{**defaults, "dp_rank": 0, "dp_size": 1, "seed": 3, "pad_id": PAD, **options})
+
+
+def rows(batches: list[Batch]) -> tuple[list, list, list]:
+    parts = [(batch.input_ids, batch.labels, batch.position_ids) for batch in batches]
+    return tuple(torch.cat(part).tolist() for part in zip(*parts, strict=True))
+
+
+LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.booleans(), st.booleans(), st.integers(0, 12), st.integers(0, 5))
+def test_a_global_batch_is_the_same_for_any_dp_and_micro_batch(
+    lengths: list[int], pack: bool, shuffle: bool, index: int, seed: int
+) -> None:
+    documents = make_documents(lengths)
+    options = {"pack": pack, "shuffle": shuffle, "seed": seed}
+    reference = make_loader(documents, micro_batch_size=4, **options).batch(index)
+    for dp_size, micro in ((1, 1), (2, 1), (2, 2), (4, 1)):
+        ranks = [
+            make_loader(documents, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro, **options).batch(index)
+            for rank in range(dp_size)
+        ]
+        assert all(len(batches) == 4 // dp_size // micro for batches in ranks)
+        flat = [batch for batches in ranks for batch in batches]
+        assert rows(flat) == rows(reference)
+        for name in ("supervised_tokens", "input_tokens", "attention_pairs"):
+            assert sum(getattr(batch, name) for batch in flat) == getattr(reference[0], name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.booleans(), st.booleans())
+def test_an_epoch_holds_every_document_once(lengths: list[int], pack: bool, shuffle: bool) -> None:
+    loader = make_loader(make_documents(lengths), pack=pack, shuffle=shuffle)
+    for epoch in range(2):
+        first = epoch * loader.steps_per_epoch
+        seen: list[int] = []
+        batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batch(first + step)]
+        for ids, _, positions in zip(*rows(batches), strict=True):
+            real = [(token, position) for token, position in zip(ids, positions, strict=True) if token != PAD]
+            assert all(token % 1000 == position for token, position in real)
+            seen += [token // 1000 - 1 for token, position in real if position == 0]
+            assert sum(lengths[token // 1000 - 1] for token, position in real if position == 0) == len(real)
+        assert sorted(seen) == list(range(len(lengths)))
+        assert sum(batch.input_tokens for batch in batches) == sum(lengths)
+        assert sum(batch.attention_pairs for batch in batches) == sum(length**2 for length in lengths)
+    assert len(batches) == loader.steps_per_epoch * 4 >= loader.rows_per_epoch > (loader.steps_per_epoch - 1) * 4
+
+
+def test_labels_are_shifted_and_stay_within_their_document() -> None:
+    loader = make_loader(make_documents([4, 3, 9]), shuffle=False, seq_len=8 + 4, global_batch_size=2)
+    ids, labels, positions = rows(loader.batch(0))
+    assert ids == [[*range(1000, 1004)] + [PAD] * 8, [*range(2000, 2003), *range(3000, 3009)]]
+    assert positions == [[*range(4), *range(8)], [*range(3), *range(9)]]
+    for row_ids, row_labels, row_positions in zip(ids, labels, positions, strict=True):
+        for at in range(12):
+            follows = at + 1 < 12 and row_positions[at + 1] == row_positions[at] + 1 and row_ids[at] != PAD
+            target = row_ids[at + 1] if follows and row_ids[at + 1] % 3 else IGNORED
+            assert row_labels[at] == target
+
+
+def test_a_short_last_batch_is_filled_with_masked_rows() -> None:
+    loader = make_loader(make_documents([16] * 5))
+    assert (loader.rows_per_epoch, loader.steps_per_epoch) == (5, 2)
+    last = loader.batch(1)
+    assert [batch.input_tokens for batch in last] == [16, 0, 0, 0]
+    empty = last[-1]
+    assert empty.input_ids.tolist() == [[PAD] * 16]
+    assert empty.labels.tolist() == [[IGNORED] * 16]
+    assert empty.position_ids.tolist() == [list(range(16))]
+    assert (empty.supervised_tokens, empty.attention_pairs) == (0, 0)
+    assert all(tensor.dtype == torch.int64 for tensor in (empty.input_ids, empty.labels, empty.position_ids))
+
+
+def test_batches_are_pure_in_the_index_and_epochs_differ() -> None:
+    documents = make_documents([5, 9, 12, 3, 16, 7, 11, 2, 6] * 4)
+    loader = make_loader(documents)
+    forwards = [rows(loader.batch(index)) for index in range(2 * loader.steps_per_epoch)]
+    again = make_loader(documents)
+    assert [rows(again.batch(index)) for index in reversed(range(2 * loader.steps_per_epoch))] == forwards[::-1]
+    assert forwards[: loader.steps_per_epoch] != forwards[loader.steps_per_epoch :]
+    assert forwards != [rows(make_loader(documents, seed=4).batch(at)) for at in range(len(forwards))]
+    plain = make_loader(documents, shuffle=False, pack=False)
+    assert rows(plain.batch(0))[0][0][:5] == [1000, 1001, 1002, 1003, 1004]
+    assert rows(plain.batch(0)) == rows(plain.batch(plain.steps_per_epoch))
+
+
+def test_only_the_own_share_is_read() -> None:
+    documents, seen = make_documents([16] * 8), []
+    spy = Documents(
+        documents.lengths, "x", documents.report, 0, lambda index: (seen.append(index), documents.read(index))[1]
+    )
+    make_loader(spy, shuffle=False, dp_rank=1, dp_size=2).batch(0)
+    assert seen == [2, 3]
+
+
+def test_packing_efficiency() -> None:
+    assert make_loader(make_documents([8, 8, 12])).packing_efficiency == 28 / 32
+    assert make_loader(make_documents([8, 8, 12]), pack=False).packing_efficiency == 28 / 48
+
+
+def test_an_indivisible_batch() -> None:
+    with pytest.raises(UserError, match="4 is not a multiple of dp 2 × micro_batch_size 3; use a multiple of 6"):
+        make_loader(make_documents([4]), dp_size=2, micro_batch_size=3)

@@ -1,0 +1,165 @@
+"""The mask of a conversation: exactly the assistant's text and its end-of-turn token, under every kind of template."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp2kit.data.masks import Conversation, encode_chat, encode_chats
+from fsdp2kit.errors import UserError
+from tests.data import templates
+from tests.data.templates import make_tokenizer
+
+
+def turns(*contents: str) -> list[dict]:
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+def learnt(tokenizer, messages, **options) -> str:
+    ids, supervised = encode_chat(messages, tokenizer, **options)
+    assert len(ids) == len(supervised)
+    return tokenizer.decode([token for token, learn in zip(ids, supervised, strict=True) if learn])
+
+
+QUESTIONS = turns("Is water wet?", "Yes, wet.\nüber-wet 🌊!", "Sure?", "Yes  ")
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+CASES = {
+    "chatml": (templates.CHATML, "<|im_end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
+    "llama3": (templates.LLAMA3, "<|eot_id|>", "Yes, wet.\nüber-wet 🌊!<|eot_id|>Yes<|eot_id|>"),
+    "mistral": (templates.MISTRAL, "</s>", "Yes, wet.\nüber-wet 🌊!</s>Yes  </s>"),
+    # Gemma's eos_token is not what ends its turns.
+    "gemma": (templates.GEMMA, "<|end|>", "Yes, wet.\nüber-wet 🌊!<end_of_turn>Yes<end_of_turn>"),
+    "marked": (templates.MARKED, "<|end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
+    "marked_wide": (templates.MARKED_WIDE, "<|im_end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_exactly_the_assistant_and_its_end_of_turn(name: str, trim_offsets: bool) -> None:
+    template, eos, expected = CASES[name]
+    tokenizer = make_tokenizer(template, eos=eos, trim_offsets=trim_offsets)
+    assert learnt(tokenizer, QUESTIONS) == expected
+    ids, _ = encode_chat(QUESTIONS, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(QUESTIONS, tokenize=False)
+    assert ids.count(tokenizer.bos_token_id) == ("bos_token" in template)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "marked", "marked_wide"])
+def test_a_system_message_is_not_learnt(name: str) -> None:
+    template, eos, expected = CASES[name]
+    assert learnt(make_tokenizer(template, eos=eos), SYSTEM + QUESTIONS) == expected
+
+
+def test_markers_agree_with_transformers_own_mask_where_that_is_right() -> None:
+    tokenizer = make_tokenizer(templates.MARKED_WIDE.replace("'<|im_end|>\n' }}{%- endg", "'<|im_end|>' }}{%- endg"))
+    theirs = tokenizer.apply_chat_template(
+        QUESTIONS, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    ids, supervised = encode_chat(QUESTIONS, tokenizer)
+    assert ids == theirs["input_ids"]
+    assert [int(one) for one in supervised] == theirs["assistant_masks"]
+
+
+def test_a_span_that_ends_in_a_space_outside_all_offsets() -> None:
+    # transformers' own mask runs on into the user's next turn here.
+    tokenizer = make_tokenizer(templates.MARKED, trim_offsets=True)
+    assert learnt(tokenizer, turns("a", "Yes ", "b", " No")) == "Yes <|im_end|> No<|im_end|>"
+
+
+def test_the_mask_begins_after_a_generation_prompt_that_ends_in_a_space() -> None:
+    template = templates.MISTRAL.replace("' [/INST]'", "' [/INST] '")
+    tokenizer = make_tokenizer(template, eos="</s>")
+    # " water" is one token that straddles the border: it is the assistant's, or the word would never be learnt.
+    assert learnt(tokenizer, turns("Is it?", "water is")) == " water is</s>"
+
+
+def test_qwen3_single_turn_learns_its_reasoning() -> None:
+    tokenizer = make_tokenizer(templates.QWEN3)
+    row = [*turns("Is water wet?"), {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}]
+    assert learnt(tokenizer, row) == "<think>\nHm.\n</think>\n\nYes.<|im_end|>"
+
+
+def test_a_template_that_rewrites_history_is_refused() -> None:
+    with pytest.raises(UserError, match=r"row 3: .*messages\[1\] differently.*generation %} markers"):
+        encode_chat(QUESTIONS, make_tokenizer(templates.QWEN3), where="row 3")
+
+
+def test_a_template_without_generation_prompt_does_not_teach_its_header() -> None:
+    template = templates.CHATML.partition("{% if add_generation_prompt %}")[0]
+    with pytest.raises(UserError, match="ignores add_generation_prompt"):
+        encode_chat(QUESTIONS, make_tokenizer(template))
+
+
+def test_a_turn_that_ends_without_a_special_token_keeps_its_newline() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    assert learnt(make_tokenizer(template), turns("Wet?", "Yes.")) == " Yes.\n"
+
+
+def test_tool_calls_and_tools_reach_the_template() -> None:
+    template = (
+        "{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.tool_calls %}{{ '<call>' + m.tool_calls[0].name + '</call>' }}{% else %}{{ m.content }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    row = [
+        {"role": "user", "content": "Wet?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "touch"}]},
+        {"role": "tool", "content": "wet"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    assert learnt(tokenizer, row, tools=[{"name": "touch"}]) == "<call>touch</call><|im_end|>Yes.<|im_end|>"
+    ids, _ = encode_chat(row, tokenizer, tools=[{"name": "touch"}])
+    assert tokenizer.decode(ids).startswith("touch<|im_start|>user")
+
+
+def test_many_at_once_equal_one_by_one() -> None:
+    tokenizer = make_tokenizer(templates.LLAMA3)
+    rows = [QUESTIONS, turns("a", "b"), turns("only a question")]
+    assert encode_chats([Conversation(row) for row in rows], tokenizer) == [
+        encode_chat(row, tokenizer) for row in rows
+    ]
+    assert not any(encode_chat(rows[2], tokenizer)[1])
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        (None, "messages is missing, not a list"),
+        ("hello", "messages is of type str"),
+        ([], "messages is empty"),
+        (["hello"], r"messages\[0\] is of type str"),
+        ([{"content": "x"}], r"messages\[0\] has no role"),
+        ([{"role": "user", "content": None}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content is of type int"),
+        (turns("x", "y")[::-1], "begins with the assistant"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "template refuses the messages"),
+    ],
+)
+def test_malformed_messages_name_the_row(messages, what: str) -> None:
+    with pytest.raises(UserError, match=f"^chat.jsonl:7: .*{what}"):
+        encode_chat(messages, make_tokenizer(templates.CHATML), where="chat.jsonl:7")
+
+
+def test_what_a_template_raises_is_the_users_to_mend() -> None:
+    with pytest.raises(UserError, match="System role not supported"):
+        encode_chat(SYSTEM + QUESTIONS, make_tokenizer(templates.GEMMA))
+    with pytest.raises(UserError, match="roles must alternate"):
+        encode_chat(turns("a", "b") + turns("c")[:1] + turns("d")[:1], make_tokenizer(templates.MISTRAL))
+
+
+def test_no_template_at_all() -> None:
+    with pytest.raises(UserError, match=r"model.chat_template: the tokenizer has no chat template"):
+        encode_chat(QUESTIONS, make_tokenizer(None))
+
+
+def test_markers_under_a_filter_are_refused() -> None:
+    template = "{% filter upper %}" + templates.MARKED_WIDE + "{% endfilter %}"
+    assert learnt(make_tokenizer(template), turns("a", "b")).startswith("B")
+    template = "{% filter replace('\ufdd0', '') %}" + templates.MARKED_WIDE + "{% endfilter %}"
+    with pytest.raises(UserError, match="cannot be located"):
+        encode_chat(turns("a", "b\ufdd1"), make_tokenizer(template))

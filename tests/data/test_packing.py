@@ -1,0 +1,48 @@
+"""Packing neither loses, repeats, splits nor reorders documents, and fills its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp2kit.data.packing import plan_packs, plan_single
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=120)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(40, 80), st.integers(1, 50))
+def test_every_document_once_in_order_and_within_its_row(lengths: list[int], seq_len: int, window: int) -> None:
+    plan = plan_packs(np.array(lengths), seq_len=seq_len, window=window)
+    rows = [plan[row].tolist() for row in range(len(plan))]
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    assert all(row and row == sorted(row) for row in rows)
+    assert all(sum(lengths[document] for document in row) <= seq_len for row in rows)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    again = plan_packs(np.array(lengths), seq_len=seq_len, window=window)
+    assert np.array_equal(plan.documents, again.documents)
+    assert np.array_equal(plan.borders, again.borders)
+
+
+def test_rows_are_nearly_full() -> None:
+    lengths = np.minimum(2048, np.random.RandomState(0).lognormal(5, 1, 20000).astype(int) + 2)
+    plan = plan_packs(lengths, seq_len=2048)
+    assert lengths.sum() / (len(plan) * 2048) > 0.99
+
+
+def test_a_row_is_filled_by_what_fits_best() -> None:
+    plan = plan_packs(np.array([6, 5, 4, 5, 3]), seq_len=10)
+    assert [plan[row].tolist() for row in range(len(plan))] == [[0, 2], [1, 3], [4]]
+
+
+def test_single_documents_keep_their_order() -> None:
+    plan = plan_single(np.array([3, 1, 2]))
+    assert [plan[row].tolist() for row in range(len(plan))] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("lengths", [[3, 11], [0, 3]])
+def test_lengths_out_of_range(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="expected 1 to seq_len = 10"):
+        plan_packs(np.array(lengths), seq_len=10)

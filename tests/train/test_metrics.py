@@ -1,0 +1,214 @@
+"""Metrics: one call, three places; and what a resume does to metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.train.metrics import Metrics, build_metrics, format_record, format_seconds, move_aside
+
+OFF = WandbConfig(mode="disabled")
+
+
+def build(run_dir: Path, *, resume_step: int = 0, is_main: bool = True, wandb_id: str | None = None) -> Metrics:
+    return build_metrics(
+        OFF,
+        run_dir=run_dir,
+        is_main=is_main,
+        config={},
+        total_steps=100,
+        resume_step=resume_step,
+        wandb_id=wandb_id,
+    )
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, steps: range, *, tail: str = "") -> None:
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in steps) + tail)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [record["step"] for record in read(path)]
+
+
+def test_one_object_a_line_is_on_disk_at_once(tmp_path: Path) -> None:
+    metrics = build(tmp_path)
+    metrics.log({"step": 1, "loss": 2.5, "mfu": None})
+    metrics.log({"step": 2, "loss": torch.tensor(2.25), "tokens": 7})
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 2.5, "mfu": None},
+        {"step": 2, "loss": 2.25, "tokens": 7},
+    ]
+    metrics.close(ok=True)
+    metrics.close(ok=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_with_block_closes_and_passes_on_how_it_went(tmp_path: Path, fails: bool) -> None:
+    class Recorder:
+        id = None
+        closed: tuple[bool, ...] = ()
+
+        def close(self, ok: bool) -> None:
+            self.closed += (ok,)
+
+    recorder = Recorder()
+    with contextlib.suppress(KeyError), Metrics(console=None, lines=None, wandb=recorder, wandb_id=None):
+        if fails:
+            raise KeyError
+    assert recorder.closed == (not fails,)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
+def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None:
+    metrics = build(tmp_path)
+    metrics.log({"step": 1, "loss": value})
+    metrics.close(ok=False)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"bare {constant}")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse) == {"step": 1, "loss": None}
+
+
+def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = build(tmp_path / "missing", is_main=False, wandb_id="kept")
+    metrics.log({"step": 1, "loss": 1.0})
+    metrics.message("hello")
+    metrics.close(ok=True)
+    assert metrics.wandb_id == "kept"
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = build(tmp_path)
+    metrics.message("hello")
+    metrics.log({"step": 12, "loss": 2.34567, "step_seconds": 2.0})
+    metrics.close(ok=True)
+    assert capsys.readouterr().out == "hello\nstep  12/100  loss 2.3457  eta 2m56s\n"
+
+
+def test_a_full_line() -> None:
+    record = {
+        "step": 12,
+        "loss": 2.3456,
+        "grad_norm": 1.234,
+        "lr": 1e-5,
+        "tokens_per_second": 1234.4,
+        "mfu": 0.41,
+        "memory_gib": 1.23,
+    }
+    assert format_record(record, total_steps=100, eta_seconds=80) == (
+        "step  12/100  loss 2.3456  grad_norm 1.234  lr 1.00e-05  "
+        "tokens/s   1,234  mfu 41.0%  memory 1.2 GiB  eta 1m20s"
+    )
+    assert format_record({"step": 1, "loss": math.nan, "mfu": None}, total_steps=9, eta_seconds=None) == (
+        "step 1/9  loss nan"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.6, "1m00s"), (80, "1m20s"), (3 * 3600 + 300, "3h05m"), (52 * 3600, "2d04h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_progress_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    metrics = build(tmp_path)
+    for step in (1, 2):
+        metrics.log({"step": step, "loss": 2.5, "step_seconds": 1.0})
+    metrics.message("[saved] a checkpoint")
+    metrics.close(ok=True)
+    shown = terminal.getvalue()
+    assert "step   2/100  loss 2.5000" in shown
+    assert "[saved] a checkpoint" in shown  # brackets are text, not markup
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is hidden, and given back
+
+
+def test_resume_moves_later_lines_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 131))
+    metrics = build(tmp_path, resume_step=120)
+    metrics.log({"step": 121, "loss": 0.5})
+    metrics.close(ok=True)
+    assert steps_in(path) == list(range(1, 122))
+    assert steps_in(tmp_path / "metrics.after-step-000120.jsonl") == list(range(121, 131))
+
+
+def test_resuming_at_the_same_step_again_overwrites_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for attempt in range(3):
+        write(path, range(1, 123 + attempt))
+        move_aside(path, resume_step=120)
+    assert steps_in(tmp_path / "metrics.after-step-000120.jsonl") == [121, 122]
+    assert steps_in(tmp_path / "metrics.after-step-000120.2.jsonl") == [121, 122, 123]
+    assert steps_in(tmp_path / "metrics.after-step-000120.3.jsonl") == [121, 122, 123, 124]
+
+
+def test_a_torn_last_line_is_moved_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6), tail='{"step": 6, "lo')
+    aside = move_aside(path, resume_step=5)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    assert aside is not None
+    assert aside.read_text() == '{"step": 6, "lo'
+
+
+def test_a_whole_last_line_without_its_newline_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 3), tail='{"step": 3}')
+    metrics = build(tmp_path, resume_step=3)
+    metrics.log({"step": 4})
+    metrics.close(ok=True)
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+def test_no_line_is_lost_whatever_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1}\n', b"my note\n", b"\xff\xfe\n", b"[1]\n", b'{"note": 2}\n', b'{"step": 9}\n']
+    path.write_bytes(b"".join(lines))
+    aside = move_aside(path, resume_step=5)
+    assert aside is not None
+    assert path.read_bytes() == lines[0]
+    assert aside.read_bytes() == b"".join(lines[1:])
+
+
+def test_a_fresh_start_begins_a_fresh_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "eval_loss": 3.0}\n{"step": 1}\n')
+    metrics = build(tmp_path, resume_step=0)
+    metrics.close(ok=True)
+    assert path.read_text() == ""
+    assert steps_in(tmp_path / "metrics.after-step-000000.jsonl") == [0, 1]
+
+
+def test_nothing_to_move_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert move_aside(path, resume_step=7) is None
+    write(path, range(1, 6))
+    before = path.stat()
+    assert move_aside(path, resume_step=5) is None
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,58 @@
+"""The profiler: the steps asked for are in the trace, one file a rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2kit.config.schema import ProfileConfig
+from fsdp2kit.train.profiling import build_profiler
+
+
+def train(section: ProfileConfig, trace_dir: Path, *, steps: int, rank: int = 0) -> None:
+    with build_profiler(section, trace_dir=trace_dir, rank=rank, device_type="cpu") as profiler:
+        for step in range(1, steps + 1):
+            with torch.profiler.record_function(f"my step {step}"):
+                torch.ones(4).sum()
+            profiler.step()
+
+
+def traced_steps(path: Path) -> set[int]:
+    with gzip.open(path, "rt") as file:
+        names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    return {int(name.removeprefix("my step ")) for name in names if name.startswith("my step ")}
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "run", "expected"),
+    [(3, 2, 6, {3, 4}), (1, 1, 3, {1}), (2, 5, 3, {2, 3})],  # the last run ends amid the traced steps
+)
+def test_traces_the_steps_asked_for(tmp_path: Path, start: int, count: int, run: int, expected: set[int]) -> None:
+    # `memory` is for CUDA; on the CPU it changes nothing.
+    train(ProfileConfig(enabled=True, start_step=start, steps=count, memory=True), tmp_path / "t", steps=run, rank=3)
+    assert [path.name for path in (tmp_path / "t").iterdir()] == ["rank-00003.json.gz"]
+    assert traced_steps(tmp_path / "t" / "rank-00003.json.gz") == expected
+
+
+def test_a_run_that_never_gets_there_leaves_nothing(tmp_path: Path) -> None:
+    train(ProfileConfig(enabled=True, start_step=9), tmp_path / "t", steps=2)
+    assert not (tmp_path / "t").exists()
+
+
+def test_disabled_does_nothing(tmp_path: Path) -> None:
+    train(ProfileConfig(), tmp_path / "t", steps=6)
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.gpu
+def test_memory_snapshot(tmp_path: Path) -> None:
+    section = ProfileConfig(enabled=True, start_step=2, steps=1, memory=True)
+    with build_profiler(section, trace_dir=tmp_path, rank=0, device_type="cuda") as profiler:
+        for _ in range(3):
+            torch.ones(4, device="cuda").sum()
+            profiler.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-00000.pickle", "rank-00000.json.gz"]

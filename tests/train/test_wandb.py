@@ -1,0 +1,226 @@
+"""Weights & Biases: it never asks, never stops a run, and is told no secret."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.train import wandb_run
+from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.wandb_run import WandbRun, check_wandb, has_login, start_wandb
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without a login, and no WANDB_ variable at all."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")  # wandb's own telemetry
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    return home
+
+
+def start(section: WandbConfig, run_dir: Path, **options: Any) -> tuple[WandbRun, list[str]]:
+    messages: list[str] = []
+    options = {"config": {}, "wandb_id": None, **options}
+    run_dir.mkdir(exist_ok=True)
+    return start_wandb(section, run_dir=run_dir, message=messages.append, **options), messages
+
+
+class BrokenWandb:
+    """Stands in for a wandb whose service died: every call raises."""
+
+    id = "abc"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError("the service is gone\nwith a long story")
+
+
+def test_login_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_login()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert has_login()
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
+def test_login_in_netrc(no_login: Path, host: str) -> None:
+    (no_login / ".netrc").write_text(f"machine elsewhere.org login user password {KEY}\n")
+    assert not has_login()
+    (no_login / ".netrc").write_text(f"machine {host}\n  login user\n  password {KEY}\n")
+    import wandb
+
+    known = host in ("api.wandb.ai", wandb.Settings().base_url.removeprefix("https://"))
+    assert has_login() == known
+
+
+def test_login_for_a_server_of_ones_own(no_login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (no_login / "netrc").write_text(f"machine wandb.mine.org login user password {KEY}\n")
+    monkeypatch.setenv("NETRC", str(no_login / "netrc"))
+    assert not has_login()
+    settings = no_login / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://wandb.mine.org\n")
+    assert has_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.other.org")
+    assert not has_login()
+
+
+def test_unreadable_files_are_no_login(no_login: Path) -> None:
+    (no_login / ".netrc").write_text('machine "\n')
+    settings = no_login / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("no section\n")
+    assert not has_login()
+
+
+def test_online_without_a_login_is_refused_before_the_run() -> None:
+    with pytest.raises(UserError, match=r"wandb\.mode: 'online', but there is no .* login; run `wandb login`"):
+        check_wandb(WandbConfig(mode="online"))
+    for mode in ("auto", "offline", "disabled"):
+        check_wandb(WandbConfig(mode=mode))
+
+
+def test_a_login_satisfies_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    check_wandb(WandbConfig(mode="online"))
+
+
+def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    check_wandb(WandbConfig())
+    check_wandb(WandbConfig(mode="disabled"))
+    for mode in ("online", "offline"):
+        with pytest.raises(UserError, match="does not import"):
+            check_wandb(WandbConfig(mode=mode))
+    run, messages = start(WandbConfig(), tmp_path / "run")
+    run.log({"step": 1, "loss": 1.0})
+    run.close(ok=True)
+    assert len(messages) == 1
+    assert "it is off for this run" in messages[0]
+
+
+def test_auto_without_a_login_is_offline_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = record_init(monkeypatch)
+    _, messages = start(WandbConfig(), tmp_path / "run")
+    assert seen["mode"] == "offline"
+    assert len(messages) == 1
+    assert "offline" in messages[0]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("asked", "mode"), [("offline", "offline"), ("dryrun", "offline"), ("online", "online")])
+def test_auto_respects_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str) -> None:
+    seen = record_init(monkeypatch)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", asked)
+    _, messages = start(WandbConfig(), tmp_path / "run")
+    assert (seen["mode"], messages) == (mode, [])
+
+
+def test_auto_never_asks_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_init(monkeypatch)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    start(WandbConfig(), tmp_path / "run")
+    assert seen["mode"] == "offline"
+
+
+def test_a_mode_of_the_config_beats_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_init(monkeypatch)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    start(WandbConfig(mode="offline"), tmp_path / "run")
+    assert seen["mode"] == "offline"
+
+
+def test_disabled_starts_nothing_and_keeps_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_init(monkeypatch)
+    run, messages = start(WandbConfig(mode="disabled"), tmp_path / "run", wandb_id="abc")
+    assert (run.id, messages, seen) == ("abc", [], {})
+
+
+def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_init(monkeypatch)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    section = WandbConfig(project="p", group="g", tags=["t"])
+    config = {"data": {"path": "https://me:pass@host/x"}, "notes": [f"key {KEY}"], "train": {"steps": 3}}
+    start(section, tmp_path / "my-run", wandb_id="abc", config=config)
+    assert seen["config"] == {"data": {"path": "https://***@host/x"}, "notes": ["key ***"], "train": {"steps": 3}}
+    assert (seen["id"], seen["resume"], seen["dir"]) == ("abc", "allow", str(tmp_path / "my-run"))
+    assert (seen["project"], seen["name"], seen["group"], seen["tags"]) == ("p", "my-run", "g", ["t"])
+
+
+def test_an_outage_at_the_start_is_reported_and_survived(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real client against a server that is not there."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_run, "_INIT_SECONDS", 1.0)
+    run, messages = start(WandbConfig(mode="online"), tmp_path / "run", wandb_id="abc")
+    run.log({"step": 1, "loss": 1.0})
+    run.close(ok=True)
+    assert run.id == "abc"  # a later resume may find the server again
+    assert len(messages) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failure_amid_the_run_is_reported_once() -> None:
+    messages: list[str] = []
+    run = WandbRun(BrokenWandb(), wandb_id=None, message=messages.append)
+    for step in (1, 2):
+        run.log({"step": step, "loss": 1.0})
+    run.close(ok=False)
+    assert messages == [
+        "wandb: ConnectionError: the service is gone; it is off from here on, and metrics.jsonl has everything"
+    ]
+    assert run.id == "abc"
+
+
+def test_offline_run_resumes_under_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The real client, twice; nothing reaches the console but our own lines."""
+    wandb_id = None
+    for step in (1, 2):
+        metrics = build_metrics(
+            WandbConfig(mode="offline"),
+            run_dir=tmp_path,
+            is_main=True,
+            config={"train": {"steps": 2}},
+            total_steps=2,
+            resume_step=step - 1,
+            wandb_id=wandb_id,
+        )
+        metrics.log({"step": step, "loss": 1.0, "mfu": None})
+        metrics.close(ok=True)
+        assert wandb_id in (None, metrics.wandb_id)
+        wandb_id = metrics.wandb_id
+    assert wandb_id
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{wandb_id}"))) >= 1
+    assert capfd.readouterr() == ("step 1/2  loss 1.0000\nstep 2/2  loss 1.0000\n", "")
+
+
+def record_init(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace `wandb.init` by one that only notes its arguments."""
+    import wandb
+
+    seen: dict[str, Any] = {}
+
+    def init(**arguments: Any) -> Any:
+        seen.update(arguments)
+        return BrokenWandb()
+
+    monkeypatch.setattr(wandb, "init", init)
+    return seen

@@ -1,0 +1,45 @@
+"""A distributed checkpoint to a Hugging Face directory, on one process and without a GPU.
+
+python tools/dcp_to_hf.py runs/x/checkpoints/step-000200 out/ --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fsdp2kit.checkpoint.convert import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
+from fsdp2kit.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
+    parser = argparse.ArgumentParser(prog="dcp_to_hf", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint of fsdp2kit, or of plain torch with --config")
+    parser.add_argument("out", type=Path, help="the directory to write; only an earlier export is ever replaced")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: what the run's config says")
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 1e9, help="largest file, in 10^9 bytes"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="HF_DIR", help="config and tokenizer from here; default: the checkpoint's own"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        dcp_to_hf(
+            options.checkpoint,
+            options.out,
+            dtype=options.dtype,
+            max_shard_bytes=int(options.max_shard_gb * 1e9),
+            config_dir=options.config,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.out}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
