@@ -74,7 +74,7 @@ def main(config: Config) -> None:
     throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
 
     # Text → tokens → packs → global batches → this rank's share → its part of each sequence, on the device.
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = hf_config.get_text_config().vocab_size
     data = build_data(config, tokenizer=tokenizer, vocab_size=vocab_size, dp_rank=mesh.dp_rank, dp_size=sizes.dp)
     to_device = build_shard_batch(model.config, attention=config.model.attention, mesh=mesh, device=world.device)
 
@@ -93,10 +93,13 @@ def main(config: Config) -> None:
     plan = build_plan(config, steps_per_epoch=data.loader.steps_per_epoch, mesh=mesh)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=plan.total_steps, step=progress.step)
 
+    export = partial(dcp_to_hf, out=run_dir / "hf", rank=world.rank, world_size=world.size)
+    is_exported = partial(config.checkpoint.exports_at, total_steps=plan.total_steps)
+
     def save(progress: Progress) -> None:
         checkpoint = checkpoints.save(model, optimizer, replace(progress, wandb_id=metrics.wandb_id))
-        if config.checkpoint.exports_at(progress.step, total_steps=plan.total_steps):
-            dcp_to_hf(checkpoint, run_dir / "hf", rank=world.rank, world_size=world.size)
+        if is_exported(progress.step):
+            export(checkpoint)
 
     trace_dir = run_dir / "trace"
     profiler = build_profiler(config.profile, trace_dir=trace_dir, rank=world.rank, device_type=world.device.type)
@@ -121,6 +124,8 @@ def main(config: Config) -> None:
             profile=profiler.step,
             first_step=partial(checked, ledger, model, optimizer),
         )
+        if resume and is_exported(progress.step) and not (run_dir / "hf").exists():
+            export(resume)  # the run that came this far did not get to it
         train(
             model,
             optimizer,

@@ -41,7 +41,7 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         merged["layer_types"] = merged["layer_types"][: overrides["num_hidden_layers"]]
     merged.pop("model_type", None)
     try:
-        if "auto_map" in merged and section.trust_remote_code:
+        if "auto_map" in merged and section.trust_remote_code and section.path:
             config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
             config.update(overrides)
             return config
@@ -90,7 +90,7 @@ def compute_buffers(model: PreTrainedModel) -> None:
             if name in names:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
         # transformers skips modules that it believes initialised; its own from_pretrained does the same dance.
-        module._is_hf_initialized = False
+        setattr(module, "_is_hf_initialized", False)  # noqa: B010 (torch types attributes of modules as tensors)
     model.initialize_weights()
 
 

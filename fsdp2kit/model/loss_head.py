@@ -100,30 +100,31 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
         model: a transformers causal language model.
         linear: whether logits are just ``hidden @ weightᵀ``; found out on a tiny twin by default.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     linear = has_linear_head(model) if linear is None else linear
     tied = head.weight is model.get_input_embeddings().weight
     own_head = None if linear else _own_head(model, head)
 
-    def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         if own_head is None:
             return linear_cross_entropy(hidden, head.weight, labels)
         return _chunked_loss(own_head, hidden, labels, vocabulary=head.weight.shape[0])
 
-    def loss_sum(
-        model: PreTrainedModel, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any
-    ) -> Tensor:
+    def loss_sum(model: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any) -> Tensor:
         # A cache would be built by default, and with it packed documents would see each other.
         hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs)[0]
         index = select_supervised(labels) if index is None else index
         hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
         return head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
 
-    model.loss_sum = MethodType(loss_sum, model)
-    if tied:
-        return model
-    head.loss_sum = MethodType(head_loss, head)
-    return head
+    _add_method(model, "loss_sum", loss_sum)
+    if not tied:
+        _add_method(head, "loss_sum", head_loss)
+    return model if tied else head
+
+
+def _add_method(module: Any, name: str, function: Callable[..., Tensor]) -> None:
+    setattr(module, name, MethodType(function, module))
 
 
 def has_linear_head(model: PreTrainedModel) -> bool:
@@ -134,7 +135,7 @@ def has_linear_head(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
-    twin = build_twin(model)
+    twin: Any = build_twin(model)
     if twin is None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +161,7 @@ class _Passthrough(nn.Module):
 class _Projection(nn.Module):
     """The head's matrix product without the head's FSDP hooks: we are inside its unit already."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Any) -> None:
         super().__init__()
         self._head = [head]  # in a list, so that it is not a submodule a second time
 

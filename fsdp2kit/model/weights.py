@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -172,7 +173,7 @@ class _Source:
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _reader(piece: Any) -> Callable[[], Tensor]:
+def _reader(piece: Any) -> Any:
     return lambda: piece[...]
 
 
@@ -277,7 +278,10 @@ def _modules_with_owner(model: PreTrainedModel) -> Iterator[tuple[str, PreTraine
 
 
 def _draw(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    twin = copy.copy(module)
+    # A shallow copy, of the class that the module had before `fully_shard` put one of its own in front.
+    own_class = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    twin: Any = object.__new__(own_class)
+    twin.__dict__.update(module.__dict__)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
     for name, tensor in tensors.items():
         # zeros, not empty: what an unusual module's initialisation leaves out must not be what memory held

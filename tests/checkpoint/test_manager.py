@@ -202,10 +202,10 @@ def test_another_run_is_refused(tmp_path: Path, field: str, value: str) -> None:
 def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
     manager, path = saved_alone(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["progress"]["seed"]
+    del manifest["progress"]["tokens_total"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     model = jobs.tiny_llama()
-    with pytest.raises(UserError, match="another kind of progress: seed"):
+    with pytest.raises(UserError, match="another kind of progress: tokens_total"):
         manager.restore(path, model, jobs.adamw(model))
 
 

@@ -1,0 +1,140 @@
+"""Pretraining of a Hugging Face causal language model, from a config or onwards from its weights, on plain text.
+
+Copy this file, change the line that builds what you want different, and name the copy in your TOML's ``recipe``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from fsdp2kit import distributed
+from fsdp2kit.checkpoint.convert import dcp_to_hf
+from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.checkpoint.start import fill_weights, run_identity
+from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.schema import TextDataConfig
+from fsdp2kit.data.build import build_data
+from fsdp2kit.model.assets import save_assets, source_dtype
+from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.model.weights import find_model_dir
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.ledger import checked, dtype_ledger
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.preflight import check_model, check_offline
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.flops import count_model_flops
+from fsdp2kit.train.loop import Hooks, build_plan, evaluate, train
+from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.profiling import build_profiler
+from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
+from fsdp2kit.train.throughput import Throughput
+from fsdp2kit.train.wandb_run import check_wandb
+
+
+class Config(TrainingConfig):
+    """Pretraining: every token is a target."""
+
+    data: TextDataConfig = TextDataConfig()
+
+
+def check(config: Config) -> list[str]:
+    """What can be said of a config without weights, network or process group; returns what could not be checked."""
+    check_wandb(config.wandb)
+    return check_offline(config)
+
+
+def main(config: Config) -> None:
+    """Train as ``config`` says; every rank calls this."""
+    world = distributed.start(timeout_minutes=config.run.timeout_minutes)
+    sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
+    mesh = build_mesh(config.mesh, config.fsdp, world=world)
+    run_dir = Path(config.run.dir)
+
+    # The model, still without memory. What it would silently do wrong is refused here.
+    source = distributed.one_per_machine_first(partial(find_model_dir, config.model))
+    with distributed.agreement():
+        check_wandb(config.wandb)
+        # Synthetic tokens need no tokenizer, and the export then has none.
+        tokenizer = None if config.data.format == "synthetic" else build_tokenizer(config.model)
+        hf_config = load_hf_config(config.model)
+        model = build_model(config.model, hf_config=hf_config)
+        check_model(model, config, pack=config.data.pack)
+        export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
+        ledger = dtype_ledger(config.fsdp, export=export_dtype)
+        environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
+        prepare_run_dir(run_dir, config_text=dump_toml(config), environment=environment, is_main=world.is_main)
+    write_assets = partial(
+        save_assets, config=hf_config, architecture=type(model).__name__, tokenizer=tokenizer, source=source
+    )
+    throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
+
+    # Text → tokens → packs → global batches → this rank's share → its part of each sequence, on the device.
+    vocab_size = hf_config.get_text_config().vocab_size
+    data = build_data(config, tokenizer=tokenizer, vocab_size=vocab_size, dp_rank=mesh.dp_rank, dp_size=sizes.dp)
+    to_device = build_shard_batch(model.config, attention=config.model.attention, mesh=mesh, device=world.device)
+
+    # The model over the mesh, with the values of a checkpoint, of its source, or random ones.
+    parallelize_model(model, config, mesh=mesh, device=world.device)
+    optimizer = build_optimizer(config.optimizer, model)
+    identity = run_identity(config, hf_config, source=source, data=data.documents.fingerprint)
+    checkpoints = build_checkpoint_manager(
+        config.checkpoint, run_dir=run_dir, identity=identity, write_assets=write_assets, export_dtype=export_dtype
+    )
+    progress = Progress()
+    if resume := checkpoints.resolve(config.run.resume):
+        progress = checkpoints.restore(resume, model, optimizer)
+    else:
+        fill_weights(config.model, model, source=source, seed=config.run.seed)
+    plan = build_plan(config, steps_per_epoch=data.loader.steps_per_epoch, mesh=mesh)
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=plan.total_steps, step=progress.step)
+
+    export = partial(dcp_to_hf, out=run_dir / "hf", rank=world.rank, world_size=world.size)
+    is_exported = partial(config.checkpoint.exports_at, total_steps=plan.total_steps)
+
+    def save(progress: Progress) -> None:
+        checkpoint = checkpoints.save(model, optimizer, replace(progress, wandb_id=metrics.wandb_id))
+        if is_exported(progress.step):
+            export(checkpoint)
+
+    trace_dir = run_dir / "trace"
+    profiler = build_profiler(config.profile, trace_dir=trace_dir, rank=world.rank, device_type=world.device.type)
+    with distributed.agreement():
+        metrics = build_metrics(
+            config.wandb,
+            run_dir=run_dir,
+            is_main=world.is_main,
+            config=config.model_dump(mode="json"),
+            total_steps=plan.total_steps,
+            resume_step=progress.step,
+            wandb_id=progress.wandb_id,
+        )
+    with metrics, profiler:
+        for line in (str(sizes), str(ledger), *data.describe()):
+            metrics.message(line)
+        hooks = Hooks(
+            log=metrics.log,
+            message=metrics.message,
+            save=save,
+            evaluate=data.held_out and partial(evaluate, model, data.held_out, to_device, plan=plan),
+            profile=profiler.step,
+            first_step=partial(checked, ledger, model, optimizer),
+        )
+        if resume and is_exported(progress.step) and not (run_dir / "hf").exists():
+            export(resume)  # the run that came this far did not get to it
+        train(
+            model,
+            optimizer,
+            schedule,
+            data.loader,
+            to_device,
+            plan=plan,
+            progress=progress,
+            throughput=throughput,
+            hooks=hooks,
+        )
