@@ -32,7 +32,8 @@ def _serve(connection: Any) -> None:
             try:
                 connection.send((True, function(*args, **kwargs)))
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():  # the runner ends its process group itself
+                    dist.destroy_process_group()
         except BaseException:
             connection.send((False, traceback.format_exc()))
 

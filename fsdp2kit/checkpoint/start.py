@@ -51,9 +51,10 @@ def run_identity(
         "model.weights": weights,
         "optimizer.name": config.optimizer.name,
         "run.seed": str(config.run.seed),
-        "data": data,
+        # Before the data's digest, which depends on where documents were cut.
         "data.seq_len": str(config.data.seq_len),
         "data.pack": str(config.data.pack).lower(),
         "data.shuffle": str(config.data.shuffle).lower(),
         "train.global_batch_size": str(config.train.global_batch_size),
+        "data": data,
     }

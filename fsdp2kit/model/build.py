@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                hf_config,
+                copy.deepcopy(hf_config),  # transformers writes dtype and attention into it
                 dtype=torch.float32,
                 attn_implementation=section.attention,
                 trust_remote_code=section.trust_remote_code,

@@ -1,0 +1,348 @@
+"""A user's mistake is one line on rank 0 and exit code 2 from every rank, whatever the mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from fsdp2kit import run
+from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "toml" / "demo"
+TINY = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 5}
+
+
+def attempt(arguments: list[str], folder: str) -> tuple[int, str, str]:
+    """One rank of `fsdp2kit.run`, in this worker: exit code, stdout, stderr."""
+    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("os._exit", side_effect=sys.exit),
+    ):
+        try:
+            code = run.main(arguments)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny whole model directory with the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=1024, **TINY, num_key_value_heads=5, max_position_embeddings=256)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+def toml_for(model: Path, folder: Path, **sections: str) -> Path:
+    """A small valid TOML, to which a case adds its mistake by overrides."""
+    path = folder / "x.toml"
+    path.write_text(
+        f"""recipe = "sft"
+[run]
+dir = "{folder}/run"
+[model]
+path = "{model}"
+[mesh]
+cp = 2
+[fsdp]
+param_dtype = "float32"
+[data]
+path = "{DEMO}/heldout.jsonl"
+seq_len = 64
+[train]
+steps = 2
+global_batch_size = 2
+[wandb]
+mode = "disabled"
+{sections.get("more", "")}
+"""
+    )
+    return path
+
+
+def refused(pool: WorkerPool, arguments: list[str], folder: Path, *, says: list[str]) -> str:
+    """Check the form of a refusal and return its line."""
+    started = time.perf_counter()
+    results = pool.run(2, attempt, arguments, str(folder))
+    assert time.perf_counter() - started < 30
+    assert [code for code, _, _ in results] == [2, 2], results
+    lines = [line for _, _, err in results for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, results
+    assert lines[0] in results[0][2].splitlines(), "rank 0 speaks"
+    assert "Traceback" not in results[0][2] + results[1][2]
+    for text in says:
+        assert text in lines[0]
+    assert lines[0].count(";") >= 1, "where: what; what to do"
+    return lines[0]
+
+
+OVERRIDES = {
+    "unknown section": (["trian.steps=1"], ["trian", "did you mean train"]),
+    "unknown key": (["train.stepz=1"], ["train.stepz", "did you mean train.steps"]),
+    "key of another section": (["train.seq_len=1"], ["data.seq_len"]),
+    "text for a number": (["train.steps=many"], ["train.steps", "'many'"]),
+    "boolean for a number": (["train.global_batch_size=true"], ["train.global_batch_size"]),
+    "fraction for a count": (["train.global_batch_size=1.5"], ["train.global_batch_size"]),
+    "unknown choice": (["fsdp.strategy=zero3"], ["fsdp.strategy", "full_shard"]),
+    "negative": (["optimizer.lr=-1"], ["optimizer.lr"]),
+    "not an override": (["train.steps"], ["section.key=value"]),
+    "unknown recipe": (["recipe=sftt"], ["sftt", "sft"]),
+    "missing recipe file": (["recipe=my.py"], ["my.py"]),
+    "cp does not divide the world": (["mesh.cp=3"], ["mesh.cp", "world size 2"]),
+    "mesh too small": (["mesh.cp=1", "mesh.dp_shard=1"], ["mesh", "world size"]),
+    "replicas without a hybrid strategy": (["mesh.dp_replicate=2", "mesh.cp=1"], ["dp_replicate", "hybrid_shard"]),
+    "batch not divisible": (["train.global_batch_size=3", "train.micro_batch_size=2"], ["use 2 or 4"]),
+    "seq_len not divisible by cp": (["data.seq_len=63"], ["data.seq_len", "62 or 64"]),
+    "steps and epochs": (["train.epochs=1"], ["train.steps", "train.epochs"]),
+    "evaluation on the training data": (["eval.every=1"], ["eval.path"]),
+    "a floor for a linear schedule": (["lr_schedule.name=linear", "lr_schedule.min_lr_ratio=0.1"], ["min_lr_ratio"]),
+    "more cp than heads": (["mesh.cp=2", "model.config.num_attention_heads=1", "model.config.head_dim=8",
+                            "model.config.num_key_value_heads=1", "model.weights=random"], ["attention heads"]),
+    "no such model": (["model.path=/nowhere/model"], ["model.path", "/nowhere/model"]),
+    "unknown model type": ([f'model={{config={{model_type="lama"}},weights="random",tokenizer="{DEMO}/tokenizer"}}'], ["lama"]),
+    "unknown model config key": (["model.config.num_layers=2"], ["num_layers"]),
+    "unknown attention": (["model.attention=flash"], ["model.attention"]),
+    "wrong shape": (["model.config.intermediate_size=48"], ["shape", "mlp"]),
+    "deeper than its weights": (["model.config.num_hidden_layers=2"], ["model.layers.1."]),
+    "no such tokenizer": (["model.tokenizer=/nowhere/tokenizer"], ["/nowhere/tokenizer"]),
+    "no such template": (["model.chat_template=/nowhere/x.jinja"], ["/nowhere/x.jinja"]),
+    "no such data": (["data.path=/nowhere/x.jsonl"], ["/nowhere/x.jsonl"]),
+    "no such weights": (["model.weights=/nowhere/step-000001"], ["/nowhere/step-000001"]),
+    "no such checkpoint": (["run.resume=/nowhere/step-000001"], ["/nowhere/step-000001"]),
+    "too long a row": (["data.seq_len=16", "data.overlong=error"], ["heldout.jsonl", "16"]),
+    "dropout": (["model.config.attention_dropout=0.1"], ["attention_dropout", "preflight.allow"]),
+    "run directory under a file": ([f"run.dir={DEMO}/chat.jsonl/run"], ["run.dir"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_a_mistake_in_the_config_is_refused(case: str, pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    overrides, says = OVERRIDES[case]
+    refused(pool, [str(toml_for(model_dir, tmp_path)), *overrides], tmp_path, says=says)
+
+
+def test_without_a_mistake_it_runs(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    """The control: what the cases above start from is itself accepted."""
+    results = pool.run(2, attempt, [str(toml_for(model_dir, tmp_path))], str(tmp_path))
+    assert [code for code, _, _ in results] == [0, 0]
+    assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+def test_a_missing_toml_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    refused(pool, ["nowhere.toml"], tmp_path, says=["nowhere.toml", "demo_cp2.toml"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("[train\n", "line 1"), ("steps = 1\n", "recipe"), ('recipe = "sft"\n[data]\npath = 3\n', "data.path")],
+)
+def test_a_broken_toml_is_refused(text: str, says: str, pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    refused(pool, ["x.toml"], tmp_path, says=["x.toml", says])
+
+
+def test_a_recipe_without_main_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Config: pass\n")
+    (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
+    refused(pool, ["x.toml"], tmp_path, says=["mine.py", "main"])
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def truncated_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def index_without_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def missing_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def broken_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (without_weights, "model.safetensors"),
+        (without_config, "config.json"),
+        (broken_config, "config.json"),
+        (truncated, "model.safetensors"),
+        (truncated_header, "model.safetensors"),
+        (empty_weights, "model.safetensors"),
+        (index_without_files, "model-00001-of-00002.safetensors"),
+        (missing_tensor, "model.norm.weight"),
+        (without_tokenizer, "tokenizer"),
+        (broken_template, "template"),
+    ],
+)
+def test_a_damaged_model_directory_is_refused(
+    damage: Callable[[Path], None], says: str, pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    damage(model)
+    refused(pool, [str(toml_for(model, tmp_path))], tmp_path, says=[says])
+
+
+GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("", "d.jsonl"),
+        (GOOD + '{"messages": [\n' + GOOD, "d.jsonl:2"),
+        (GOOD + '{"text": "no messages"}\n', "messages"),
+        ('{"messages": [{"role": "user", "content": "nobody answers"}]}\n', "d.jsonl"),
+        (GOOD + '{"messages": [{"role": "user"}]}\n', "content"),
+        (GOOD + '{"messages": "hello"}\n', "d.jsonl"),
+    ],
+    ids=["empty", "malformed", "no messages", "nothing supervised", "no content", "messages is text"],
+)
+def test_bad_data_is_refused(rows: str, says: str, pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(rows)
+    arguments = [str(toml_for(model_dir, tmp_path)), f"data.path={tmp_path}/d.jsonl"]
+    refused(pool, arguments, tmp_path, says=[says])
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    small = ["model.config.vocab_size=64", "model.weights=random"]
+    refused(pool, [str(toml_for(model_dir, tmp_path)), *small], tmp_path, says=["64"])
+
+
+def test_wandb_online_without_a_login_is_refused_and_never_asks(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    arguments = [str(toml_for(model_dir, tmp_path)), "wandb.mode=online"]
+    refused(pool, arguments, tmp_path, says=["wandb.mode", "login"])
+
+
+@pytest.fixture
+def finished(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> Path:
+    """The TOML of a run that has come to its end."""
+    toml = toml_for(model_dir, tmp_path)
+    assert [code for code, _, _ in pool.run(2, attempt, [str(toml)], str(tmp_path))] == [0, 0]
+    return toml
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.seed=7", "run.seed"),
+        ("data.seq_len=32", "data.seq_len"),
+        (f"data.path={DEMO}/chat.jsonl", "data"),
+        ("model.config.rms_norm_eps=1e-3", "model"),
+        ("train.global_batch_size=4", "train.global_batch_size"),
+    ],
+)
+def test_the_run_directory_of_another_run_is_refused(
+    override: str, says: str, pool: WorkerPool, finished: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in (tmp_path / "run/checkpoints").rglob("*") if path.is_file()}
+    refused(pool, [str(finished), "train.steps=3", override], tmp_path, says=[says, "run.dir"])
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run/checkpoints").rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(pool: WorkerPool, finished: Path, tmp_path: Path) -> None:
+    shard = next((tmp_path / "run/checkpoints/step-000002").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    arguments = [str(finished), "train.steps=3", f"run.resume={shard.parent}"]
+    refused(pool, arguments, tmp_path, says=[shard.name])
+
+
+def test_an_incomplete_checkpoint_is_refused(pool: WorkerPool, finished: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    (checkpoint / "manifest.json").unlink()
+    refused(pool, [str(finished), f"run.resume={checkpoint}"], tmp_path, says=["manifest.json"])
+
+
+def fail_on_one_rank(failing: int) -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        with agreement():
+            if rank == failing:
+                raise UserError("a row", "cannot be read on this rank", "mend it")
+    except UserError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_leave_together_when_one_fails(failing: int, pool: WorkerPool) -> None:
+    assert pool.run(2, fail_on_one_rank, failing) == ["a row: cannot be read on this rank; mend it"] * 2
+
+
+@pytest.mark.parametrize("override", ["train.stepz=1", "data.path=/nowhere/x.jsonl"])
+def test_torchrun_sees_exit_code_2_from_every_rank(override: str, model_dir: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--log-dir", str(logs), "--redirects", "3", "-m", "fsdp2kit.run"]
+    started = time.perf_counter()
+    result = subprocess.run(
+        [*command, str(toml_for(model_dir, tmp_path)), override], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert time.perf_counter() - started < 60
+    assert result.returncode == 1
+    assert result.stderr.count("exitcode  : 2") == 2, result.stderr
+    said = {path.parent.name: path.read_text() for path in logs.rglob("stderr.log")}
+    assert len([line for line in said["0"].splitlines() if line.startswith("error: ")]) == 1
+    assert "error: " not in said["1"]
+    assert not any("Traceback" in text for text in said.values())

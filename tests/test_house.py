@@ -1,0 +1,146 @@
+"""The house is kept: imports run one way, private names live in one file, every TOML checks, schemas are current."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit import run
+from tools.schema import schema_files
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "fsdp2kit"
+
+# Lower ranks are imported by higher ones; folders of one rank do not import each other.
+RANKS = {
+    "errors": 0,
+    "distributed": 0,
+    "torch_compat": 0,
+    "progress": 0,
+    "config": 1,
+    "model": 2,
+    "parallel": 3,
+    "data": 3,
+    "train": 4,
+    "checkpoint": 4,
+    "planner": 5,
+    "rl": 5,
+    "bench": 6,
+    "recipes": 6,
+    "tools": 6,
+}
+TOP_FILES = {"errors", "distributed", "torch_compat", "progress"}
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
+
+
+def room_of(path: Path) -> str | None:
+    """The folder or top file a module belongs to; None for the package's face and the runner."""
+    relative = path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT)
+    name = relative.parts[0].removesuffix(".py")
+    return None if name in ("__init__", "run") else name
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a module imports from, wherever in the file."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "fsdp2kit" and len(parts) > 1 and parts[1] in RANKS:
+                rooms.add(parts[1])
+            elif parts[0] in ("recipes", "tools"):
+                rooms.add(parts[0])
+    return rooms
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    for other in imported_rooms(path):
+        if room is None:
+            assert path.name == "run.py", f"{path}: the package's face imports nothing"
+            assert RANKS[other] <= RANKS["config"], f"run.py imports {other}; it loads recipes by path"
+        elif room in TOP_FILES:
+            assert other in TOP_FILES, f"{room} stands at the bottom and imports {other}"
+        elif other != room:
+            assert RANKS[other] < RANKS[room], f"{room} imports {other}, which does not stand below it"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_torch_modules_are_named_in_one_file(path: Path) -> None:
+    if path.name == "torch_compat.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            assert not any(name.startswith("_") for name in names), (
+                f"{path}:{node.lineno}"
+            )
+
+
+def test_config_does_not_import_torch() -> None:
+    for path in (PACKAGE / "config").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) (torch|transformers)", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_files_stay_readable() -> None:
+    long = {path: n for path in MODULES if (n := len(path.read_text(encoding="utf-8").splitlines())) > 320}
+    assert not long
+
+
+TOMLS = sorted((ROOT / "toml").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
+def test_every_toml_passes_the_check(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = path.read_text(encoding="utf-8").splitlines()[0]
+    nodes = re.search(r"--nnodes (\d+)", launch)
+    processes = re.search(r"--nproc-per-node (\d+)", launch)
+    local = int(processes.group(1)) if processes else 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
+    assert run.main([str(path), "--check"]) == 0
+    assert capsys.readouterr().out.startswith("ok: ")
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
+def test_every_toml_opens_with_its_command_and_its_schema(path: Path) -> None:
+    command, schema, purpose = path.read_text(encoding="utf-8").splitlines()[:3]
+    assert re.match(r"# (torchrun|python) .*-m fsdp2kit\.run toml/" + re.escape(path.name), command)
+    named = re.match(r"#:schema \./(schema[.\w]*json)$", schema)
+    assert named
+    assert (path.parent / named.group(1)).is_file()
+    assert purpose.startswith("# ")
+
+
+def test_schemas_are_current() -> None:
+    for path, text in schema_files(ROOT / "toml").items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `make schema`"
+
+
+def test_schemas_accept_the_tomls_and_refuse_unknown_keys() -> None:
+    import json
+
+    import jsonschema
+    import tomli
+
+    for path in TOMLS:
+        text = path.read_text(encoding="utf-8")
+        named = re.search(r"#:schema \./(\S+)", text)
+        assert named
+        schema = json.loads((path.parent / named.group(1)).read_text(encoding="utf-8"))
+        values = tomli.loads(text)
+        jsonschema.validate(values, schema)
+        values["train"]["stepz"] = 1
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(values, schema)
