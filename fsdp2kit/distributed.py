@@ -43,10 +43,14 @@ def world_size_from_environment() -> tuple[int, int]:
     return size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
 
 
-def start(*, timeout_minutes: float = 30.0) -> World:
+def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
     """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
 
     Without torchrun this is a world of one, which needs no free port. Calling it again returns the same world.
+
+    Args:
+        timeout_minutes: how long a collective may take before the job is given up.
+        deterministic: allow only kernels that give the same bits every time, in this whole process.
 
     Raises:
         UserError: a machine has fewer CUDA devices than processes.
@@ -54,6 +58,9 @@ def start(*, timeout_minutes: float = 30.0) -> World:
     size, local_size = world_size_from_environment()
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     on_cuda = torch.cuda.is_available()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+        torch.use_deterministic_algorithms(True)
     if not dist.is_initialized():
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"

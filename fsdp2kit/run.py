@@ -58,8 +58,12 @@ def load(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfi
     name = named.get("recipe", values.get("recipe"))
     if not isinstance(name, str):
         raise UserError(f"{path}: recipe", "is required", 'add e.g. recipe = "sft" at the top of the TOML')
-    recipe = load_recipe(find_recipe(name, toml=path))
-    return recipe, load_config(recipe.Config, values, source=path, overrides=overrides)
+    recipe_path = find_recipe(name, toml=path)
+    recipe = load_recipe(recipe_path)
+    config = load_config(recipe.Config, values, source=path, overrides=overrides)
+    if name.endswith(".py"):  # the resolved config must find it from the run directory, too
+        config = config.model_copy(update={"recipe": str(recipe_path.resolve())})
+    return recipe, config
 
 
 def find_toml(name: str) -> Path:

@@ -51,7 +51,7 @@ def check(config: Config) -> list[str]:
 
 def main(config: Config) -> None:
     """Train as ``config`` says; every rank calls this."""
-    world = distributed.start(timeout_minutes=config.run.timeout_minutes)
+    world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
     sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     run_dir = Path(config.run.dir)
