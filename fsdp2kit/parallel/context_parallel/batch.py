@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +29,13 @@ class ShardedBatch:
     attention_mask: Any = None
     """None (the model makes its own from ``position_ids``), or the whole sequence's mask, or one a layer type."""
 
+    borders: dict[str, Any] = field(default_factory=dict)
+    """Document borders of the whole sequences, for flash attention; see `document_borders`."""
+
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for ``loss_sum``."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        named = {name: value for name, value in vars(self).items() if name != "borders" and value is not None}
+        return {**named, **self.borders}
 
 
 def build_shard_batch(
@@ -76,8 +80,10 @@ def shard_batch(
     local_labels = labels[:, part]
     # On the host: finding the targets on a CUDA device would synchronise it.
     index = (local_labels.flatten() != -100).nonzero().squeeze(1)
-    mask = None
-    if cp_size > 1:
+    mask, borders = None, {}
+    if attention.startswith("flash"):
+        borders = document_borders(position_ids, device=device)
+    elif cp_size > 1:
         mask = full_masks(_move(position_ids, device), config=config, attention=attention)
     return ShardedBatch(
         input_ids=_move(input_ids[:, part], device),
@@ -85,7 +91,29 @@ def shard_batch(
         position_ids=_move(position_ids[:, part], device),
         index=_move(index, device),
         attention_mask=mask,
+        borders=borders,
     )
+
+
+def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str, Any]:
+    """Where documents begin in the flattened rows, as the keyword arguments that transformers' flash attention takes.
+
+    It would otherwise look for borders in the positions, but only for a batch of one row, and let the documents of
+    larger batches see each other without a word; and under context parallelism it would see a part of the positions.
+
+    Args:
+        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().squeeze(1)
+    borders = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+    longest = int(borders.diff().max())
+    on_device = _move(borders.to(torch.int32), device)
+    return {
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str) -> Any:
