@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def varlen_reference(
     flat = [t.transpose(1, 2).reshape(batch * length, heads, -1) for t in rows]
     borders = cu_seq_lens_q.tolist()
     outputs = []
-    for start, stop in zip(borders[:-1], borders[1:], strict=True):
+    for start, stop in itertools.pairwise(borders):
         q, k, v = (t[start:stop].transpose(0, 1) for t in flat)
         outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
     return torch.cat(outputs).view(batch, length, heads, -1), None

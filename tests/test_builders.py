@@ -1,0 +1,180 @@
+"""Each builder works alone: outside the runner, without torchrun, most without a process group."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from fsdp2kit import distributed
+from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.config.schema import (
+    ChatDataConfig,
+    CheckpointConfig,
+    FSDPConfig,
+    LRScheduleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    WandbConfig,
+)
+from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.loader import build_loader
+from fsdp2kit.model.build import build_model, decoder_layers, materialize
+from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.model.weights import initialize
+from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.parallel.context_parallel.attention import apply_context_parallel
+from fsdp2kit.parallel.fsdp import apply_fsdp
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.profiling import build_profiler
+from tests.workers import WorkerPool
+
+DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def real_model() -> Any:
+    """A tiny model on the CPU, without FSDP."""
+    model = build_model(ModelConfig(config=TINY, weights="random"))
+    materialize(model, device=torch.device("cpu"))
+    initialize(model, seed=0)
+    return model
+
+
+def plain_copy(model: PreTrainedModel) -> LlamaForCausalLM:
+    """The same weights in a model that transformers built."""
+    plain = LlamaForCausalLM(copy.deepcopy(model.config)).float()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def test_build_model_and_attach_loss() -> None:
+    model = real_model()
+    attach_loss(model)
+    logits = plain_copy(model)(TOKENS).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="sum")
+    torch.testing.assert_close(model.loss_sum(TOKENS, TOKENS), expected)
+
+
+def test_apply_activation_checkpointing_changes_no_gradient() -> None:
+    model = real_model()
+    plain = plain_copy(model)
+    apply_activation_checkpointing(decoder_layers(model), every=2)
+    for each in (model, plain):
+        each(TOKENS).logits.square().mean().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_tokenizer_documents_and_loader() -> None:
+    tokenizer = build_tokenizer(ModelConfig(tokenizer=str(DEMO / "tokenizer")))
+    documents = build_documents(
+        ChatDataConfig(seq_len=64), path=str(DEMO / "heldout.jsonl"), split="train", tokenizer=tokenizer, seed=0
+    )
+    loader = build_loader(
+        documents,
+        seq_len=64,
+        pack=True,
+        shuffle=True,
+        global_batch_size=4,
+        micro_batch_size=2,
+        dp_rank=0,
+        dp_size=1,
+        seed=0,
+        pad_id=0,
+    )
+    assert [tuple(batch.input_ids.shape) for batch in loader.batch(0)] == [(2, 64)] * 2
+
+
+def test_optimizer_and_schedule() -> None:
+    model = real_model()
+    optimizer = build_optimizer(OptimizerConfig(lr=1e-2), model)
+    schedule = build_lr_schedule(LRScheduleConfig(name="constant"), optimizer, total_steps=5)
+    before = model(TOKENS).logits.square().mean()
+    before.backward()
+    optimizer.step()
+    schedule.step()
+    assert model(TOKENS).logits.square().mean() < before
+
+
+def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
+    model = real_model()
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    manager = build_checkpoint_manager(
+        CheckpointConfig(), run_dir=tmp_path, identity={}, write_assets=lambda folder: None
+    )
+    path = manager.save(model, optimizer, Progress(step=3))
+    kept = copy.deepcopy(model.state_dict())
+    initialize(model, seed=1)
+    assert manager.restore(path, model, optimizer).step == 3
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+
+
+def test_metrics_and_profiler(tmp_path: Path) -> None:
+    metrics = build_metrics(
+        WandbConfig(mode="disabled"),
+        run_dir=tmp_path,
+        is_main=True,
+        config={},
+        total_steps=2,
+        resume_step=0,
+        wandb_id=None,
+    )
+    profile = ProfileConfig(enabled=True, start_step=1, steps=1)
+    with metrics, build_profiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
+        for step in (1, 2):
+            torch.ones(2).sum()
+            metrics.log({"step": step, "loss": 1.0})
+            profiler.step()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert list((tmp_path / "trace").iterdir())
+
+
+def shard_and_compare() -> dict[str, bool]:
+    """`build_mesh`, `apply_context_parallel` and `apply_fsdp`, each called by hand on an ordinary real model."""
+    world = distributed.start()
+    section = FSDPConfig(param_dtype="float32")
+    mesh = build_mesh(MeshConfig(cp=world.size), section, world=world)
+    model = real_model()
+    plain = plain_copy(model)
+    apply_context_parallel(model, group=mesh.cp_group)
+    apply_fsdp(section, model, decoder_layers(model), mesh=mesh.shard)
+    part = TOKENS.shape[1] // world.size
+    local = slice(mesh.cp_rank * part, (mesh.cp_rank + 1) * part)
+    positions = torch.arange(TOKENS.shape[1])[None, local]
+    logits = model(TOKENS[:, local], position_ids=positions, use_cache=False).logits
+    return {"logits": torch.allclose(logits, plain(TOKENS).logits[:, local], atol=1e-6)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mesh_context_parallel_and_fsdp(size: int, pool: WorkerPool) -> None:
+    assert pool.run(size, shard_and_compare) == [{"logits": True}] * size
+
+
+def test_agree_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    distributed.agree()
+    with pytest.raises(ValueError, match="mine"):
+        distributed.agree(ValueError("mine"))
