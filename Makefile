@@ -8,7 +8,7 @@ RUN_DIR := runs/demo_cp2
 
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fsdp2kit.run toml/demo_cp2.toml
-	$(BIN)/python tools/generate.py $(RUN_DIR)/hf "What is the opposite of wet?" "Which number comes after 41?"
+	$(BIN)/python tools/generate.py $(RUN_DIR)/hf "What is the opposite of wet?" "Tell me the month after June."
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(TESTS)

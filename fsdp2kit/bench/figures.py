@@ -20,9 +20,9 @@ from fsdp2kit.train.rundir import describe_environment, without_secrets
 RESAMPLES = 10_000
 
 
-def provenance(world: World, *, mesh: dict[str, int] | None = None) -> dict[str, Any]:
+def provenance(world: World) -> dict[str, Any]:
     """Command, versions, device, git state and the machine's load: what a figure must be quoted with. Collective."""
-    environment = describe_environment(world_size=world.size, mesh=mesh or {}, dtype_ledger={})
+    environment = describe_environment(world_size=world.size, mesh={}, dtype_ledger={})
     if world.device.type == "cpu":
         devices = [f"{_cpu_name()}, {len(_usable_cores())} cores, {torch.get_num_threads()} threads a rank"]
     else:

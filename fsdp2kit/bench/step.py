@@ -6,6 +6,7 @@ at every step. Timing alternates A B, B A, A B, …: whatever else the machine i
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -72,6 +73,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
         UserError: the model or the data cannot be read, or the sizes do not fit the ranks.
     """
     world = distributed.start()
+    source = provenance(world)  # of the code as it was imported, and of the machine before this loads it
     with distributed.agreement():
         config = _config(options)
         sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
@@ -103,7 +105,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
         metrics_path = Path(folder) / "metrics.jsonl" if world.is_main else None
         trainer = build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=metrics_path)
         measured = _alternate(trainer, by_hand, plain_loader, options=options, device=world.device)
-    return _result(measured, options, source=provenance(world, mesh=asdict(sizes)))
+    return _result(measured, options, source=source)
 
 
 def _config(options: StepOptions) -> _Config:
@@ -125,10 +127,20 @@ def _config(options: StepOptions) -> _Config:
     return load_config(_Config, values, source=Path.cwd() / "bench.toml")
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a step took on this rank."""
+
+    seconds: float
+    """By the wall clock."""
+    cpu_seconds: float
+    """Of this process, all threads: hardly touched by what else runs, and blind to waiting."""
+
+
 @dataclass
 class _Measured:
-    ours: list[float]
-    theirs: list[float]
+    ours: list[Cost]
+    theirs: list[Cost]
     our_losses: list[float]
     their_losses: list[float]
     input_tokens: list[int]
@@ -140,36 +152,44 @@ def _alternate(
     measured = _Measured([], [], [], [], [])
 
     def run_ours() -> None:
-        seconds, records = _timed(partial(trainer.run, 1), device)
-        measured.ours.append(seconds)
+        cost, records = _timed(partial(trainer.run, 1), device)
+        measured.ours.append(cost)
         measured.our_losses.append(records[0]["loss"])
         measured.input_tokens.append(records[0]["input_tokens"])
 
     def run_theirs(index: int) -> None:
         batches = [(micro.input_ids, micro.labels, micro.position_ids) for micro in loader.batch(index)]
-        seconds, (loss, _) = _timed(partial(by_hand.step, batches), device)
-        measured.theirs.append(seconds)
+        cost, (loss, _) = _timed(partial(by_hand.step, batches), device)
+        measured.theirs.append(cost)
         measured.their_losses.append(loss)
 
-    for index in range(options.warmup + options.pairs):
+    total = options.warmup + options.pairs
+    for index in range(total):
         order = [run_ours, partial(run_theirs, index)]
         for run in order if index % 2 == 0 else reversed(order):
             run()
+        if torch.distributed.get_rank() == 0 and (index + 1) % 10 == 0 and index + 1 < total:
+            print(f"{index + 1} of {total} pairs", file=sys.stderr, flush=True)
     return measured
 
 
-def _timed(work: Any, device: torch.device) -> tuple[float, Any]:
+def _timed(work: Any, device: torch.device) -> tuple[Cost, Any]:
     barrier(device)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     value = work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started, value
+    return Cost(time.perf_counter() - started, time.process_time() - cpu_started), value
 
 
 def _result(measured: _Measured, options: StepOptions, *, source: dict[str, Any]) -> dict[str, Any]:
-    ours = slowest_rank(measured.ours)[options.warmup :]
-    theirs = slowest_rank(measured.theirs)[options.warmup :]
+    ours, theirs = (
+        slowest_rank([cost.seconds for cost in costs])[options.warmup :] for costs in (measured.ours, measured.theirs)
+    )
+    our_cpu, their_cpu = (
+        slowest_rank([cost.cpu_seconds for cost in costs])[options.warmup :]
+        for costs in (measured.ours, measured.theirs)
+    )
     losses = zip(measured.our_losses, measured.their_losses, strict=True)
     difference = max(abs(a - b) / abs(b) for a, b in losses)
     tokens = sum(measured.input_tokens[options.warmup :]) / len(ours)
@@ -181,6 +201,7 @@ def _result(measured: _Measured, options: StepOptions, *, source: dict[str, Any]
         "benchmark": "step",
         "options": asdict(options),
         **compare(ours, theirs),
+        "cpu_time": compare(our_cpu, their_cpu),
         **sides,
         "tokens_per_step": tokens,
         "loss_first": measured.our_losses[0],
@@ -205,11 +226,13 @@ def step_lines(result: dict[str, Any]) -> list[str]:
             f"  {name:<12} median {side['median_seconds']:.3f} s (quartiles {side['p25_seconds']:.3f} – "
             f"{side['p75_seconds']:.3f}), {side['tokens_per_second']:,.0f} tokens/s"
         )
+    cpu = result["cpu_time"]
     agree = "agree" if result["losses_agree"] else "DISAGREE: the comparison is void"
     return [
         *lines,
         f"  fsdp2kit ÷ handwritten: {result['ratio']:.3f} (95 % bootstrap interval {result['ratio_low']:.3f} – "
-        f"{result['ratio_high']:.3f})",
+        f"{result['ratio_high']:.3f}); by the processes' CPU time {cpu['ratio']:.3f} ({cpu['ratio_low']:.3f} – "
+        f"{cpu['ratio_high']:.3f})",
         f"  losses {agree}: largest relative difference {result['loss_max_relative_difference']:.1e} at any step "
         f"({result['loss_first']:.4f} → {result['loss_last']:.4f})",
         *provenance_lines(result["provenance"]),

@@ -193,8 +193,8 @@ def _chunked_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tens
         return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
 
     rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
-    loss = hidden.sum() * 0.0  # keeps the graph whole on a rank whose share has no target
-    for chunk, target in zip(hidden.split(rows), labels.split(rows), strict=True):
-        if len(target):
-            loss = loss + checkpoint(one_chunk, chunk, target, use_reentrant=False)
-    return loss.float()
+    # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
+    # not take part in the reduction that the other ranks wait in.
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    losses = [checkpoint(one_chunk, chunk, target, use_reentrant=False) for chunk, target in chunks]
+    return torch.stack(losses).sum()

@@ -125,7 +125,7 @@ class SafetensorsFolder:
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
             return [self.directory / name for name in names]
         single = self.directory / "model.safetensors"
