@@ -6,6 +6,7 @@ autograd's, the schedule is transformers'. Only `Batch`, the loader's container,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ class Rows:
 def document_lengths(positions: Tensor) -> list[int]:
     """Lengths of the documents of a row, from its restarting positions."""
     starts = [*(positions == 0).nonzero().squeeze(1).tolist(), len(positions)]
-    return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
 def make_rows(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Rows:
@@ -267,7 +268,6 @@ def beyond(found: dict[str, float], control: dict[str, float], *, floor: float =
 
 def pairs_of(*options: Sequence[object]) -> Iterator[tuple[object, ...]]:
     """Rows in which every value of an option meets every value of each other option at least once (greedy)."""
-    import itertools
 
     def pairs(row: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
         return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}

@@ -199,7 +199,7 @@ def _nothing_to_learn(report: Report, path: str, seq_len: int) -> UserError:
         f"data.path: {path}",
         f"no document holds a token to learn ({report.rows} rows)",
         'chat rows need messages with the role "assistant" within the first data.seq_len tokens, and chat templates '
-        "with {% generation %} markers need them around the assistant's text; tools/preview.py shows the masks",
+        "with {% generation %} markers need them around the assistant's text",
     )
 
 

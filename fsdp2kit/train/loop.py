@@ -245,7 +245,7 @@ def next_batch(batches: Batches, index: int, *, stop: bool, cp_size: int) -> Glo
     # Context-parallel ranks read the same rows, each of which was therefore counted cp_size times.
     supervised, inputs, pairs = (round(value / cp_size) for value in sums)
     if not supervised:
-        raise UserError(f"global batch {index}", "has no supervised token", "look at the data with tools/preview.py")
+        raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     return GlobalBatch(micro_batches, supervised, inputs, pairs, bool(stops), seconds)
 
 
@@ -255,7 +255,8 @@ def evaluate(model: Any, batches: Batches, to_device: Callable[[Any], dict[str, 
     model.eval()
     total: Tensor | None = None
     tokens = 0
-    for index in range(plan.evaluate_steps or batches.steps_per_epoch):
+    steps = batches.steps_per_epoch
+    for index in range(min(steps, plan.evaluate_steps or steps)):
         batch = next_batch(batches, index, stop=False, cp_size=plan.cp_size)
         tokens += batch.supervised_tokens
         for micro in batch.micro_batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ class Case:
 
     def __str__(self) -> str:
         words = [self.kind, f"dp{self.dp}", f"cp{self.cp}", f"micro{self.micro}", *(str(v) for _, v in self.fsdp)]
-        return "-".join([*words, *(["ac"] if self.checkpointing else []), *([self.attention] * (self.attention != "sdpa"))])
+        return "-".join(
+            [*words, *(["ac"] if self.checkpointing else []), *([self.attention] * (self.attention != "sdpa"))]
+        )
 
     def config(self, folder: Path, *, steps: int, rows: int) -> TrainingConfig:
         """The TOML that asks for this."""
@@ -141,13 +144,13 @@ def losses_by_document(folder: Path, case: Case, rows: Sequence[Rows]) -> list[l
 
     A document's loss is what is left when every other document's labels are ignored.
     """
-    model, mesh, to_device, _ = build(case.config(folder, steps=1, rows=1))
+    model, _, to_device, _ = build(case.config(folder, steps=1, rows=1))
     found = []
     with torch.no_grad():
         for row in rows:
             starts = [*(row.position_ids[0] == 0).nonzero().squeeze(1).tolist(), row.labels.shape[1]]
             losses = []
-            for start, stop in zip(starts, starts[1:], strict=False):
+            for start, stop in itertools.pairwise(starts):
                 labels = torch.full_like(row.labels, -100)
                 labels[:, start:stop] = row.labels[:, start:stop]
                 batch = Rows(row.input_ids, labels, row.position_ids).as_batch()

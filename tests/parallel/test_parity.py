@@ -108,27 +108,33 @@ def reference(models: Path) -> Callable[[str, torch.dtype], tuple[Curves, dict[s
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_float32_equals_the_plain_loop(case: Case, outcome: Callable, reference: Callable, record_property) -> None:
+def test_float32_equals_the_plain_loop(case: Case, outcome: Callable, reference: Callable) -> None:
     plain, control = reference(case.kind, torch.float32)
     assert max(control.values()) < 1e-5, "the reference itself must be sharp"
     assert min(plain.grad_norm) > 0.5, "clipping must take part"
     found = outcome(case)
     assert found.lr == pytest.approx(plain.lr, rel=1e-12)
     differences = errors(found, plain)
-    record_property("errors", differences)
+    print(case, differences, "control", control)
     assert not beyond(differences, control)
 
 
 @pytest.mark.parametrize("case", HALF, ids=str)
-def test_bfloat16_is_as_near_as_the_plain_loop_to_itself(
-    case: Case, outcome: Callable, reference: Callable, record_property
+def test_bfloat16_is_as_exact_as_the_plain_loop_in_bfloat16(
+    case: Case, outcome: Callable, reference: Callable
 ) -> None:
-    plain, control = reference(case.kind, torch.bfloat16)
-    differences = errors(outcome(case), plain)
-    record_property("errors", differences)
-    assert not beyond(differences, control)
+    """Two roundings of the same numbers are as far from each other as each is from the truth, which is known here.
+
+    The plain loop with another micro-batch size rounds most things alike, which makes that spread too strict a
+    control: our head adds gradients up in float32, for one, and is no less exact for it.
+    """
     exact, _ = reference(case.kind, torch.float32)
-    assert errors(outcome(case), exact)["gradients"] > 1e-4, "the computation was not in bfloat16 at all"
+    plain, control = reference(case.kind, torch.bfloat16)
+    found, expected = errors(outcome(case), exact), errors(plain, exact)
+    print(case, "to float32", found, "plain", expected, "to plain", errors(outcome(case), plain), "control", control)
+    assert found["gradients"] > 1e-3, "the computation was not in bfloat16 at all"
+    assert found["gradients"] < 1.5 * expected["gradients"]
+    assert not beyond(found, expected)
 
 
 def _documents(*lengths: int, seed: int = 0, length: int = LENGTH) -> Rows:
@@ -180,7 +186,9 @@ def test_smollm2_on_chats_equals_the_plain_loop(dp: int, cp: int, pool: WorkerPo
     (tmp_path / "real").symlink_to(model)
     case = Case("real", dp, cp, 1, lr=2e-5)
     found = pool.run(case.world, run_cases, tmp_path, [case], batches)[0][0]
-    assert not beyond(errors(found, plain), errors(other, plain))
+    differences, control = errors(found, plain), errors(other, plain)
+    print(case, differences, "control", control)
+    assert not beyond(differences, control)
 
 
 def _chat_batches(model: Path, chats: Path, cache: Path) -> list[Rows]:
@@ -193,7 +201,9 @@ def _chat_batches(model: Path, chats: Path, cache: Path) -> list[Rows]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     section = ChatDataConfig(path=str(chats), seq_len=256)
-    documents = build_documents(section, path=str(chats), split="train", tokenizer=tokenizer, seed=0, vocab_size=len(tokenizer))
+    documents = build_documents(
+        section, path=str(chats), split="train", tokenizer=tokenizer, seed=0, vocab_size=len(tokenizer)
+    )
     loader = build_loader(
         documents,
         seq_len=256,
