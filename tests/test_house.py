@@ -28,7 +28,7 @@ RANKS = {
     "checkpoint": 4,
     "planner": 5,
     "rl": 5,
-    "bench": 6,
+    "bench": 5,
     "recipes": 6,
     "tools": 6,
 }
