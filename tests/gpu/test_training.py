@@ -1,0 +1,182 @@
+"""Training on one CUDA device: against plain transformers, with shards on the host, without needless waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.data.loader import Batch
+from fsdp2kit.distributed import World
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from tests.parallel.jobs import Case, build, run_case
+from tests.reference import DealtOut, beyond, errors, make_batches, plain_loop, tiny_model_dir
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ["smollm2", "llama3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        tiny_model_dir(kind, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> None:
+    # TF32 would hide a mistake of 1e-4 in what is compared to 1e-5.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "ac"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_losses_and_norms_are_those_of_plain_transformers(
+    folder: Path, world: World, kind: str, dtype: str, checkpointing: bool
+) -> None:
+    batches = make_batches()
+    case = Case(kind, micro=2, fsdp=(("param_dtype", dtype),), checkpointing=checkpointing)
+
+    found = run_case(folder, case, batches)
+
+    expected, other = (
+        plain_loop(
+            folder / kind,
+            batches,
+            micro_batch_size=size,
+            lr=case.lr,
+            dtype=getattr(torch, dtype),
+            device=str(world.device),
+        )
+        for size in (2, 1)
+    )
+    assert not beyond(errors(found, expected), errors(other, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_parameters_train_to_the_same_curves(folder: Path, world: World, dtype: str) -> None:
+    case = Case("llama3", micro=2, fsdp=(("param_dtype", dtype),))
+    offloaded = replace(case, fsdp=(*case.fsdp, ("offload", "params")))
+    batches = make_batches()
+
+    difference = errors(run_case(folder, offloaded, batches), run_case(folder, case, batches))
+
+    # AdamW's kernel on the CPU rounds otherwise than the one on the device.
+    assert max(difference.values()) < (1e-4 if dtype == "float32" else 2e-2)
+
+
+def test_offloaded_shards_gradients_and_moments_live_in_host_memory(folder: Path, world: World) -> None:
+    config, batch, model, to_device = _ready(folder, world, ("offload", "params"))
+    optimizer = build_optimizer(config.optimizer, model)
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=5)
+    plan = build_plan(config, steps_per_epoch=5, mesh=build_mesh(config.mesh, config.fsdp, world=world))
+
+    record = train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=1)
+
+    assert record["loss"] > 0
+    assert record["grad_norm"] > 0
+    assert all(parameter.to_local().device.type == "cpu" for parameter in model.parameters())
+    assert all(parameter.to_local().is_pinned() for parameter in model.parameters())
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.device.type for moment in moments} == {"cpu"}
+
+
+def test_batches_go_to_the_device_without_a_wait(folder: Path, world: World) -> None:
+    _, batch, _, to_device = _ready(folder, world)
+    micro: Batch = batch.micro_batches[0]
+    to_device(micro)  # the first use of pinned memory and of the allocator may wait
+    torch.cuda.synchronize()
+
+    torch.cuda.set_sync_debug_mode("error")  # a copy that waits for the device raises
+    try:
+        inputs = to_device(micro)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    torch.cuda.synchronize()
+    assert {tensor.device.type for tensor in inputs.values()} == {"cuda"}
+    assert torch.equal(inputs["input_ids"].cpu(), micro.input_ids)
+    assert torch.equal(inputs["labels"].cpu(), micro.labels)
+
+
+def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
+    """A second batch must not overwrite the pinned memory that the first one's copy still reads."""
+    config = TrainingConfig(recipe="none")
+    mesh = build_mesh(config.mesh, config.fsdp, world=world)
+    to_device = build_shard_batch(_TinyConfig(), attention="sdpa", mesh=mesh, device=world.device)
+    hosts = [torch.full((8, 65536), number) for number in range(16)]
+    torch.cuda._sleep(200_000_000)  # the copies queue up behind this
+
+    moved = [to_device(Batch(host, host, host, 1, 1, 1))["input_ids"] for host in hosts]
+
+    torch.cuda.synchronize()
+    assert all(torch.equal(one.cpu(), host) for one, host in zip(moved, hosts, strict=True))
+
+
+def test_peak_memory_is_the_allocators_maximum(folder: Path, world: World) -> None:
+    config = Case("smollm2").config(folder, steps=1, rows=4)
+    _, _, _, throughput = build(config)
+    throughput.restart()
+    throughput.add(1, 1, 1, 0.0)
+    block = torch.empty(256 * 2**20, dtype=torch.uint8, device=world.device)
+    del block
+
+    record = throughput.record()
+
+    assert record["memory_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
+    assert record["memory_gib"] >= 0.25
+
+
+DETERMINISTIC_RUN = """
+import hashlib, json, sys
+from pathlib import Path
+from fsdp2kit import distributed
+distributed.start(deterministic=True)  # before CUDA starts: cuBLAS reads its settings then
+from tests.parallel.jobs import Case, run_case
+from tests.reference import make_batches
+case = Case("smollm2", micro=2, fsdp=(("param_dtype", "bfloat16"),), checkpointing=True)
+curves = run_case(Path(sys.argv[1]), case, make_batches())
+digest = hashlib.sha256(b"".join(curves.gradients[name].tobytes() for name in sorted(curves.gradients)))
+print(json.dumps([curves.loss, curves.grad_norm, digest.hexdigest()]))
+distributed.stop()
+"""
+
+
+def test_deterministic_runs_repeat_bit_for_bit(folder: Path) -> None:
+    command = [sys.executable, "-c", DETERMINISTIC_RUN, str(folder)]
+    root = Path(__file__).resolve().parents[2]
+    first, second = (subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300) for _ in range(2))
+
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip()
+    assert first.stdout == second.stdout
+
+
+def _ready(folder: Path, world: World, *fsdp: tuple[str, str]) -> tuple[TrainingConfig, GlobalBatch, Any, Any]:
+    """A config, its first global batch, the sharded model and what moves a micro-batch to the device."""
+    config = Case("smollm2", micro=2, fsdp=fsdp).config(folder, steps=5, rows=4)
+    model, _, to_device, _ = build(config)
+    batch = next_batch(DealtOut(make_batches(), 2), 0, stop=False, cp_size=1)
+    return config, batch, model, to_device
+
+
+class _TinyConfig:
+    """What the batch needs of a model's config."""
+
+    num_hidden_layers = 1
+
+    def get_text_config(self) -> _TinyConfig:
+        return self

@@ -1,0 +1,137 @@
+"""Models on meta: computed buffers, config overrides, ties, layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model, decoder_layers, load_hf_config, materialize, tied_names
+from fsdp2kit.model.weights import load_pretrained
+from tests.reference import TINY, make_rows, tiny_model, tiny_model_dir
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("rope", _ROPES)
+def test_buffers_equal_those_of_from_pretrained(rope: str, tmp_path: Path) -> None:
+    config = tiny_model("smollm2").config
+    config.rope_parameters = _ROPES[rope]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _assert_equal_after_loading(tmp_path)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_every_architecture_equals_from_pretrained(kind: str, tmp_path: Path) -> None:
+    _assert_equal_after_loading(tiny_model_dir(kind, tmp_path))
+
+
+def _assert_equal_after_loading(path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = build_model(ModelConfig(path=str(path)))
+    assert model.training
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert tied_names(model) == tied_names(expected)
+    materialize(model, device=torch.device("cpu"))
+    load_pretrained(model, path)
+    buffers, others = dict(model.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == others.keys()
+    assert all(torch.equal(buffers[name], others[name]) for name in others)
+    rotary = [m for m in model.modules() if hasattr(m, "attention_scaling")]
+    plain = [m for m in expected.modules() if hasattr(m, "attention_scaling")]
+    assert [m.attention_scaling for m in rotary] == [m.attention_scaling for m in plain]
+    assert tied_names(model) == tied_names(expected)
+    rows = make_rows(0)
+    inputs = {"input_ids": rows.input_ids, "position_ids": rows.position_ids, "use_cache": False}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, expected.train()(**inputs).logits)
+
+
+def test_an_override_reaches_the_config(tmp_path: Path) -> None:
+    path = str(tiny_model_dir("smollm2", tmp_path))
+    config = load_hf_config(ModelConfig(path=path, config={"rms_norm_eps": 0.5, "num_hidden_layers": 1}))
+    assert (config.rms_norm_eps, config.num_hidden_layers) == (0.5, 1)
+    assert load_hf_config(ModelConfig(path=path)).num_hidden_layers == 2
+
+
+def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
+    path = str(tiny_model_dir("smollm2", tmp_path))
+    with pytest.raises(UserError, match=r"model\.config\.num_hidden_layer: .*did you mean num_hidden_layers\?"):
+        load_hf_config(ModelConfig(path=path, config={"num_hidden_layer": 1}))
+
+
+def test_rope_parameters_are_replaced_whole(tmp_path: Path) -> None:
+    path = str(tiny_model_dir("llama3", tmp_path))
+    config = load_hf_config(ModelConfig(path=path, config={"rope_parameters": _ROPES["linear"]}))
+    assert config.rope_parameters == _ROPES["linear"]
+
+
+def test_layer_types_are_cut_with_the_depth() -> None:
+    overrides = {"model_type": "gemma3_text", "num_hidden_layers": 7}
+    config = load_hf_config(ModelConfig(config=overrides, weights="random"))
+    assert len(config.layer_types) == 7
+    assert config.layer_types == AutoConfig.for_model("gemma3_text").layer_types[:7]
+
+
+def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> None:
+    path = tiny_model_dir("gemma3", tmp_path)
+    section = ModelConfig(path=str(path), config={"num_hidden_layers": 1})
+    config = load_hf_config(section)
+    assert config.layer_types == ["sliding_attention"]
+    model = build_model(section, hf_config=config)
+    materialize(model, device=torch.device("cpu"))
+    with pytest.raises(UserError, match="unknown to Gemma3ForCausalLM"):
+        load_pretrained(model, path)
+    load_pretrained(model, path, allow_unexpected=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
+        ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a model directory"),
+        ({"config": {"model_type": "vit"}}, "model: cannot be built"),
+        ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
+    ],
+)
+def test_what_cannot_be_built_says_so(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_model(ModelConfig(**section))
+
+
+def test_ties_survive_materialisation(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path))))
+    assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
+    materialize(model, device=torch.device("cpu"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.is_meta
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_decoder_layers_are_found_in_order(kind: str) -> None:
+    model = tiny_model(kind)
+    assert decoder_layers(model) == list(model.base_model.layers)
+
+
+def test_no_layer_found_is_an_error() -> None:
+    model = tiny_model("smollm2")
+    model._no_split_modules = ["Nothing"]
+    with pytest.raises(UserError, match=r"LlamaForCausalLM.*Nothing"):
+        decoder_layers(model)

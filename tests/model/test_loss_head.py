@@ -1,0 +1,141 @@
+"""The summed cross-entropy on the model's own head, against F.cross_entropy on the model's own logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp2kit.model import loss_head
+from fsdp2kit.model.loss_head import attach_loss, has_linear_head, linear_cross_entropy, select_supervised
+from fsdp2kit.model.twin import shrink_config
+from tests.reference import cross_entropy_sum, make_rows, plain_logits, tiny_model
+
+WIDTH, VOCABULARY = 24, 50
+# Model type, what its config says, and whether its logits are hidden @ weightᵀ and nothing else.
+HEADS = [
+    ("llama", {}, True),
+    ("mistral", {}, True),
+    ("mixtral", {}, True),
+    ("qwen2", {}, True),
+    ("qwen3", {}, True),
+    ("qwen3_moe", {}, True),
+    ("gemma3_text", {}, True),
+    ("olmo2", {}, True),
+    ("phi3", {}, True),
+    ("granite", {"logits_scaling": 1.0}, True),
+    ("granite", {"logits_scaling": 8.0}, False),
+    ("cohere", {}, False),
+    ("gemma2", {}, False),
+    ("phi", {}, False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, 8, 21])
+def test_value_and_gradients(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chunks of seven rows: none, one short of a border, on it, past it, and three whole chunks.
+    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(VOCABULARY, (rows,), generator=generator)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    (loss * 0.25).backward()
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+    (expected * 0.25).backward()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2  # bfloat16 has eight bits, and logits are rounded to them
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for mine, other in zip((hidden, weight), exact, strict=True):
+        assert mine.grad.dtype == dtype
+        assert _distance(mine.grad, other.grad) <= tolerance
+
+
+def test_confident_tokens_have_a_loss_of_nearly_zero_without_overflow() -> None:
+    hidden = torch.tensor([[300.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], requires_grad=True)
+    loss = linear_cross_entropy(torch.cat([hidden, hidden]), weight, torch.tensor([0, 1]))
+    loss.backward()
+    assert loss.item() == 600.0
+    assert hidden.grad.tolist() == [[2.0, 0.0]]
+
+
+def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+    seen, linear = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda *args: seen.append(linear(*args)) or seen[-1])
+    hidden = torch.randn(30, WIDTH, requires_grad=True)
+    linear_cross_entropy(hidden, torch.randn(VOCABULARY, WIDTH), torch.zeros(30, dtype=torch.int64)).backward()
+    assert [len(logits) for logits in seen] == [7, 7, 7, 7, 2]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "expected"), HEADS)
+def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, Any], expected: bool) -> None:
+    config = shrink_config(AutoConfig.for_model(model_type, **fields))
+    model = AutoModelForCausalLM.from_config(config)
+    assert has_linear_head(model) is expected
+    with torch.no_grad():  # and by looking at this very model
+        ids = torch.arange(1, 7)[None]
+        hidden = model.eval().base_model(input_ids=ids, use_cache=False)[0]
+        plain = hidden @ model.get_output_embeddings().weight.T
+        same = torch.allclose(model(input_ids=ids, use_cache=False).logits, plain, atol=1e-6)
+    assert same or not expected
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi"])
+@pytest.mark.parametrize("supervised", [True, False])
+def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
+    rows = make_rows(3)
+    if not supervised:
+        rows.labels.fill_(-100)
+    ours, plain = _model(kind), _model(kind)
+    owner = attach_loss(ours)
+    tied = ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
+    assert owner is (ours if tied else ours.get_output_embeddings())
+    loss = ours.loss_sum(rows.input_ids, rows.labels, position_ids=rows.position_ids)
+    loss.backward()
+    expected = cross_entropy_sum(plain_logits(plain, rows), rows.labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert _distance(mine.grad, other.grad) < 2e-6, name
+
+
+def test_an_index_of_the_targets_may_be_given() -> None:
+    rows, model = make_rows(4), tiny_model("smollm2")
+    attach_loss(model)
+    index = select_supervised(rows.labels)
+    assert index.tolist() == [at for at, label in enumerate(rows.labels.flatten().tolist()) if label != -100]
+    inputs = {"input_ids": rows.input_ids, "labels": rows.labels, "position_ids": rows.position_ids}
+    assert model.loss_sum(**inputs, index=index).item() == model.loss_sum(**inputs).item()
+
+
+def _model(kind: str) -> PreTrainedModel:
+    if kind in ("gemma2", "phi"):
+        config = shrink_config(AutoConfig.for_model(kind))
+        config.attention_dropout = config.embd_pdrop = config.resid_pdrop = 0.0
+        if kind == "gemma2":
+            config.final_logit_softcapping = 0.5  # so tight that it matters for small logits
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        return model
+    return tiny_model(kind)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm()) if expected.norm() else float(difference)

@@ -1,0 +1,253 @@
+"""Loading safetensors into (sharded) models, and random initialisation that no mesh can change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, ModelConfig, TrainingConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.weights import find_model_dir, initialize, load_pretrained
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.parallelize import parallelize_model
+from tests.parallel.jobs import whole
+from tests.reference import TINY, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
+
+INDEX = "model.safetensors.index.json"
+
+
+def _empty(path: Path, **overrides: Any) -> PreTrainedModel:
+    model = build_model(ModelConfig(path=str(path), config=overrides))
+    materialize(model, device=torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    return model
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    model = _empty(path)
+    load_pretrained(model, path)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _plain(path: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stored_dtypes_are_widened(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path, dtype=dtype)
+    stored = load_file(path / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    found = _loaded(path)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    _assert_equal(found, {name: stored[name].float() for name in found})
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_several_files_equal_one(kind: str, tmp_path: Path) -> None:
+    tiny_model(kind).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _assert_equal(_loaded(tmp_path), _plain(tmp_path))
+
+
+@pytest.mark.parametrize("stored_as", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_a_tied_weight_may_be_stored_under_either_name(stored_as: str, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    expected = _plain(path)
+    tensors = load_file(path / "model.safetensors")
+    value = tensors.pop("model.embed_tokens.weight")
+    names = ["model.embed_tokens.weight", "lm_head.weight"] if stored_as == "both" else [stored_as]
+    save_file({**tensors, **{name: value.clone() for name in names}}, path / "model.safetensors")
+    _assert_equal(_loaded(path), expected)
+
+
+def test_fused_experts_are_made_of_single_ones(tmp_path: Path) -> None:
+    path = tiny_model_dir("mixtral", tmp_path)
+    stored = load_file(path / "model.safetensors")
+    assert any(".experts.0.w1." in name for name in stored), "transformers no longer stores experts one by one"
+    found = _loaded(path)
+    for expert in range(4):
+        prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
+        fused = next(tensor for name, tensor in found.items() if name.endswith("layers.1.mlp.experts.gate_up_proj"))
+        expected = torch.cat([stored[f"{prefix}.w1.weight"], stored[f"{prefix}.w3.weight"]])
+        assert torch.equal(fused[expert], expected)
+
+
+@pytest.mark.parametrize(("size", "shard"), [(2, 2), (3, 3), (4, 2)])
+def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
+    kinds = ("smollm2", "llama3", "mixtral", "gemma3")
+    for kind in kinds:
+        tiny_model_dir(kind, tmp_path)
+    for rank in pool.run(size, _load_sharded, tmp_path, kinds, shard):
+        for kind in kinds:
+            _assert_equal(rank[kind], _plain(tmp_path / kind))
+
+
+def _sharded(section: ModelConfig, shard: int) -> Any:
+    world = distributed.start()
+    hybrid = shard != world.size
+    fsdp = FSDPConfig(strategy="hybrid_shard" if hybrid else "full_shard", param_dtype="float32")
+    sizes = MeshConfig(dp_shard=shard)
+    mesh = build_mesh(sizes, fsdp, world=world)
+    config = TrainingConfig(recipe="none", model=section, mesh=sizes, fsdp=fsdp)
+    return parallelize_model(build_model(section), config, mesh=mesh, device=world.device)
+
+
+def _load_sharded(folder: Path, kinds: tuple[str, ...], shard: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for kind in kinds:
+        model = _sharded(ModelConfig(path=str(folder / kind)), shard)
+        load_pretrained(model, folder / kind)
+        found[kind] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return found
+
+
+# What is wrong with the files
+
+
+def _broken(folder: Path, change: Any) -> Path:
+    path = tiny_model_dir("smollm2", folder)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    path = _broken(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match=r"smollm2: model\.layers\.1\.mlp\.up_proj\.weight of LlamaForCausalLM is not"):
+        _loaded(path)
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    path = _broken(tmp_path, lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}))
+    with pytest.raises(UserError, match=r"smollm2: model\.layers\.1\.extra\.weight in its safetensors is unknown"):
+        _loaded(path)
+    load_pretrained(_empty(path), path, allow_unexpected=True)
+
+
+def test_frequencies_that_old_files_hold_are_no_surprise(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    _loaded(_broken(tmp_path, lambda tensors: tensors.update({name: torch.ones(4)})))
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    path = _broken(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(71)}))
+    with pytest.raises(UserError, match=r"model\.norm\.weight: stored with shape \[71\], but the model wants \[72\]"):
+        _loaded(path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 0.5, 0.999])
+def test_a_truncated_file_is_named(kept: float, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept if kept > 1 else kept * len(content))])
+    with pytest.raises(UserError, match=r"model\.safetensors: is not a whole safetensors file"):
+        _loaded(path)
+
+
+def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
+    tiny_model("smollm2").save_pretrained(tmp_path, max_shard_size="60KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(UserError, match=rf"{gone.name}: is named in the index but missing"):
+        _loaded(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    (path / INDEX).write_text(text)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: is not a safetensors index"):
+        _loaded(path)
+
+
+def test_an_index_names_where_each_tensor_is_read_from(tmp_path: Path) -> None:
+    """Files left over from another save in the same directory are not read."""
+    tiny_model("smollm2").save_pretrained(tmp_path, max_shard_size="60KB")
+    expected = _plain(tmp_path)
+    names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    _assert_equal(_loaded(tmp_path), expected)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"model\.path: .* has no model\.safetensors"):
+        _loaded(path)
+
+
+def test_model_directories(tmp_path: Path) -> None:
+    assert find_model_dir(ModelConfig(path=str(tmp_path))) == tmp_path
+    assert find_model_dir(ModelConfig(config={"model_type": "llama"}, weights="random")) is None
+    with pytest.raises(UserError, match=r"model\.path: .*nowhere is not a directory"):
+        find_model_dir(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+# Random initialisation
+
+
+def test_random_values_do_not_depend_on_the_mesh(pool: WorkerPool, tmp_path: Path) -> None:
+    kinds = ("smollm2", "llama3", "mixtral", "gemma3")
+    for kind in kinds:
+        tiny_model(kind).config.save_pretrained(tmp_path / kind)
+    results = [pool.run(size, _initialize_sharded, tmp_path, kinds, 0, size)[0] for size in (1, 2, 3)]
+    for kind in kinds:
+        for other in results[1:]:
+            _assert_equal(other[kind], results[0][kind])
+    other_seed = pool.run(1, _initialize_sharded, tmp_path, kinds[:1], 1, 1)[0]["smollm2"]
+    for name, value in results[0]["smollm2"].items():
+        assert torch.equal(value, other_seed[name]) is (value.ndim == 1), name
+
+
+def _initialize_sharded(folder: Path, kinds: tuple[str, ...], seed: int, shard: int) -> dict[str, dict[str, Tensor]]:
+    torch.manual_seed(torch.distributed.get_rank())  # the generators of the ranks must not matter
+    found = {}
+    for kind in kinds:
+        model = _sharded(ModelConfig(path=str(folder / kind), weights="random"), shard)
+        initialize(model, seed=seed)
+        found[kind] = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_random_values_are_distributed_as_transformers_own(kind: str, tmp_path: Path) -> None:
+    config = tiny_model(kind).config
+    config.save_pretrained(tmp_path)
+    model = build_model(ModelConfig(path=str(tmp_path), weights="random"))
+    materialize(model, device=torch.device("cpu"))
+    initialize(model, seed=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    drawn = {}
+    for name, ours in model.named_parameters():
+        expected, count = theirs[name], ours.numel()
+        if expected.std() == 0:
+            assert torch.equal(ours, expected), name
+            continue
+        # five standard errors, of a mean and of a standard deviation
+        assert (ours.mean() - expected.mean()).abs() < 5 * expected.std() * (2 / count) ** 0.5, name
+        assert (ours.std() / expected.std() - 1).abs() < 5 / count**0.5, name
+        drawn[name] = ours.flatten()[:64].tolist()
+    values = list(drawn.values())
+    assert all(values[i] != values[j] for i in range(len(values)) for j in range(i)), "two tensors are drawn alike"

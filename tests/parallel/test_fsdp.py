@@ -1,0 +1,115 @@
+"""Strategies and activation checkpointing do what they are for; that they leave the numbers alone is the gate's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.parallel.fsdp import mixed_precision
+from tests.parallel.jobs import Case, build
+from tests.reference import make_batches, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
+
+# Units of the untied model: embedding, two layers, head, and the root with the final norm.
+UNITS = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("smollm2", "llama3"):
+        tiny_model_dir(kind, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshard", "gathers", "share"),
+    [
+        # backward gathers anew what was freed: the embedding and the layers, not the head or the root
+        ("full_shard", None, UNITS + 3, 4),
+        ("full_shard", False, UNITS, 4),
+        ("shard_grad_op", None, UNITS, 4),
+        ("shard_grad_op", True, UNITS + 3, 4),
+        ("hybrid_shard", None, UNITS + 3, 2),
+        ("hybrid_shard_zero2", None, UNITS, 2),
+        ("no_shard", None, 0, 1),
+    ],
+)
+def test_what_a_strategy_keeps_and_gathers(
+    strategy: str, reshard: bool | None, gathers: int, share: int, pool: WorkerPool, models: Path
+) -> None:
+    fsdp = (("strategy", strategy), *([] if reshard is None else [("reshard_after_forward", reshard)]))
+    case = Case("llama3", 4, 1, fsdp=fsdp, dp_replicate=2 if "hybrid" in strategy else "auto")
+    for units, found, fraction in pool.run(4, _gathers_and_share, models, case):
+        assert units == ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1"]
+        assert found == gathers
+        assert fraction == pytest.approx(1 / share, rel=0.02)
+
+
+def _gathers_and_share(folder: Path, case: Case) -> tuple[list[str], int, float]:
+    """Names of the units, all-gathers in a forward and backward, and the share of the parameters kept here."""
+    model, mesh, to_device, _ = build(case.config(folder, steps=1, rows=4))
+    batch = make_batches(1)[0][mesh.dp_rank : mesh.dp_rank + 1].as_batch()
+    with _Gathers() as counted:
+        model.loss_sum(**to_device(batch)).backward()
+    parameters = list(model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters), "backward frees what forward kept"
+    local, whole = (sum(sizes) for sizes in zip(*((p.to_local().numel(), p.numel()) for p in parameters), strict=True))
+    units = sorted(name for name, module in model.named_modules() if isinstance(module, FSDPModule))
+    dist.barrier()
+    return units, counted.done, local / whole
+
+
+class _Gathers(TorchDispatchMode):
+    done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done += str(func).startswith("c10d.") and "allgather" in str(func).replace("_", "")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tied_embedding_stays_in_the_roots_unit(pool: WorkerPool, models: Path) -> None:
+    for units, _, _ in pool.run(2, _gathers_and_share, models, Case("smollm2", 2, 1)):
+        assert units == ["", "model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize(("every", "runs"), [(1, [2, 2, 2]), (2, [2, 1, 2]), (3, [2, 1, 1]), (None, [1, 1, 1])])
+def test_checkpointed_layers_run_twice(every: int | None, runs: list[int]) -> None:
+    config = tiny_model("smollm2").config
+    config.num_hidden_layers = 3
+    model = type(tiny_model("smollm2"))(config)
+    names = list(dict(model.named_parameters()))
+    counts = [0, 0, 0]
+
+    def count(number: int) -> Any:
+        def hook(*_: Any) -> None:
+            counts[number] += 1
+
+        return hook
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.register_forward_hook(count(number))
+    if every is not None:
+        apply_activation_checkpointing(model.model.layers, every=every)
+    model(input_ids=torch.arange(6)[None], use_cache=False).logits.sum().backward()
+    assert counts == runs
+    assert list(dict(model.named_parameters())) == names
+
+
+def test_precision_is_the_sections() -> None:
+    policy = mixed_precision(FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float16"))
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float16,
+    )
+    assert mixed_precision(FSDPConfig()).output_dtype is None

@@ -1,0 +1,289 @@
+"""The real recipe on a tiny model and the demo's conversations: resuming, starting from weights, exporting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
+
+from fsdp2kit.errors import UserError
+from fsdp2kit.run import load
+from tests.reference import cross_entropy_sum, load_plain, plain_logits, tiny_model, worst_relative
+from tests.workers import WorkerPool
+
+DEMO = Path(__file__).parent.parent / "toml" / "demo"
+VOCABULARY = 1024  # the demo tokenizer's
+DP2 = ("train.micro_batch_size=1",)  # of a global batch of four: two micro-batches a rank
+CP2 = ("mesh.cp=2", "train.micro_batch_size=2")
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model in bfloat16, with the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = tiny_model("smollm2")
+    model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toml(model_dir: Path) -> Path:
+    path = model_dir / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "sft"
+        [run]
+        seed = 1
+        [model]
+        path = "{model_dir}"
+        [fsdp]
+        param_dtype = "float32"
+        [data]
+        path = "{DEMO / "chat.jsonl"}"
+        seq_len = 64
+        [train]
+        steps = 10
+        global_batch_size = 4
+        max_grad_norm = 0.5
+        [optimizer]
+        lr = 1e-3
+        weight_decay = 0.1
+        [lr_schedule]
+        warmup_steps = 2
+        [checkpoint]
+        every = 5
+        keep = 9
+        export_dtype = "float32"
+        [wandb]
+        mode = "disabled"
+        """,
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(pool: WorkerPool, toml: Path) -> Run:
+    """Run the recipe into a directory on so many ranks and return that directory."""
+
+    def run_recipe(directory: Path, size: int, *overrides: str) -> Path:
+        pool.run(size, _run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])
+        return directory
+
+    return run_recipe
+
+
+def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
+    recipe, config = load(toml, overrides)
+    recipe.main(config)
+
+
+def _refusal(toml: str, overrides: Sequence[str]) -> str:
+    """What the recipe says when it refuses."""
+    try:
+        _run_recipe(toml, overrides)
+    except UserError as error:
+        return str(error)
+    return "it was not refused"
+
+
+@pytest.fixture(scope="module")
+def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Ten steps without a break, by mesh; checkpoints of steps 5 and 10."""
+    folder = tmp_path_factory.mktemp("straight")
+    return {name: run(folder / name, 2, *mesh) for name, mesh in (("dp2", DP2), ("cp2", CP2))}
+
+
+def _metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def _numbers(directory: Path, *, after: int = 0) -> list[tuple[float, ...]]:
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "input_tokens")
+    return [tuple(line[key] for key in keys) for line in _metrics(directory) if line["step"] > after]
+
+
+def _checkpoint(directory: Path, step: int) -> Path:
+    return directory / "checkpoints" / f"step-{step:06d}"
+
+
+def _interrupted(source: Path, target: Path, *, step: int = 5) -> Path:
+    """A run directory as it was just after ``step``, but with a line of a step that no checkpoint has."""
+    shutil.copytree(_checkpoint(source, step), _checkpoint(target, step))
+    lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[: step + 1]))
+    return target
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("dp2", DP2), ("cp2", CP2)])
+def test_resumed_on_the_same_mesh_every_digit_is_the_same(
+    name: str, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    resumed = run(_interrupted(straight[name], tmp_path / "resumed"), 2, *mesh)
+    assert [line["step"] for line in _metrics(resumed)] == list(range(1, 11))
+    assert _numbers(resumed) == _numbers(straight[name])
+    ours, theirs = (load_file(directory / "hf" / "model.safetensors") for directory in (resumed, straight[name]))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_losses_move_at_all(straight: dict[str, Path]) -> None:
+    """Without this, comparisons of curves would mean nothing."""
+    losses = [line["loss"] for line in _metrics(straight["dp2"])]
+    assert len(set(losses)) == 10
+    assert losses[-1] < losses[0] - 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "mesh"),
+    [("dp2", 2, CP2), ("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
+)
+def test_resumed_on_another_mesh_the_numbers_agree(
+    name: str, size: int, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    resumed = run(_interrupted(straight[name], tmp_path / "resumed"), size, *mesh)
+    found, expected = _metrics(resumed)[5:], _metrics(straight[name])[5:]
+    for key in ("loss", "grad_norm", "lr"):
+        assert worst_relative([line[key] for line in found], [line[key] for line in expected]) < 1e-5, key
+    assert [line["tokens_total"] for line in found] == [line["tokens_total"] for line in expected]
+
+
+def test_meshes_agree_from_the_start(straight: dict[str, Path]) -> None:
+    one, other = _metrics(straight["dp2"]), _metrics(straight["cp2"])
+    for key in ("loss", "grad_norm"):
+        assert worst_relative([line[key] for line in one], [line[key] for line in other]) < 1e-5
+    assert [line["tokens"] for line in one] == [line["tokens"] for line in other]
+
+
+def test_a_run_may_be_resumed_with_other_steps_and_rate(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+    changes = ("train.steps=7", "optimizer.lr=5e-4", "lr_schedule.name=constant", "train.log_every=1")
+    resumed = run(_interrupted(straight["dp2"], tmp_path / "resumed"), 1, *changes)
+    lines = _metrics(resumed)
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert [line["lr"] for line in lines[5:]] == [5e-4, 5e-4]
+    # The sixth step's loss is of the weights after step 5, so the rate has no say in it yet.
+    assert lines[5]["loss"] == pytest.approx(_metrics(straight["dp2"])[5]["loss"], rel=1e-6)
+    assert lines[6]["loss"] != pytest.approx(_metrics(straight["dp2"])[6]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("run.seed=2", "run.seed"),
+        ("data.seq_len=128", "data"),
+        ("data.pack=false", "data.pack"),
+        ("data.shuffle=false", "data.shuffle"),
+        (f"data.path='{DEMO / 'heldout.jsonl'}'", "data"),
+        ("model.config.rms_norm_eps=0.5", "model"),
+        ("model.weights=random", "model.weights"),
+        ("train.global_batch_size=8", "train.global_batch_size"),
+    ],
+)
+def test_another_run_is_refused_naming_the_field(
+    change: str, field: str, pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = _interrupted(straight["dp2"], tmp_path / "resumed")
+    [message] = pool.run(1, _refusal, str(toml), [f"run.dir='{directory}'", change])
+    assert f"was made with {field}" in message
+    assert len(_metrics(directory)) == 6, "the metrics are left alone"
+
+
+def test_weights_of_a_checkpoint_start_a_fresh_run(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, export = _checkpoint(straight["dp2"], 10), straight["dp2"] / "hf"
+    steps = ("train.steps=3", "run.seed=4")
+    ours = run(tmp_path / "dcp", 2, f"model.weights='{checkpoint}'", *steps, *CP2)
+    theirs = run(tmp_path / "hf", 2, f"model.path='{export}'", *steps, *CP2)
+    assert _numbers(ours) == _numbers(theirs)
+    assert [line["step"] for line in _metrics(ours)] == [1, 2, 3]
+    assert _metrics(ours)[0]["tokens_total"] == _metrics(ours)[0]["tokens"]
+
+
+def test_an_export_is_the_checkpoint_cast(
+    run: Run, model_dir: Path, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    from fsdp2kit.checkpoint.convert import dcp_to_hf
+
+    for name, directory in straight.items():
+        dcp_to_torch_save(_checkpoint(directory, 10), tmp_path / f"{name}.pt")
+        consolidated = torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
+        dcp_to_hf(_checkpoint(directory, 10), tmp_path / name, dtype="bfloat16")
+        for export, dtype in ((directory / "hf", torch.float32), (tmp_path / name, torch.bfloat16)):
+            stored = load_file(export / "model.safetensors")
+            assert stored.keys() == consolidated.keys()
+            assert all(torch.equal(stored[key], consolidated[key].to(dtype)) for key in stored)
+            model = AutoModelForCausalLM.from_pretrained(export)
+            assert model.dtype == dtype
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
+    before = load_file(model_dir / "model.safetensors")
+    assert not any(torch.equal(before[key], stored[key]) for key in before if before[key].ndim == 2), "it was trained"
+
+
+def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
+    from fsdp2kit.data.build import build_data
+    from fsdp2kit.model.tokenizer import build_tokenizer
+    from tests.reference import Rows
+
+    _, config = load(str(toml), ["train.micro_batch_size=4"])
+    data = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=VOCABULARY)
+    [batch] = data.loader.batch(0)
+    rows = Rows(batch.input_ids, batch.labels, batch.position_ids)
+    with torch.no_grad():
+        loss = cross_entropy_sum(plain_logits(load_plain(model_dir), rows), rows.labels).item() / rows.targets
+    assert _metrics(straight["cp2"])[0]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert _metrics(straight["cp2"])[0]["tokens"] == rows.targets
+
+
+def test_no_steps_only_evaluate(run: Run, tmp_path: Path) -> None:
+    held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
+    one, two = (run(tmp_path / str(size), size, "train.steps=0", held_out) for size in (1, 2))
+    [alone], [shared] = _metrics(one), _metrics(two)
+    assert alone["eval_loss"] == pytest.approx(shared["eval_loss"], rel=1e-6)
+    assert "loss" not in alone
+    assert not (one / "hf").exists()
+    assert list((one / "checkpoints").iterdir()) == []
+
+
+def test_evaluation_does_not_disturb_training(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+    evaluated = run(tmp_path / "run", 2, f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=4", "eval.steps=2", *DP2)
+    assert _numbers(evaluated) == _numbers(straight["dp2"])
+    assert [line["step"] for line in _metrics(evaluated) if "eval_loss" in line] == [4, 8, 10]
+
+
+def test_epochs(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "few.jsonl"
+    chats.write_text("".join((DEMO / "chat.jsonl").read_text().splitlines(keepends=True)[:10]))
+    config = tmp_path / "epochs.toml"  # train.epochs cannot be given beside the steps of the other one
+    directory = tmp_path / "run"
+    overrides = [f"run.dir='{directory}'", f"data.path='{chats}'", "data.pack=false"]
+    config.write_text(toml.read_text().replace("steps = 10", "epochs = 2", 1))
+    pool.run(1, _run_recipe, str(config), overrides)
+    # Ten rows of one document each are three batches of four, twice over; no document is seen more than once an epoch.
+    tokens = [line["tokens"] for line in _metrics(directory)]
+    assert len(tokens) == 6
+    assert sum(tokens[:3]) == sum(tokens[3:])
+    assert tokens[:3] != tokens[3:], "shuffled anew"
+
+
+def test_out_of_time_it_keeps_what_it_has(run: Run, tmp_path: Path) -> None:
+    limits = ("train.steps=1000000", "run.max_minutes=0.02", "checkpoint.every=0")
+    directory = run(tmp_path / "run", 2, *limits, *CP2)
+    done = len(_metrics(directory))
+    assert done > 0
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step-{done:06d}"]
+    assert not (directory / "hf").exists(), "only the end of a run is exported"
+    run(directory, 2, f"train.steps={done + 1}", "checkpoint.every=0", *CP2)
+    assert [line["step"] for line in _metrics(directory)] == list(range(1, done + 2))
+    assert (directory / "hf" / "model.safetensors").is_file()

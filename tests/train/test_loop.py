@@ -1,0 +1,452 @@
+"""The loop: normalisation, when gradients are reduced, non-finite steps, evaluation, stopping, agreement."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.loop import Hooks, Plan, build_plan, evaluate, next_batch, stream_seed, train
+from fsdp2kit.train.losses import accumulate_gradients
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.signals import StopRequest
+from tests.parallel.jobs import Case, build, run_cases, whole
+from tests.reference import (
+    IGNORED,
+    VOCABULARY,
+    DealtOut,
+    Rows,
+    beyond,
+    cross_entropy_sum,
+    errors,
+    load_plain,
+    make_batches,
+    plain_logits,
+    plain_loop,
+    tiny_model,
+    tiny_model_dir,
+)
+from tests.workers import WorkerPool
+
+POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("smollm2", "llama3", "granite", "cohere"):
+        tiny_model_dir(kind, folder)
+    poisoned = tiny_model("llama3")
+    poisoned.get_input_embeddings().weight.data[POISON] = float("inf")
+    poisoned.save_pretrained(folder / "poisoned")
+    return folder
+
+
+# Normalisation
+
+
+def _lopsided() -> list[Rows]:
+    """Rows with 1, 0, all and 3 targets: on four ranks, one has none; with cp, parts of rows have none."""
+    batches = make_batches(2)
+    for batch in batches:
+        batch.labels[:, :-1] = batch.input_ids[:, 1:]
+        batch.labels[:, -1] = IGNORED
+        batch.labels[0, :40] = IGNORED
+        batch.labels[0, 41:] = IGNORED
+        batch.labels[1] = IGNORED
+        batch.labels[3, 3:] = IGNORED
+    return batches
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere"])
+def test_tokens_weigh_the_same_wherever_they_lie(kind: str, pool: WorkerPool, models: Path) -> None:
+    batches = _lopsided()
+    assert [int((row != IGNORED).sum()) for row in batches[0].labels] == [1, 0, 47, 3]
+    plain, other = (plain_loop(models / kind, batches, micro_batch_size=size, lr=1e-3) for size in (4, 1))
+    cases = [Case(kind, 4, 1), Case(kind, 2, 2), Case(kind, 2, 2, 2), Case(kind, 1, 4, 2)]
+    if kind == "smollm2":
+        cases.append(Case(kind, 4, 1, fsdp=(("strategy", "no_shard"),)))
+    for case, found in zip(cases, pool.run(4, run_cases, models, cases, batches)[0], strict=True):
+        assert not beyond(errors(found, plain), errors(other, plain)), case
+
+
+# Reductions
+
+
+@pytest.mark.parametrize(("every", "units"), [(False, 3), (True, 3)])
+def test_gradients_are_reduced_with_the_last_micro_batch(
+    every: bool, units: int, pool: WorkerPool, models: Path
+) -> None:
+    for started, total in pool.run(2, _count_reductions, models, every):
+        # two layers and the root, each once, or once a micro-batch
+        assert started == [number * units * every for number in range(4)]
+        assert total == (4 * units if every else units)
+
+
+def _count_reductions(folder: Path, every: bool) -> tuple[list[int], int]:
+    """Reduce-scatters done when each of four micro-batches starts, and in all."""
+    config = Case("smollm2", 1, 2).config(folder, steps=1, rows=4)
+    model, mesh, to_device, _ = build(config)
+    dealt = DealtOut(make_batches(1), 1, mesh.dp_rank, mesh.sizes.dp)
+    batch = next_batch(dealt, 0, stop=False, cp_size=2)
+    started: list[int] = []
+    counted = _Reductions()
+
+    def inputs(micro: Any) -> dict[str, Any]:
+        started.append(counted.done)
+        return to_device(micro)
+
+    parts = [lambda micro=micro: inputs(micro) for micro in batch.micro_batches]
+    with counted:
+        accumulate_gradients(model, parts, tokens=batch.supervised_tokens, reduce_every=every)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return started, counted.done
+
+
+class _Reductions(TorchDispatchMode):
+    """Counts reduce-scatters, by whichever of torch's functions they are started."""
+
+    done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+# Non-finite steps
+
+
+def _poisoned_batches() -> list[Rows]:
+    """Four steps of two rows each; the third step's second row holds the token whose embedding is infinite."""
+    batches = [batch[0:2] for batch in make_batches(4)]
+    for batch in batches:
+        batch.input_ids.remainder_(POISON)
+        batch.labels[batch.labels == POISON] = 0
+    batches[2].input_ids[1, 0] = POISON
+    return batches
+
+
+def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], list[list[bytes]], str]:
+    """Records, this rank's shards after each step (and at the end), and the failure's message."""
+    case = Case("poisoned", 2, 1)
+    config = case.config(folder, steps=4, rows=2)
+    model, mesh, to_device, throughput = build(config)
+    optimizer = build_optimizer(config.optimizer, model)
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=4)
+    plan = replace(build_plan(config, steps_per_epoch=4, mesh=mesh), on_nonfinite=choice)
+    records: list[dict[str, Any]] = []
+    shards: list[list[bytes]] = []
+
+    def keep(record: dict[str, Any] | None = None) -> None:
+        if record is not None:
+            records.append(record)
+        shards.append([parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()])
+
+    message = ""
+    try:
+        train(
+            model,
+            optimizer,
+            schedule,
+            DealtOut(_poisoned_batches(), 1, mesh.dp_rank, 2),
+            to_device,
+            plan=plan,
+            progress=Progress(),
+            throughput=throughput,
+            hooks=Hooks(log=keep, message=lambda text: None),
+        )
+    except RunFailure as failure:
+        message = str(failure)
+    keep()
+    return records, shards, message
+
+
+def test_a_nonfinite_step_stops_naming_step_and_rank(pool: WorkerPool, models: Path) -> None:
+    for records, shards, message in pool.run(2, _train_poisoned, models, "stop"):
+        assert message.startswith("step 3: the loss is not finite on rank 1; ")
+        assert [record["step"] for record in records] == [1, 2]
+        assert shards[-1] == shards[-2], "the parameters of step 2 are untouched"
+        assert shards[0] != shards[1]
+
+
+def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
+    for records, shards, message in pool.run(2, _train_poisoned, models, "skip"):
+        assert message == ""
+        assert [record["step"] for record in records] == [1, 2, 3, 4]
+        finite = [torch.tensor([record["loss"], record["grad_norm"]]).isfinite().all().item() for record in records]
+        assert finite == [True, True, False, True]
+        assert shards[1] == shards[2], "step 3 changed nothing"
+        assert shards[2] != shards[3], "step 4 did"
+        assert records[3]["lr"] < records[2]["lr"] < records[1]["lr"], "the schedule goes on"
+
+
+# Evaluation
+
+
+@pytest.fixture(scope="module")
+def expected_evaluation(models: Path) -> float:
+    """Mean loss over all targets of the evaluation's batches, of the model as it is on disk."""
+    model, batches = load_plain(models / "smollm2").eval(), make_batches(3, seed=5)
+    with torch.no_grad():
+        total = sum(cross_entropy_sum(plain_logits(model, rows).double(), rows.labels).item() for rows in batches)
+    return total / sum(rows.targets for rows in batches)
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_evaluation_is_the_mean_and_leaves_no_trace(
+    dp: int, cp: int, pool: WorkerPool, models: Path, expected_evaluation: float
+) -> None:
+    for strategy in ("full_shard", "shard_grad_op"):
+        case = Case("smollm2", dp, cp, 2 if dp == 1 else 1, (("strategy", strategy),))
+        for first, losses, undisturbed in pool.run(case.world, _train_with_evaluation, models, case):
+            assert first == pytest.approx(expected_evaluation, rel=1e-6)
+            assert losses == undisturbed
+
+
+def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float], list[float]]:
+    """The first evaluation, and the losses of a run with evaluations and of one without."""
+    curves: list[list[float]] = []
+    held_out = make_batches(3, seed=5)
+    first = 0.0
+    for evaluates in (True, False):
+        config = case.config(folder, steps=3, rows=4)
+        model, mesh, to_device, throughput = build(config)
+        optimizer = build_optimizer(config.optimizer, model)
+        schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=3)
+        plan = replace(build_plan(config, steps_per_epoch=3, mesh=mesh), evaluate_every=1)
+        share = (mesh.dp_rank, mesh.sizes.dp)
+        records: list[dict[str, Any]] = []
+
+        def run_evaluation(model=model, to_device=to_device, plan=plan, share=share, optimizer=optimizer) -> float:
+            def without_dropout(micro: Any) -> dict[str, Any]:
+                assert not model.training
+                return to_device(micro)
+
+            loss = evaluate(model, DealtOut(held_out, 2 // share[1], *share), without_dropout, plan=plan)
+            assert model.training
+            # Parameters are shards again: what an optimizer or a checkpoint would be made of.
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            tensors = [*model_tensors(model).values(), *optimizer_tensors(model, optimizer).values()]
+            assert all(isinstance(tensor, DTensor) or tensor.ndim == 0 for tensor in tensors if tensor.numel() > 1)
+            return loss
+
+        if evaluates:
+            first = run_evaluation()
+        train(
+            model,
+            optimizer,
+            schedule,
+            DealtOut(make_batches(3), case.micro, *share),
+            to_device,
+            plan=plan,
+            progress=Progress(),
+            throughput=throughput,
+            hooks=Hooks(log=records.append, message=lambda text: None, evaluate=run_evaluation if evaluates else None),
+        )
+        curves.append([record["loss"] for record in records])
+        assert all(("eval_loss" in record) is evaluates for record in records)
+    return first, curves[0], curves[1]
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert (stop.requested, stop.reason) == (False, None)
+        signal.raise_signal(number)
+        assert (stop.requested, stop.reason) == (True, number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_time_runs_out() -> None:
+    with StopRequest(max_minutes=0.001) as stop:
+        assert not stop.requested
+        time.sleep(0.07)
+        assert stop.reason == "run.max_minutes"
+
+
+def test_all_ranks_stop_where_one_was_asked_to(pool: WorkerPool, models: Path) -> None:
+    results = pool.run(2, _train_until_signalled, models)
+    for step, saved, _ in results:
+        assert (step, saved) == (2, [2])
+    assert ["on another rank" in text for _, _, text in results] == [True, False]
+    assert "SIGUSR1" in results[1][2]
+
+
+def _train_until_signalled(folder: Path) -> tuple[int, list[int], str]:
+    def signal_rank_one(record: dict[str, Any]) -> None:
+        if record["step"] == 2 and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGUSR1)
+
+    saved: list[int] = []
+    messages: list[str] = []
+    hooks = Hooks(log=signal_rank_one, save=lambda progress: saved.append(progress.step), message=messages.append)
+    progress, _ = _run(folder, hooks=hooks, steps=5)
+    return progress.step, saved, " ".join(messages)
+
+
+def _run(
+    folder: Path,
+    *,
+    hooks: Hooks,
+    steps: int,
+    progress: Progress | None = None,
+    batches: Any = None,
+    **changes: Any,
+) -> tuple[Progress, list[torch.Tensor]]:
+    """Train the tiny model on every rank as a data-parallel one; returns the progress and all parameters."""
+    config = Case("smollm2", dist.get_world_size(), 1).config(folder, steps=steps, rows=4)
+    model, mesh, to_device, throughput = build(config)
+    optimizer = build_optimizer(config.optimizer, model)
+    progress = Progress() if progress is None else progress
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
+    plan = replace(build_plan(config, steps_per_epoch=steps, mesh=mesh), **changes)
+    dealt = batches or DealtOut(make_batches(max(steps, 1)), 1, mesh.dp_rank, mesh.sizes.dp)
+    done = train(
+        model,
+        optimizer,
+        schedule,
+        dealt,
+        to_device,
+        plan=plan,
+        progress=progress,
+        throughput=throughput,
+        hooks=hooks,
+    )
+    return done, [whole(parameter.detach()) for parameter in model.parameters()]
+
+
+# What happens when
+
+
+def test_what_is_due_happens_once(pool: WorkerPool, models: Path) -> None:
+    [(events, progress)] = pool.run(1, _events, models, {"log_every": 2, "save_every": 2, "evaluate_every": 4}, 5)
+    assert events == ["log 2", "save 2", "evaluate", "log 4", "save 4", "evaluate", "log 5", "save 5"]
+    batches = make_batches(5)
+    assert progress.step == 5
+    assert progress.tokens_total == sum(batch.targets for batch in batches)
+    assert progress.input_tokens_total == sum(batch.input_ids.numel() for batch in batches)
+
+
+def test_no_step_only_evaluates(pool: WorkerPool, models: Path) -> None:
+    [(events, progress)] = pool.run(1, _events, models, {}, 0)
+    assert (events, progress.step) == (["evaluate", "log 0"], 0)
+
+
+def test_a_finished_run_trains_no_further(pool: WorkerPool, models: Path) -> None:
+    [(events, progress)] = pool.run(1, _events, models, {"save_every": 2}, 3, Progress(step=3))
+    assert (events, progress.step) == ([], 3)
+
+
+def _events(
+    folder: Path, changes: dict[str, Any], steps: int, progress: Progress | None = None
+) -> tuple[list[str], Progress]:
+    events: list[str] = []
+
+    def evaluated() -> float:
+        events.append("evaluate")
+        return 1.0
+
+    hooks = Hooks(
+        log=lambda record: events.append(f"log {record['step']}"),
+        save=lambda progress: events.append(f"save {progress.step}"),
+        evaluate=evaluated,
+        message=lambda text: None,
+    )
+    done, _ = _run(folder, hooks=hooks, steps=steps, progress=progress, **changes)
+    return events, done
+
+
+def test_epochs_are_turned_into_steps(pool: WorkerPool) -> None:
+    assert pool.run(1, _planned_steps) == [(12, 5)]
+
+
+def _planned_steps() -> tuple[int, int]:
+    from fsdp2kit import distributed
+    from fsdp2kit.parallel.mesh import build_mesh
+
+    plans = []
+    for train_section in ({"epochs": 3}, {"steps": 5}):
+        config = TrainingConfig.model_validate({"recipe": "none", "train": train_section})
+        mesh = build_mesh(config.mesh, config.fsdp, world=distributed.start())
+        plans.append(build_plan(config, steps_per_epoch=4, mesh=mesh).total_steps)
+    return plans[0], plans[1]
+
+
+# Errors on one rank
+
+
+class _Broken(DealtOut):
+    """Batches that one rank cannot read from the third on."""
+
+    def batch(self, index: int) -> list[Any]:
+        if index == 2 and self.dp_rank == 1:
+            raise UserError("rows.jsonl: line 7", "is not JSON", "mend it")
+        if index == 3 and self.dp_rank == 0:
+            raise ValueError("a bug")
+        return super().batch(index)
+
+
+def test_a_row_that_one_rank_cannot_read_is_everyones_error(pool: WorkerPool) -> None:
+    results = pool.run(2, _read_broken)
+    assert [result[0] for result in results] == ["UserError: rows.jsonl: line 7: is not JSON; mend it"] * 2
+    assert [result[1] for result in results] == ["ValueError: a bug", "RunFailure: rank 0 failed: ValueError: a bug"]
+    assert results[0][2] == results[1][2]
+    assert "UserError: global batch 4: has no supervised token" in results[0][2]
+
+
+def _read_broken() -> list[str]:
+    batches = make_batches(5)
+    batches[4].labels.fill_(IGNORED)
+    dealt = _Broken(batches, 1, dist.get_rank(), 2)
+    assert next_batch(dealt, 1, stop=False, cp_size=1).supervised_tokens == batches[1].targets
+    found = []
+    for index in (2, 3, 4):
+        try:
+            next_batch(dealt, index, stop=False, cp_size=1)
+        except (UserError, RunFailure, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_counts_are_of_the_whole_job_once(pool: WorkerPool) -> None:
+    batch = make_batches(1)[0].as_batch()
+    for counts in pool.run(4, _counts):
+        assert counts == (batch.supervised_tokens, batch.input_tokens, batch.attention_pairs, False)
+
+
+def _counts() -> tuple[int, int, int, bool]:
+    dealt = DealtOut(make_batches(1), 1, dist.get_rank() // 2, 2)  # two data-parallel ranks, cp = 2
+    batch = next_batch(dealt, 0, stop=False, cp_size=2)
+    return batch.supervised_tokens, batch.input_tokens, batch.attention_pairs, batch.stop
+
+
+def test_random_streams_differ_by_seed_step_and_rank_alone() -> None:
+    seeds = [stream_seed(seed, step, rank) for seed in range(3) for step in range(3) for rank in range(3)]
+    assert len(set(seeds)) == 27
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert stream_seed(1, 2, 0) == stream_seed(1, 2, 0)
+
+
+def test_due() -> None:
+    plan = Plan(total_steps=7, seed=0)
+    due: Callable[[int, bool], list[int]] = lambda every, last: [  # noqa: E731
+        step for step in range(1, 8) if plan.is_due(every, step, also_last=last)
+    ]
+    assert (due(3, False), due(3, True), due(0, True)) == ([3, 6], [3, 6, 7], [])

@@ -1,0 +1,136 @@
+"""Measure fsdp2kit: a step against a hand-written loop, loading against from_pretrained, speeds on one GPU.
+
+torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
+torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
+python tools/bench.py gpu [--device cpu --dry-run]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Set before transformers is imported: a benchmark never waits for a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from fsdp2kit.errors import UserError
+
+Result = tuple[dict[str, Any], list[str]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 where a comparison is void, 2 after a user's mistake."""
+    options = _parse(arguments)
+    if getattr(options, "device", None) == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    from fsdp2kit import distributed
+
+    run: Callable[[argparse.Namespace], Result] = options.run
+    try:
+        result, lines = run(options)
+    except UserError as problem:
+        _leave(problem)
+    if int(os.environ.get("RANK", "0")) == 0:
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        print(json.dumps(result) if options.json else "\n".join(lines))
+    distributed.stop()
+    return 0 if result.get("losses_agree", True) and result.get("values_equal", True) else 1
+
+
+def _step(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.step import StepOptions, bench_step, step_lines
+
+    result = bench_step(
+        StepOptions(
+            model=options.model,
+            data=options.data,
+            pairs=options.pairs,
+            warmup=options.warmup,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+            dtype=options.dtype,
+            cp=options.cp,
+        )
+    )
+    return result, step_lines(result)
+
+
+def _load(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.load import bench_load, load_lines
+
+    result = bench_load(params=options.params * 1e9, files=options.files, dtype=options.dtype, repeats=options.repeats)
+    return result, load_lines(result)
+
+
+def _gpu(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.gpu import bench_gpu, gpu_lines
+
+    result = bench_gpu(dry_run=options.dry_run, attention=options.attention, max_minutes=options.max_minutes)
+    return result, gpu_lines(result)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__.splitlines()[0])
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
+    commands = parser.add_subparsers(required=True, metavar="step | load | gpu")
+
+    step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
+    step.set_defaults(run=_step)
+    step.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory")
+    step.add_argument("--data", required=True, metavar="FILE", help="conversations (format chat)")
+    step.add_argument("--pairs", type=_positive, default=60, help="pairs of steps that count (60)")
+    step.add_argument("--warmup", type=_positive, default=3, help="pairs before those (3)")
+    step.add_argument("--seq-len", type=_positive, default=512, help="tokens a row (512)")
+    step.add_argument("--global-batch", type=_positive, default=2, help="rows a step, over all ranks (2)")
+    step.add_argument("--micro-batch", type=_positive, default=1, help="rows a forward pass (1)")
+    step.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    step.add_argument("--cp", type=_positive, default=1, help="context-parallel ranks on fsdp2kit's side (1)")
+
+    load = commands.add_parser("load", parents=[common], help="loading: memory beside the shards, and time")
+    load.set_defaults(run=_load)
+    load.add_argument("--params", type=float, default=0.5, help="size of the random model, in 10^9 parameters (0.5)")
+    load.add_argument("--files", type=_positive, default=1, help="safetensors files it is stored in (1)")
+    load.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="it is stored in")
+    load.add_argument("--repeats", type=_positive, default=7, help="timed loads of each kind (7)")
+
+    gpu = commands.add_parser("gpu", parents=[common], help="step time, MFU and memory on one device")
+    gpu.set_defaults(run=_gpu)
+    gpu.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
+    gpu.add_argument("--dry-run", action="store_true", help="tiny shapes, 2 steps: does it run at all?")
+    gpu.add_argument("--attention", default="sdpa", help="a transformers attention implementation (sdpa)")
+    gpu.add_argument("--max-minutes", type=float, default=6.5, help="start no further variant after this long (6.5)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _leave(problem: UserError) -> NoReturn:
+    """Print the one line on rank 0 and leave, all ranks at once: torchrun kills those that come 0.3 s late."""
+    from fsdp2kit import distributed
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed.agree()
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
