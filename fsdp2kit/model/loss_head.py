@@ -28,7 +28,7 @@ IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
 
 # Bytes of float32 logits alive at once. CUDA wants larger matrix products than a CPU's caches do.
-_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+_CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -51,21 +51,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
-        # Chunks add up in float32: a bfloat16 sum over dozens of them would lose the small contributions.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else weight.new_empty(0)
+        grad_weight = weight.new_empty(0) if len(hidden) else torch.zeros_like(weight)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             chunk, target = hidden[start : start + rows], labels[start : start + rows, None]
             logits = F.linear(chunk, weight).float()
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            loss += (log_normalizer - logits.gather(1, target)).sum()
+            wanted, peak = logits.gather(1, target), logits.amax(dim=-1, keepdim=True)
+            # Softmax and its normalizer in place, with one exponential an element: logsumexp would take another.
+            probabilities = logits.sub_(peak).exp_()
+            total = probabilities.sum(dim=-1, keepdim=True)
+            loss += (peak + total.log() - wanted).sum()
             if needs_grad:
-                probabilities = logits.sub_(log_normalizer).exp_()
-                probabilities.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+                probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 grad_logits = probabilities.to(weight.dtype)
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
-                if weight.dtype == torch.float32:
+                if start == 0:
+                    grad_weight = grad_logits.t() @ chunk
+                    if rows < len(hidden):
+                        # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
+                        grad_weight = grad_weight.float()
+                elif weight.dtype == torch.float32:
                     grad_weight.addmm_(grad_logits.t(), chunk)
                 else:
                     grad_weight.add_(grad_logits.t() @ chunk)
@@ -77,7 +83,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grads[0], (grad_weight * grads[0]).to(ctx.weight_dtype), None
+        # In place: a second gradient of the head's size would be gigabytes. A second backward raises.
+        return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None
 
 
 def select_supervised(labels: Tensor) -> Tensor:
