@@ -81,9 +81,7 @@ def test_private_torch_modules_are_named_in_one_file(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            assert not any(name.startswith("_") for name in names), (
-                f"{path}:{node.lineno}"
-            )
+            assert not any(name.startswith("_") for name in names), f"{path}:{node.lineno}"
 
 
 def test_config_does_not_import_torch() -> None:

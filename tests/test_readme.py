@@ -1,4 +1,4 @@
-"""The README's snippets run: `python` and `bash` fences do, in order, in one folder; `sh` ones install or need GPUs."""
+"""The README's snippets run: `python` and `bash` fences do, in order, in one folder; `sh` ones install things."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """Log every n steps, averages over them."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step (the loss on its line is null)."""
+    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step (its line says null)."""
 
 
 class OptimizerConfig(Section):
