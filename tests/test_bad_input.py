@@ -25,7 +25,7 @@ from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
-TOKENIZER = DEMO / "tokenizer"
+UNKNOWN_MODEL = f'model={{config={{model_type="lama"}}, weights="random", tokenizer="{DEMO}/tokenizer"}}'
 TINY = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 5}
 
 
@@ -122,7 +122,7 @@ OVERRIDES = {
     "more cp than heads": (["mesh.cp=2", "model.config.num_attention_heads=1", "model.config.head_dim=8",
                             "model.config.num_key_value_heads=1", "model.weights=random"], ["attention heads"]),
     "no such model": (["model.path=/nowhere/model"], ["model.path", "/nowhere/model"]),
-    "unknown model type": ([f'model={{config={{model_type="lama"}},weights="random",tokenizer="{TOKENIZER}"}}'], ["lama"]),
+    "unknown model type": ([UNKNOWN_MODEL], ["lama"]),
     "unknown model config key": (["model.config.num_layers=2"], ["num_layers"]),
     "unknown attention": (["model.attention=flash"], ["model.attention"]),
     "wrong shape": (["model.config.intermediate_size=48"], ["shape", "mlp"]),

@@ -31,7 +31,8 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.weights import INDEX_NAME, load_pretrained
+from fsdp2kit.model.folder import INDEX_NAME
+from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.torch_compat import local_slices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,21 +178,28 @@ def _from_environment(name: str) -> Path:
     return Path(os.environ[name])
 
 
+@pytest.fixture(scope="module")
+def on_chats(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rows], Curves, dict[str, float]]:
+    """A folder with SmolLM2 in it as "real", batches of packed conversations, the plain loop's curves and spread."""
+    model, chats = _from_environment("FSDP2KIT_SMOLLM2"), _from_environment("FSDP2KIT_CHAT")
+    folder = tmp_path_factory.mktemp("smollm2")
+    (folder / "real").symlink_to(model)
+    batches = _chat_batches(model, chats)
+    plain, other = (plain_loop(model, batches, micro_batch_size=size, lr=2e-5) for size in (4, 1))
+    return folder, batches, plain, errors(other, plain)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_smollm2_on_chats_equals_the_plain_loop(dp: int, cp: int, pool: WorkerPool, tmp_path: Path) -> None:
-    model, chats = _from_environment("FSDP2KIT_SMOLLM2"), _from_environment("FSDP2KIT_CHAT")
-    batches = _chat_batches(model, chats, tmp_path)
-    plain, other = (plain_loop(model, batches, micro_batch_size=size, lr=2e-5) for size in (4, 2))
-    (tmp_path / "real").symlink_to(model)
+def test_smollm2_on_chats_equals_the_plain_loop(dp: int, cp: int, pool: WorkerPool, on_chats: Any) -> None:
+    folder, batches, plain, control = on_chats
     case = Case("real", dp, cp, 1, lr=2e-5)
-    found = pool.run(case.world, run_cases, tmp_path, [case], batches)[0][0]
-    differences, control = errors(found, plain), errors(other, plain)
+    differences = errors(pool.run(case.world, run_cases, folder, [case], batches)[0][0], plain)
     print(case, differences, "control", control)
     assert not beyond(differences, control)
 
 
-def _chat_batches(model: Path, chats: Path, cache: Path) -> list[Rows]:
+def _chat_batches(model: Path, chats: Path) -> list[Rows]:
     """Five global batches of packed conversations, by our own loader (whose tests are elsewhere)."""
     from transformers import AutoTokenizer
 
@@ -200,13 +208,13 @@ def _chat_batches(model: Path, chats: Path, cache: Path) -> list[Rows]:
     from fsdp2kit.data.loader import build_loader
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    section = ChatDataConfig(path=str(chats), seq_len=256)
+    section = ChatDataConfig(path=str(chats), seq_len=128)
     documents = build_documents(
         section, path=str(chats), split="train", tokenizer=tokenizer, seed=0, vocab_size=len(tokenizer)
     )
     loader = build_loader(
         documents,
-        seq_len=256,
+        seq_len=128,
         pack=True,
         shuffle=True,
         global_batch_size=4,
