@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory, as one set of named tensors that are read when they are sliced."""
+"""The safetensors files of a Hugging Face directory, as one set of named tensors, read when they are sliced."""
 
 from __future__ import annotations
 

@@ -110,7 +110,11 @@ def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:
     first = next_batch(dealt, 0, stop=False, cp_size=mesh.sizes.cp)
     inputs = [lambda micro=micro: to_device(micro) for micro in first.micro_batches]
     accumulate_gradients(model, inputs, tokens=first.supervised_tokens, reduce_every=plan.reduce_every_micro_batch)
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = whole(parameter.grad)  # every rank takes part in gathering it, one keeps it
+        if dist.get_rank() == 0:
+            gradients[name] = gradient.float().cpu().numpy()
     optimizer.zero_grad()
 
     records: list[dict[str, Any]] = []
@@ -127,7 +131,7 @@ def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:
         hooks=hooks,
     )
     return Curves(
-        {name: value.float().cpu().numpy() for name, value in gradients.items()} if dist.get_rank() == 0 else {},
+        gradients,
         [record["loss"] for record in records],
         [record["grad_norm"] for record in records],
         [record["lr"] for record in records],
