@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert recipe is not None, "every rank has a recipe, or an error that was raised just above"
         recipe.main(config)
     except UserError as problem:
-        _leave(problem)
+        distributed.leave(problem)
     distributed.stop()
     return 0
 
@@ -156,22 +156,6 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     for what in unchecked:
         print(f"{what} unchecked: not on this machine")
     return 0
-
-
-def _leave(problem: UserError) -> NoReturn:
-    """Print the one line on rank 0 and leave, all ranks at once, with exit code 2.
-
-    Interpreter shutdown takes longer than the 0.3 s that torchrun gives the other ranks once one has left, so
-    nobody returns through it.
-    """
-    from fsdp2kit import distributed
-
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"error: {problem}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    distributed.agree()
-    os._exit(2)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Set before transformers is imported: a benchmark never waits for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result, lines = run(options)
     except UserError as problem:
-        _leave(problem)
+        distributed.leave(problem)
     if int(os.environ.get("RANK", "0")) == 0:
         if options.out is not None:
             options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -118,18 +118,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
-
-
-def _leave(problem: UserError) -> NoReturn:
-    """Print the one line on rank 0 and leave, all ranks at once: torchrun kills those that come 0.3 s late."""
-    from fsdp2kit import distributed
-
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"error: {problem}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    distributed.agree()
-    os._exit(2)
 
 
 if __name__ == "__main__":
