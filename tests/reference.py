@@ -7,7 +7,7 @@ autograd's, the schedule is transformers'. Only `Batch`, the loader's container,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -207,7 +207,8 @@ def plain_loop(
             loss += part.item()
         if not curves.loss:
             curves.gradients.update({name: p.grad.float().cpu().numpy().copy() for name, p in named.items()})
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        norm = gradient_norm(named.values())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
         curves.loss.append(loss)
         curves.grad_norm.append(norm.item())
         curves.lr.append(optimizer.param_groups[0]["lr"])
@@ -215,6 +216,14 @@ def plain_loop(
         schedule.step()
         optimizer.zero_grad()
     return curves
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """As `clip_grad_norm_` has it, but summed up in float64.
+
+    In float32 on a CPU, torch's norm of SmolLM2's embedding gradient (28 million numbers) is 1.4e-4 off.
+    """
+    return torch.stack([parameter.grad.double().norm() for parameter in parameters]).norm().float()
 
 
 def load_plain(path: Path) -> PreTrainedModel:

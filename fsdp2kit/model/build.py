@@ -73,7 +73,7 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
                 attn_implementation=section.attention,
                 trust_remote_code=section.trust_remote_code,
             )
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # whatever a model's constructor raises for a config that does not suit it
         reason = str(error).split(". ")[0]  # transformers goes on with advice for its own users
         todo = 'choose another model.attention ("eager" always works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.twin import build_twin
 
 IGNORE = -100
@@ -108,6 +110,7 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
         linear: whether logits are just ``hidden @ weightᵀ``; found out on a tiny twin by default.
     """
     head: Any = model.get_output_embeddings()
+    backbone = backbone_name(model)
     linear = has_linear_head(model) if linear is None else linear
     tied = head.weight is model.get_input_embeddings().weight
     own_head = None if linear else _own_head(model, head)
@@ -119,7 +122,7 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
 
     def loss_sum(model: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any) -> Tensor:
         # A cache would be built by default, and with it packed documents would see each other.
-        hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs)[0]
+        hidden = getattr(model, backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
         index = select_supervised(labels) if index is None else index
         hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
         return head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
@@ -132,6 +135,26 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
 
 def _add_method(module: Any, name: str, function: Callable[..., Tensor]) -> None:
     setattr(module, name, MethodType(function, module))
+
+
+def backbone_name(model: PreTrainedModel) -> str:
+    """Name of the child that turns tokens into hidden states, beside the head.
+
+    Raises:
+        UserError: the model is not a decoder with a head on it.
+    """
+    children = dict(model.named_children())
+    for decoder in (model.base_model, model.get_decoder()):
+        for name, child in children.items():
+            if child is decoder:
+                return name
+    # Some models name their backbone otherwise than their class says; beside the head it is the only one.
+    others = [name for name, child in children.items() if child is not model.get_output_embeddings()]
+    if len(others) == 1:
+        return others[0]
+    raise UserError(
+        f"model {type(model).__name__}", "is not a decoder with an output head", "use a causal language model"
+    )
 
 
 def has_linear_head(model: PreTrainedModel) -> bool:
@@ -150,19 +173,25 @@ def has_linear_head(model: PreTrainedModel) -> bool:
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
         tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
-        hidden = twin.base_model(input_ids=tokens, use_cache=False)[0]
+        hidden = getattr(twin, backbone_name(twin))(input_ids=tokens, use_cache=False)[0]
         logits = twin(input_ids=tokens, use_cache=False).logits
         expected = F.linear(hidden, twin.get_output_embeddings().weight)
     return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+class _HiddenOnly(BaseModelOutputWithPast):
+    """A base model's output with nothing but the last hidden state; whatever else is asked for is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Passthrough(nn.Module):
     """Stands in for the base model: what comes in as embeddings goes out as the last hidden state."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _HiddenOnly(last_hidden_state=inputs_embeds)
 
 
 class _Projection(nn.Module):
@@ -183,7 +212,7 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
     forward = type(model).forward
     view = copy.copy(model)
     view._modules = dict(model._modules)
-    view._modules[model.base_model_prefix] = _Passthrough()
+    view._modules[backbone_name(model)] = _Passthrough()
     projection = _Projection(head)
     for name, module in model._modules.items():
         if module is head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,21 +26,24 @@ _SMALL = {
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def shrink_config(config: PretrainedConfig, *, layers: int = 2, head_dim: int = 16) -> PretrainedConfig:
+def shrink_config(
+    config: PretrainedConfig, *, layers: int = 2, head_dim: int = 16, narrow: bool = True
+) -> PretrainedConfig:
     """A copy of ``config`` with few, narrow layers; heads keep their number of groups where they can.
 
     Args:
         config: a decoder's config.
         layers: at most this many layers.
         head_dim: width of one attention head.
+        narrow: shrink the width as well; otherwise heads and hidden size stay.
     """
     small = copy.deepcopy(config)
     for part in {id(part): part for part in (small, small.get_text_config())}.values():
-        _shrink(part, layers=layers, head_dim=head_dim)
+        _shrink(part, layers=layers, head_dim=head_dim, narrow=narrow)
     return small
 
 
-def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int) -> None:
+def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int, narrow: bool) -> None:
     for key, value in _SMALL.items():
         if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
             setattr(config, key, value)
@@ -55,7 +59,7 @@ def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int) -> None:
         config.num_hidden_layers = depth = max(depth, len(kinds))
         config.layer_types = (kinds + layer_types)[:depth]
     heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
+    if isinstance(heads, int) and narrow:
         groups = max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
         kv_heads = 1 if groups > 1 else 2
         config.num_attention_heads = groups * kv_heads
@@ -66,14 +70,27 @@ def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int) -> None:
         config.hidden_size = config.num_attention_heads * head_dim
 
 
-def build_twin(model: PreTrainedModel, **sizes: Any) -> PreTrainedModel | None:
-    """A tiny twin of ``model`` on the CPU in eval mode, or None where its architecture does not shrink like that."""
+def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A small twin of ``model`` on the CPU in eval mode, or None where its architecture does not shrink.
+
+    Few layers of small width; where the widths depend on one another in ways of the architecture's own, few layers
+    of the model's width.
+    """
+    return _try_twin(shrink_config, model) or _try_twin(_shallow_config, model)
+
+
+def _shallow_config(config: PretrainedConfig) -> PretrainedConfig:
+    return shrink_config(config, narrow=False)
+
+
+def _try_twin(shrink: Callable[[PretrainedConfig], PretrainedConfig], model: PreTrainedModel) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = shrink_config(model.config, **sizes)
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+                twin = AutoModelForCausalLM.from_config(
+                    shrink(model.config), dtype=torch.float32, attn_implementation="eager"
+                )
                 twin.eval()
                 twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
         except Exception:  # whatever an unforeseen architecture raises, the answer is: no twin

@@ -32,7 +32,7 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -
         UserError: naming the refusal, and how to waive it where that is possible.
     """
     hf_config = model.config.get_text_config()
-    _check_dropout(hf_config, config.preflight.allow)
+    _check_dropout(model, hf_config, config.preflight.allow)
     _check_router(hf_config, config.preflight.allow)
     found = probe(model)
     if found is not None and not found["causal"]:
@@ -47,6 +47,8 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -
             f"packed documents would see each other in {type(model).__name__} (tried on a small copy of it)",
             "set data.pack = false",
         )
+    if pack and found is None:
+        _check_kinds(hf_config, "data.pack", "packed documents would see each other through", "set data.pack = false")
     if config.mesh.cp > 1:
         _check_context_parallel(model, hf_config, cp=config.mesh.cp)
 
@@ -74,16 +76,23 @@ def check_offline(config: TrainingConfig) -> list[str]:
     return unchecked
 
 
-def _check_dropout(config: PretrainedConfig, allow: Collection[str]) -> None:
-    if "dropout" in allow:
+def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Collection[str]) -> None:
+    if "dropout" in allow or not any(_drops(module) for module in model.modules()):
         return
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
-            raise UserError(
-                f"model.config.{name}",
-                f"is {value}: dropout draws other masks on another mesh, so results would depend on it",
-                f'set model.config.{name} = 0.0, or preflight.allow = ["dropout"]',
-            )
+    # Configs also name dropouts of heads that this model does not have, so the modules decide and the config advises.
+    keys = [key for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float) and value > 0]
+    raise UserError(
+        "model.config",
+        f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
+        f'set {" and ".join(f"model.config.{key} = 0.0" for key in keys)}, or preflight.allow = ["dropout"]',
+    )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values in training: a dropout layer, or a rate that its forward hands to a function."""
+    if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
+        return module.p > 0
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _check_router(config: PretrainedConfig, allow: Collection[str]) -> None:
@@ -96,15 +105,16 @@ def _check_router(config: PretrainedConfig, allow: Collection[str]) -> None:
     )
 
 
-def _check_context_parallel(model: PreTrainedModel, config: PretrainedConfig, *, cp: int) -> None:
-    where = "mesh.cp"
+def _check_kinds(config: PretrainedConfig, where: str, harm: str, todo: str) -> None:
+    """Refuse layers that are not plain attention: they carry state along the sequence, or see it in chunks."""
     unknown = set(layer_kinds(config)) - _KNOWN_KINDS
     if unknown:
-        raise UserError(
-            where,
-            f"{cp} with layers of kind {', '.join(sorted(unknown))}, which carry state along the sequence",
-            "set mesh.cp = 1",
-        )
+        raise UserError(where, f"{harm} layers of kind {', '.join(sorted(unknown))}", todo)
+
+
+def _check_context_parallel(model: PreTrainedModel, config: PretrainedConfig, *, cp: int) -> None:
+    where = "mesh.cp"
+    _check_kinds(config, where, f"{cp} would cut the sequence for", "set mesh.cp = 1")
     if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
         raise UserError(where, f"{cp} with attention sinks, which belong to all heads at once", "set mesh.cp = 1")
     if not getattr(config, "is_causal", True):

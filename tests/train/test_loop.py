@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.loop import Hooks, Plan, build_plan, evaluate, next_batch, stream_seed, train
-from fsdp2kit.train.losses import accumulate_gradients
+from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.signals import StopRequest
 from tests.parallel.jobs import Case, build, run_cases, whole
@@ -124,6 +125,17 @@ class _Reductions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.done += "reduce_scatter" in str(func)
         return func(*args, **(kwargs or {}))
+
+
+# The gradient norm
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    """Torch's own in float32 adds millions of squares up one after the other on a CPU, so shards change it."""
+    layer = nn.Embedding(1 << 17, 128)
+    layer.weight.grad = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0))
+    expected = layer.weight.grad.double().square().sum().sqrt().item()
+    assert gradient_norm(layer).item() == pytest.approx(expected, rel=1e-6)
 
 
 # Non-finite steps

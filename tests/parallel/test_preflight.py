@@ -1,0 +1,84 @@
+"""What would silently change the mathematics is refused, and what only looks like it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from fsdp2kit.config.schema import MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.loss_head import attach_loss, backbone_name
+from fsdp2kit.model.twin import shrink_config
+from fsdp2kit.parallel.preflight import check_model
+
+
+def check(
+    model_type: str, *, cp: int = 1, pack: bool = True, allow: list[Any] | None = None, **overrides: Any
+) -> None:
+    """`check_model` for a small model of that type."""
+    sizes = {"vocab_size": 128, "model_type": model_type, **overrides}
+    section = ModelConfig(config=sizes, weights="random", attention="eager")
+    config = TrainingConfig(
+        recipe="x", model=section, mesh=MeshConfig(cp=cp), preflight=PreflightConfig(allow=allow or [])
+    )
+    check_model(build_model(section), config, pack=pack)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])
+def test_ordinary_models_pass(model_type: str) -> None:
+    check(model_type, cp=2)  # gpt_neox: its config has a dropout for a head that this model does not have
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "says"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("phi", {"resid_pdrop": 0.1}, "dropout"),
+        ("qwen3_moe", {"output_router_logits": True}, "router_aux_loss"),
+        ("bloom", {}, "data.pack"),
+        ("opt", {"dropout": 0.0}, "data.pack"),
+        ("jamba", {}, "data.pack"),
+        ("recurrent_gemma", {}, "data.pack"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(model_type: str, overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check(model_type, **overrides)
+
+
+def test_refusals_can_be_waived() -> None:
+    check("llama", attention_dropout=0.1, allow=["dropout"])
+    check("qwen3_moe", output_router_logits=True, allow=["router_aux_loss"])
+    check("bloom", pack=False, allow=["dropout"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [("qwen3_next", "linear_attention"), ("gpt_oss", "sinks"), ("recurrent_gemma", "linear_attention")],
+)
+def test_what_context_parallelism_cannot_do_is_refused(model_type: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check(model_type, cp=2, pack=False, allow=["dropout"])
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "mamba", "gpt2", "gpt_neox"])
+def test_the_backbone_is_found_whatever_it_is_called(model_type: str) -> None:
+    model = build_model(ModelConfig(config={"model_type": model_type}, weights="random", attention="eager"))
+    assert model.get_submodule(backbone_name(model)).get_parameter is not None
+    assert backbone_name(model) in {"model", "backbone", "transformer", "gpt_neox"}
+
+
+def test_a_mixture_of_experts_keeps_its_own_head() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = shrink_config(AutoConfig.for_model("mixtral"))
+    model: Any = AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(12)[None]
+    logits = model(tokens, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits[0], tokens[0], reduction="sum")
+    attach_loss(model, linear=False)
+    torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
