@@ -47,8 +47,15 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -
             f"packed documents would see each other in {type(model).__name__} (tried on a small copy of it)",
             "set data.pack = false",
         )
-    if pack and found is None:
+    if pack:
+        # Asked of the kinds as well: a twin's small weights can hide what a convolution carries over.
         _check_kinds(hf_config, "data.pack", "packed documents would see each other through", "set data.pack = false")
+    if pack and found is None:
+        raise UserError(
+            "data.pack",
+            f"no small copy of {type(model).__name__} could be tried, so packed documents might see each other",
+            "set data.pack = false",
+        )
     if config.mesh.cp > 1:
         _check_context_parallel(model, hf_config, cp=config.mesh.cp)
 
@@ -80,7 +87,9 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
     if "dropout" in allow or not any(_drops(module) for module in model.modules()):
         return
     # Configs also name dropouts of heads that this model does not have, so the modules decide and the config advises.
-    keys = [key for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float) and value > 0]
+    keys = [
+        key for key, value in config.to_dict().items() if _is_noise(key) and isinstance(value, float) and value > 0
+    ]
     raise UserError(
         "model.config",
         f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
@@ -88,11 +97,15 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
     )
 
 
+def _is_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
 def _drops(module: nn.Module) -> bool:
     """Whether a module drops values in training: a dropout layer, or a rate that its forward hands to a function."""
     if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
         return module.p > 0
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+    return any(_is_noise(name) and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _check_router(config: PretrainedConfig, allow: Collection[str]) -> None:

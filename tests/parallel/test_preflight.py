@@ -42,6 +42,8 @@ def test_ordinary_models_pass(model_type: str) -> None:
         ("opt", {"dropout": 0.0}, "data.pack"),
         ("jamba", {}, "data.pack"),
         ("recurrent_gemma", {}, "data.pack"),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "data.pack"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ],
 )
 def test_what_would_train_something_else_is_refused(model_type: str, overrides: dict[str, Any], says: str) -> None:
