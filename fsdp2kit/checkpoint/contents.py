@@ -67,7 +67,8 @@ def initialise_state(optimizer: Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     for parameter in fresh:
-        optimizer.state[parameter]["step"].zero_()
+        if "step" in optimizer.state[parameter]:  # not every optimizer counts
+            optimizer.state[parameter]["step"].zero_()
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
