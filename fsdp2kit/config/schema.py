@@ -182,9 +182,9 @@ class TrainConfig(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this; 0 does not clip."""
     log_every: PositiveInt = 1
-    """Log every n steps, averages over them."""
+    """Log every n steps: the loss is that step's own, speeds are averages over the n."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step (its line says null)."""
+    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step."""
 
 
 class OptimizerConfig(Section):
