@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+# An operator takes plain values only, so a process group goes in by name; functional collectives ask the same way.
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 # There is no public way to ask a DTensor which part of the global tensor it holds; DCP asks the same function.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_slices", "torch_at_least"]
+__all__ = [
+    "all_gather_single",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "cuda_flash_attention",
+    "cuda_flash_attention_backward",
+    "group_named",
+    "local_slices",
+    "reduce_scatter_single",
+    "torch_at_least",
+]
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
@@ -23,3 +39,102 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 def torch_at_least(major: int, minor: int) -> bool:
     """Whether the running torch is at least ``major.minor``."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
+
+
+# torch 2.13 gave these two new names and warns at the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group whose ``group_name`` that is."""
+    return _resolve_process_group(cast(Any, name))  # some versions give names a type of their own
+
+
+# Ring attention merges partial results by their log-sum-exp, and hands the merged one to each block's backward.
+# torch's public functions return it at most, and take none: these operators, which they are made of, do both.
+
+
+def cpu_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, n, D]`` and log-sum-exp ``[B, H, n]`` (float32) on the CPU; keys may have fewer heads.
+
+    Args:
+        causal: query i sees keys 0 … i.
+        mask: ``[n, m]`` added to the scores, in the query's dtype.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def cpu_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given the output and log-sum-exp over all keys."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def cuda_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    q_borders: Tensor,
+    k_borders: Tensor,
+    q_longest: int,
+    k_longest: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` (float32) over variable-length sequences on CUDA.
+
+    Args:
+        query: ``[n, H, D]``, 16-bit; key, value: ``[m, G, D]``.
+        q_borders: ``[sequences + 1]`` int32, where each begins; k_borders: of the keys.
+        left: and right: bounds around the diagonal from the last query and key; −1: none.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, q_borders, k_borders, q_longest, k_longest, 0.0, (left, right) == (-1, 0), False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out, lse.transpose(0, 1)
+
+
+def cuda_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    q_borders: Tensor,
+    k_borders: Tensor,
+    q_longest: int,
+    k_longest: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given the output and log-sum-exp ``[n, H]`` over all keys."""
+    no_dropout: Any = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = query.new_empty(0)
+    return torch.ops.aten._flash_attention_backward(
+        grad_out, query, key, value, out, lse.transpose(0, 1).contiguous(), q_borders, k_borders, q_longest, k_longest,
+        0.0, (left, right) == (-1, 0), no_dropout, unused,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip

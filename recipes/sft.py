@@ -22,6 +22,7 @@ from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.ledger import checked, dtype_ledger
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -63,7 +64,8 @@ def main(config: Config) -> None:
         tokenizer = build_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
-        check_model(model, config, pack=config.data.pack)
+        path = choose_path(config, hf_config, cp=sizes.cp, device_type=world.device.type)
+        check_model(model, config, path=path)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
         ledger = dtype_ledger(config.fsdp, export=export_dtype)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
@@ -76,10 +78,10 @@ def main(config: Config) -> None:
     # Text → tokens → packs → global batches → this rank's share → its part of each sequence, on the device.
     vocab_size = hf_config.get_text_config().vocab_size
     data = build_data(config, tokenizer=tokenizer, vocab_size=vocab_size, dp_rank=mesh.dp_rank, dp_size=sizes.dp)
-    to_device = build_shard_batch(model.config, attention=config.model.attention, mesh=mesh, device=world.device)
+    to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
 
     # The model over the mesh, with the values of a checkpoint, of its source, or random ones.
-    parallelize_model(model, config, mesh=mesh, device=world.device)
+    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
     optimizer = build_optimizer(config.optimizer, model)
     identity = run_identity(config, hf_config, source=source, data=data.documents.fingerprint)
     checkpoints = build_checkpoint_manager(
@@ -114,7 +116,7 @@ def main(config: Config) -> None:
             wandb_id=progress.wandb_id,
         )
     with metrics, profiler:
-        for line in (str(sizes), str(ledger), *data.describe()):
+        for line in (str(sizes), str(path), str(ledger), *data.describe()):
             metrics.message(line)
         hooks = Hooks(
             log=metrics.log,

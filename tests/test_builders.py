@@ -32,7 +32,8 @@ from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import initialize
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.context_parallel.attention import apply_context_parallel
+from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
@@ -153,13 +154,13 @@ def test_metrics_and_profiler(tmp_path: Path) -> None:
 
 
 def shard_and_compare() -> dict[str, bool]:
-    """`build_mesh`, `apply_context_parallel` and `apply_fsdp`, each called by hand on an ordinary real model."""
+    """`build_mesh`, `apply_attention` and `apply_fsdp`, each called by hand on an ordinary real model."""
     world = distributed.start()
     section = FSDPConfig(param_dtype="float32")
     mesh = build_mesh(MeshConfig(cp=world.size), section, world=world)
     model = real_model()
     plain = plain_copy(model)
-    apply_context_parallel(model, group=mesh.cp_group)
+    apply_attention(model, AttentionPath("ulysses", "sdpa"), group=mesh.cp_group)
     apply_fsdp(section, model, decoder_layers(model), mesh=mesh.shard)
     part = TOKENS.shape[1] // world.size
     local = slice(mesh.cp_rank * part, (mesh.cp_rank + 1) * part)

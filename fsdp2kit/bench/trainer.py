@@ -16,6 +16,7 @@ from fsdp2kit.distributed import World
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.progress import Progress
@@ -76,8 +77,9 @@ def build_trainer(
     """
     model = build_model(config.model)
     throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
-    to_device = build_shard_batch(model.config, attention=config.model.attention, mesh=mesh, device=world.device)
-    parallelize_model(model, config, mesh=mesh, device=world.device)
+    path = choose_path(config, model.config, cp=mesh.sizes.cp, device_type=world.device.type)
+    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
+    to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
     if config.model.weights == "pretrained":
         load_pretrained(model, Path(str(config.model.path)))
     else:

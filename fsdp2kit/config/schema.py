@@ -71,7 +71,8 @@ class ModelConfig(Section):
     config: dict[str, Any] = {}
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
     attention: str = "sdpa"
-    """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …"""
+    """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …; or "varlen":
+    documents and sliding windows without masks, which "sdpa" becomes on CUDA where it would need a dense one."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None
@@ -115,8 +116,10 @@ class FSDPConfig(Section):
 class ContextParallelConfig(Section):
     """How attention sees the whole sequence when `mesh.cp` > 1."""
 
-    method: Literal["auto", "ulysses"] = "auto"
-    """"ulysses": all-to-all between sequence shards and heads, for any number of heads ≥ cp. "auto" picks it."""
+    method: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
+    """"ulysses": all-to-all between sequence shards and heads, around any attention implementation. "ring": keys and
+    values travel round the ranks while they compute. "allgather": every rank gathers all keys and values. "auto"
+    picks one by heads, packing, sequence length and mesh, and says why at the start."""
 
 
 class ActivationCheckpointingConfig(Section):

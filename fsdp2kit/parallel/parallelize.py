@@ -10,25 +10,35 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.context_parallel.attention import apply_context_parallel
+from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
 from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
 from fsdp2kit.parallel.mesh import Mesh
 
 
 def parallelize_model(
-    model: PreTrainedModel, config: TrainingConfig, *, mesh: Mesh, device: torch.device
+    model: PreTrainedModel,
+    config: TrainingConfig,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    path: AttentionPath | None = None,
 ) -> PreTrainedModel:
     """Spread a meta ``model`` over ``mesh``, in place; its parameters are then allocated but hold no values.
 
     Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that.
 
+    Args:
+        path: the way that attention goes, the same as for `build_shard_batch`; by default what `choose_path` says.
+
     Raises:
         UserError: transformers names no layer class for this model.
     """
+    path = path or choose_path(config, model.config, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
     head = attach_loss(model)
     # 1. What changes the computation itself comes first, so that everything after wraps the final one.
-    apply_context_parallel(model, group=mesh.cp_group, attention=config.model.attention)
+    apply_attention(model, path, group=mesh.cp_group)
     # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before
     # a layer runs again in backward.
     if config.activation_checkpointing.mode == "full":

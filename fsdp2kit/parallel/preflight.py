@@ -16,17 +16,18 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.probe import probe
-from fsdp2kit.parallel.context_parallel.batch import layer_kinds
+from fsdp2kit.model.twin import build_twin
+from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.masks import unknown_kinds
+from fsdp2kit.parallel.context_parallel.trial import find_difference
 
-_KNOWN_KINDS = {"full_attention", "sliding_attention"}
 
-
-def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -> None:
+def check_model(model: PreTrainedModel, config: TrainingConfig, *, path: AttentionPath) -> None:
     """Refuse what would silently change the mathematics of ``model`` under ``config``.
 
     Args:
         model: on meta, before it is made parallel.
-        pack: whether rows hold several documents.
+        path: the way its attention goes (`choose_path`).
 
     Raises:
         UserError: naming the refusal, and how to waive it where that is possible.
@@ -41,23 +42,10 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -
             "its tokens see later tokens, so next-token prediction would learn to copy",
             "use a causal language model",
         )
-    if pack and found is not None and not found["separates_packed"]:
-        raise UserError(
-            "data.pack",
-            f"packed documents would see each other in {type(model).__name__} (tried on a small copy of it)",
-            "set data.pack = false",
-        )
-    if pack:
-        # Asked of the kinds as well: a twin's small weights can hide what a convolution carries over.
-        _check_kinds(hf_config, "data.pack", "packed documents would see each other through", "set data.pack = false")
-    if pack and found is None:
-        raise UserError(
-            "data.pack",
-            f"no small copy of {type(model).__name__} could be tried, so packed documents might see each other",
-            "set data.pack = false",
-        )
-    if config.mesh.cp > 1:
-        _check_context_parallel(model, hf_config, cp=config.mesh.cp)
+    if config.data.pack:
+        _check_packing(model, hf_config, found)
+    if path.method or path.kernel == VARLEN:
+        _check_attention(model, hf_config, path, cp=config.mesh.cp, pack=config.data.pack)
 
 
 def check_offline(config: TrainingConfig) -> list[str]:
@@ -77,7 +65,8 @@ def check_offline(config: TrainingConfig) -> list[str]:
             raise
         unchecked.append("model")
     else:
-        check_model(build_model(config.model, hf_config=hf_config), config, pack=config.data.pack)
+        path = choose_path(config, hf_config, cp=config.mesh.cp, device_type="cpu")
+        check_model(build_model(config.model, hf_config=hf_config), config, path=path)
     if config.data.path is not None and not Path(config.data.path).exists():
         unchecked.append("data")
     return unchecked
@@ -120,24 +109,52 @@ def _check_router(config: PretrainedConfig, allow: Collection[str]) -> None:
 
 def _check_kinds(config: PretrainedConfig, where: str, harm: str, todo: str) -> None:
     """Refuse layers that are not plain attention: they carry state along the sequence, or see it in chunks."""
-    unknown = set(layer_kinds(config)) - _KNOWN_KINDS
-    if unknown:
+    if unknown := unknown_kinds(config):
         raise UserError(where, f"{harm} layers of kind {', '.join(sorted(unknown))}", todo)
 
 
-def _check_context_parallel(model: PreTrainedModel, config: PretrainedConfig, *, cp: int) -> None:
-    where = "mesh.cp"
-    _check_kinds(config, where, f"{cp} would cut the sequence for", "set mesh.cp = 1")
-    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
-        raise UserError(where, f"{cp} with attention sinks, which belong to all heads at once", "set mesh.cp = 1")
-    if not getattr(config, "is_causal", True):
-        raise UserError(where, f"{cp} with bidirectional attention", "set mesh.cp = 1")
-    heads = config.num_attention_heads
-    if cp > heads:
-        raise UserError(where, f"{cp} is more than the model's {heads} attention heads", f"use at most {heads}")
-    if not model._can_set_attn_implementation():
+def _check_packing(model: PreTrainedModel, config: PretrainedConfig, found: dict[str, bool] | None) -> None:
+    name, todo = type(model).__name__, "set data.pack = false"
+    if found is None:
+        what = f"no small copy of {name} could be tried, so packed documents might see each other"
+        raise UserError("data.pack", what, todo)
+    if not found["separates_packed"]:
         raise UserError(
-            where,
-            f"{cp}, but {type(model).__name__} does not go through transformers' attention interface",
-            "set mesh.cp = 1",
+            "data.pack", f"packed documents would see each other in {name} (tried on a small copy of it)", todo
         )
+    # Asked of the kinds as well: a convolution's small weights might hide what it carries over.
+    _check_kinds(config, "data.pack", "packed documents would see each other through", todo)
+
+
+def _check_attention(
+    model: PreTrainedModel, config: PretrainedConfig, path: AttentionPath, *, cp: int, pack: bool
+) -> None:
+    """Refuse attention of ours for a model that needs its own."""
+    if path.method:
+        where, todo = f"context_parallel.method {path.method!r}", "set mesh.cp = 1"
+        _check_kinds(config, where, "the sequence would be cut for", todo)
+    else:
+        where, todo = "model.attention", 'set model.attention = "eager"'
+    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
+        raise UserError(where, "attention sinks belong to all heads and all keys at once", todo)
+    if path.kernel == VARLEN and getattr(config, "attention_dropout", 0.0):
+        raise UserError(where, "it has no attention dropout", "set model.config.attention_dropout = 0.0")
+    twin = build_twin(model)
+    if twin is None:
+        what = f"no small copy of {type(model).__name__} could be tried"
+    else:
+        what = find_difference(twin, path, cp=cp, pack=pack)
+    if what:
+        raise UserError(where, f"{type(model).__name__}: {what}", _what_works(model, path, cp=cp, pack=pack) or todo)
+
+
+def _what_works(model: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+    """Another method that this model can do."""
+    for other in (AttentionPath("ulysses", "eager"), AttentionPath("allgather", VARLEN)):
+        if path.method in (None, other.method):
+            continue
+        twin = build_twin(model)
+        if twin is not None and find_difference(twin, other, cp=cp, pack=pack) is None:
+            kernel = ' with model.attention = "eager"' if other.kernel == "eager" else ""
+            return f"set context_parallel.method = {other.method!r}{kernel}"
+    return None

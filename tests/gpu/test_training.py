@@ -15,6 +15,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
@@ -116,7 +117,7 @@ def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
     """A second batch must not overwrite the pinned memory that the first one's copy still reads."""
     config = TrainingConfig(recipe="none")
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    to_device = build_shard_batch(_TinyConfig(), attention="sdpa", mesh=mesh, device=world.device)
+    to_device = build_shard_batch(_TinyConfig(), path=AttentionPath(None, "sdpa"), mesh=mesh, device=world.device)
     hosts = [torch.full((8, 65536), number) for number in range(16)]
     torch.cuda._sleep(200_000_000)  # the copies queue up behind this
 

@@ -17,6 +17,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -26,7 +27,7 @@ from fsdp2kit.train.loop import Hooks, build_plan, next_batch, train
 from fsdp2kit.train.losses import accumulate_gradients
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.throughput import Throughput
-from tests.reference import Curves, DealtOut, Rows, make_batches
+from tests.reference import LENGTH, Curves, DealtOut, Rows, make_batches
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Case:
     dp_replicate: int | str = "auto"
     checkpointing: bool = False
     attention: str = "sdpa"
+    method: str = "auto"
+    seq_len: int = LENGTH
+    pack: bool = True
     lr: float = 1e-3
 
     @property
@@ -50,7 +54,12 @@ class Case:
     def __str__(self) -> str:
         words = [self.kind, f"dp{self.dp}", f"cp{self.cp}", f"micro{self.micro}", *(str(v) for _, v in self.fsdp)]
         return "-".join(
-            [*words, *(["ac"] if self.checkpointing else []), *([self.attention] * (self.attention != "sdpa"))]
+            [
+                *words,
+                *(["ac"] if self.checkpointing else []),
+                *([self.attention] * (self.attention != "sdpa")),
+                *([self.method] * (self.method != "auto")),
+            ]
         )
 
     def config(self, folder: Path, *, steps: int, rows: int) -> TrainingConfig:
@@ -59,6 +68,8 @@ class Case:
             {
                 "recipe": "none",
                 "model": {"path": str(folder / self.kind), "attention": self.attention},
+                "context_parallel": {"method": self.method},
+                "data": {"seq_len": self.seq_len, "pack": self.pack},
                 "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate},
                 "fsdp": {"param_dtype": "float32", **dict(self.fsdp)},
                 "activation_checkpointing": {"mode": "full" if self.checkpointing else "none"},
@@ -80,9 +91,10 @@ def build(config: TrainingConfig) -> tuple[Any, Mesh, Any, Throughput]:
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     model = build_model(config.model)
     throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
-    parallelize_model(model, config, mesh=mesh, device=world.device)
+    path = choose_path(config, model.config, cp=mesh.sizes.cp, device_type=world.device.type)
+    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
     load_pretrained(model, Path(str(config.model.path)))
-    to_device = build_shard_batch(model.config, attention=config.model.attention, mesh=mesh, device=world.device)
+    to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
     return model, mesh, to_device, throughput
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.context_parallel.batch import document_borders, shard_batch
+from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath
+from fsdp2kit.parallel.context_parallel.masks import document_borders
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from tests.workers import WorkerPool
@@ -58,7 +61,8 @@ def loss_and_reference(path: str, cp: int) -> tuple[float, float]:
     config = TrainingConfig(recipe="x", fsdp={"param_dtype": "float32"}, **values)  # pyright: ignore
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     model: Any = build_model(config.model)
-    parallelize_model(model, config, mesh=mesh, device=world.device)
+    way = AttentionPath("ulysses" if cp > 1 else None, "varlen_reference")
+    parallelize_model(model, config, path=way, mesh=mesh, device=world.device)
     load_pretrained(model, Path(path))
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(100, POSITIONS.shape, generator=generator) for _ in range(2))
@@ -67,7 +71,7 @@ def loss_and_reference(path: str, cp: int) -> tuple[float, float]:
         labels,
         POSITIONS,
         config=model.config,
-        attention="flash_attention_2",
+        path=replace(way, kernel="flash_attention_2"),
         cp_rank=mesh.cp_rank,
         cp_size=cp,
         device=world.device,

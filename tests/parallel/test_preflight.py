@@ -7,24 +7,45 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from fsdp2kit.config.schema import MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
+from fsdp2kit.config.schema import (
+    ContextParallelConfig,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PreflightConfig,
+    TrainingConfig,
+)
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.loss_head import attach_loss, backbone_name
 from fsdp2kit.model.twin import shrink_config
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.preflight import check_model
 
 
 def check(
-    model_type: str, *, cp: int = 1, pack: bool = True, allow: list[Any] | None = None, **overrides: Any
+    model_type: str,
+    *,
+    cp: int = 1,
+    pack: bool = True,
+    allow: list[Any] | None = None,
+    method: Any = "auto",
+    attention: str = "eager",
+    **overrides: Any,
 ) -> None:
     """`check_model` for a small model of that type."""
     sizes = {"vocab_size": 128, "model_type": model_type, **overrides}
-    section = ModelConfig(config=sizes, weights="random", attention="eager")
+    section = ModelConfig(config=sizes, weights="random", attention=attention)
     config = TrainingConfig(
-        recipe="x", model=section, mesh=MeshConfig(cp=cp), preflight=PreflightConfig(allow=allow or [])
+        recipe="x",
+        model=section,
+        mesh=MeshConfig(cp=cp),
+        context_parallel=ContextParallelConfig(method=method),
+        data=DataConfig(pack=pack),
+        preflight=PreflightConfig(allow=allow or []),
     )
-    check_model(build_model(section), config, pack=pack)
+    model = build_model(section)
+    check_model(model, config, path=choose_path(config, model.config, cp=cp, device_type="cpu"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])
@@ -84,3 +105,43 @@ def test_a_mixture_of_experts_keeps_its_own_head() -> None:
     expected = torch.nn.functional.cross_entropy(logits[0], tokens[0], reduction="sum")
     attach_loss(model, linear=False)
     torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring", "allgather"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "cohere2"])
+def test_every_method_passes_for_ordinary_models(model_type: str, method: str) -> None:
+    check(model_type, cp=2, method=method, attention="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "attention", "says"),
+    [
+        ("gpt_oss", "ulysses", "eager", "sinks"),
+        (
+            "gemma2",
+            "ring",
+            "sdpa",
+            "cannot be built|does not know softcap.*'ulysses' with model.attention = \"eager\"",
+        ),
+        ("bloom", "ulysses", "eager", "interface"),
+        ("llama4_text", "allgather", "sdpa", "chunked_attention"),
+        ("qwen3_next", "ring", "sdpa", "linear_attention"),
+    ],
+)
+def test_what_a_method_cannot_do_is_refused(model_type: str, method: str, attention: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check(model_type, cp=2, pack=False, method=method, attention=attention, allow=["dropout"])
+
+
+def test_an_ordinary_attention_with_something_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that no config names, as a new architecture might have."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.eager_attention_forward
+
+    def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return original(module, query, key + 0.3 * key.flip(-1), value, mask, **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+    with pytest.raises(UserError, match=r"not what the model's own is.*set context_parallel.method = 'ulysses'"):
+        check("llama", cp=2, method="ring", attention="sdpa")

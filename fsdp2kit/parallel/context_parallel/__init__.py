@@ -1,14 +1,38 @@
 """Context parallelism: every rank runs the model on its part of each sequence; attention sees the whole.
 
 Everything in a transformer but attention treats tokens one by one, so a rank can run it on S/cp of them. For
-attention, Ulysses (arXiv:2309.14509) trades the split over the sequence for a split over the heads and back:
+attention there are three ways, each in the module of its name (`choose` picks one):
 
-        sequence split                      head split
-    rank 0  [h0 h1 h2 h3] × tokens 0–3      rank 0  [h0 h1] × tokens 0–7
-    rank 1  [h0 h1 h2 h3] × tokens 4–7      rank 1  [h2 h3] × tokens 0–7
-                 └──── all-to-all (q, k, v) ────┘
-                 ┌──── all-to-all (output)  ────┐
+**ulysses** (arXiv:2309.14509) trades the split over the sequence for a split over the heads and back. Between the two
+exchanges any attention implementation of transformers runs on whole sequences, with whole masks.
 
-Between the two exchanges, any attention implementation of transformers runs on the whole sequence with the
-whole mask, so packing and sliding windows come out exactly as they do on one rank.
+        sequence split                                    head split
+    rank 0  [h0 h1 h2 h3] × tokens 0–3   all-to-all   rank 0  [h0 h1] × tokens 0–7
+    rank 1  [h0 h1 h2 h3] × tokens 4–7   ←───────→    rank 1  [h2 h3] × tokens 0–7
+
+**ring** (arXiv:2310.01889) leaves queries where they are; keys and values go round, and each rank merges what it
+computes with the block at hand into what it has.
+
+             step 0      step 1      step 2      step 3
+    rank 0   q0 · kv0    q0 · kv3    q0 · kv2    q0 · kv1
+    rank 1   q1 · kv1    q1 · kv0    q1 · kv3    q1 · kv2        kv blocks move down a rank a step,
+    rank 2   q2 · kv2    q2 · kv1    q2 · kv0    q2 · kv3        while the block before them is worked on
+    rank 3   q3 · kv3    q3 · kv2    q3 · kv1    q3 · kv0
+
+**allgather** (arXiv:2407.21783) lets every rank gather all keys and values, in one collective; few key/value heads
+make that cheap. Gradients of keys and values go home by reduce-scatter.
+
+    rank 0   q0 · [kv0 kv1 kv2 kv3]
+    rank 1   q1 · [kv0 kv1 kv2 kv3]   …
+
+Causal attention makes late tokens dear: token t looks at t + 1 keys. Were a sequence cut into cp stretches, the last
+rank would do nearly twice the average work, and the others wait for it. Ring and allgather therefore deal **zigzag**:
+2·cp chunks, of which a rank gets one from the head and its mirror image from the tail.
+
+    cp = 4, chunks       0    1    2    3    4    5    6    7
+    held by rank         0    1    2    3    3    2    1    0
+    keys that it sees    1    2    3    4    5    6    7    8      chunks; 0 + 7, 1 + 6, 2 + 5, 3 + 4: nine for each rank
+
+What a query may see (its own document, nothing after it, a window) is worked out on the host as rectangles
+(`segments`); what no query sees is not computed. `layout` puts gathered logits or hidden states back in order.
 """

@@ -1,0 +1,83 @@
+"""Which tokens of a sequence a context-parallel rank holds, and how they are put together again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp2kit.torch_compat import all_gather_single, reduce_scatter_single
+
+Method = Literal["ulysses", "ring", "allgather"]
+
+
+def chunks_of(rank: int, *, cp: int, length: int, method: Method) -> list[range]:
+    """The stretches of a sequence of ``length`` tokens that ``rank`` holds, in the order in which it holds them.
+
+    Ulysses gives each rank one stretch. Ring and allgather deal out zigzag (head and tail): 2·cp chunks, of which
+    rank r has number r and number 2·cp − 1 − r. A causal query at place t looks at t + 1 keys, so one early and one
+    late chunk together are the same work for every rank.
+    """
+    if method == "ulysses":
+        size = length // cp
+        return [range(rank * size, (rank + 1) * size)]
+    size = length // (2 * cp)
+    return [range(number * size, (number + 1) * size) for number in (rank, 2 * cp - 1 - rank)]
+
+
+def take_chunks(tensor: Tensor, chunks: list[range], *, dim: int = 1) -> Tensor:
+    """Those stretches of ``tensor`` along ``dim``, one after the other."""
+    parts = [tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim: int = 1) -> Tensor:
+    """The whole sequence, in order, of which every rank of ``group`` holds its chunks: logits, hidden states, ….
+
+    Differentiable: what flows back to a rank is the sum over all ranks of the gradients of its own part.
+
+    Args:
+        tensor: ``[B, s, …]`` with ``dim = 1``, cut as `chunks_of` says for ``method``.
+
+    Returns:
+        ``[B, cp·s, …]``.
+    """
+    gathered: Tensor = _Gather.apply(tensor.movedim(dim, 0), group)
+    return in_order(gathered, cp=dist.get_world_size(group), method=method).movedim(0, dim)
+
+
+def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
+    """From ``[S, …]``, one rank's chunks after the other's, to ``[S, …]`` in the order of the sequence."""
+    if method == "ulysses" or cp == 1:
+        return gathered
+    parts = gathered.chunk(2 * cp)
+    return torch.cat([*parts[0::2], *reversed(parts[1::2])])
+
+
+def by_rank(ordered: Tensor, *, cp: int, method: Method) -> Tensor:
+    """The way back from `in_order`."""
+    if method == "ulysses" or cp == 1:
+        return ordered
+    parts = ordered.chunk(2 * cp)
+    return torch.cat([part for rank in range(cp) for part in (parts[rank], parts[2 * cp - 1 - rank])])
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the first dimension; its transpose is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        result = tensor.new_empty((dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:]))
+        all_gather_single(result, tensor.contiguous(), group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size = grads[0].shape[0] // dist.get_world_size(ctx.group)
+        result = grads[0].new_empty((size, *grads[0].shape[1:]))
+        reduce_scatter_single(result, grads[0].contiguous(), group=ctx.group)
+        return result, None

@@ -1,0 +1,181 @@
+"""What a rank's queries may see, as rectangles: the sparse form of a causal, packed, windowed attention mask.
+
+A query sees the keys of its own document that are not after it and, in a sliding window of w, fewer than w tokens
+before it. Between a stretch of queries and a stretch of keys, each document leaves at most one rectangle, cut by at
+most two diagonals:
+
+    keys →      k0          k1
+           q0   ███████░░░░░        a segment: queries q0 … q1, keys k0 … k1
+                ████████░░░░        right: how far past its own diagonal a query still sees (causality)
+           q1   ░████████░░░        left: how far before it (the window)
+
+`left` and `right` count as in flash attention: query i of n sees the keys j of m with
+i + m − n − left ≤ j ≤ i + m − n + right; −1 is no bound. What is in no segment is never computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of
+
+
+class Segment(NamedTuple):
+    """Queries and keys that meet, in places of the rank's own queries and of the block of keys at hand."""
+
+    step: int
+    """The exchange after which these keys are at hand; 0: without any."""
+    row: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    left: int
+    right: int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.left < 0 and self.right < 0
+
+
+@dataclass(frozen=True)
+class SegmentTables:
+    """The segments of a micro-batch's layers, handed through the model to its attention.
+
+    An object, not a bare dict: FSDP leaves it on the host, where it is read.
+    """
+
+    by_window: dict[int | None, Tensor]
+
+    def of(self, window: int | None) -> Tensor:
+        """The `plan_segments` table for layers with that sliding window, or with none.
+
+        Raises:
+            ValueError: the batch was not made for such layers.
+        """
+        if window not in self.by_window:
+            known = ", ".join(map(str, self.by_window))
+            raise ValueError(f"a layer's sliding window is {window}, but the batch was made for {known}")
+        return self.by_window[window]
+
+
+def document_starts(position_ids: Tensor) -> list[list[int]]:
+    """Where documents begin in each row, and the row's length: positions ``[B, S]`` restart at 0 in each.
+
+    A row that does not begin at 0 begins a document all the same.
+    """
+    length = position_ids.shape[1]
+    rows = []
+    for row in position_ids.cpu():
+        starts = (row == 0).nonzero().squeeze(1).tolist()
+        rows.append([*([] if starts[:1] == [0] else [0]), *starts, length])
+    return rows
+
+
+def plan_segments(
+    starts: Sequence[Sequence[int]], *, method: Method | None, rank: int, cp: int, window: int | None
+) -> Tensor:
+    """Everything that this rank's queries see, step by step.
+
+    Args:
+        starts: per row, where documents begin and the row's length (`document_starts`).
+        method: which exchange brings the keys; None: they are all here, and so are the queries.
+        window: how many tokens a query sees, itself included; None: its whole document.
+
+    Returns:
+        ``[N, 8]`` int64 on the host, a `Segment` a line.
+    """
+    found = []
+    for row, borders in enumerate(starts):
+        length = borders[-1]
+        whole = [range(length)]
+        queries = whole if method is None else chunks_of(rank, cp=cp, length=length, method=method)
+        for step in range(cp if method == "ring" else 1):
+            owner = (rank - step) % cp
+            keys = chunks_of(owner, cp=cp, length=length, method=method) if method == "ring" else whole
+            found += _join([Segment(step, row, *places) for places in _meetings(queries, keys, borders, window)])
+    return torch.tensor(found, dtype=torch.int64).reshape(-1, len(Segment._fields))
+
+
+def read_segments(table: Tensor) -> list[Segment]:
+    """The lines of `plan_segments`' table."""
+    return [Segment(*line) for line in table.tolist()]
+
+
+def _meetings(
+    queries: list[range], keys: list[range], borders: Sequence[int], window: int | None
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Every document's rectangle between every stretch of queries and of keys, in local places."""
+    q_offset = 0
+    for q_chunk in queries:
+        k_offset = 0
+        for k_chunk in keys:
+            for start, stop in itertools.pairwise(borders):
+                if stop <= q_chunk.start or start >= q_chunk.stop or stop <= k_chunk.start or start >= k_chunk.stop:
+                    continue
+                document = range(start, stop)
+                seen = _visible(_overlap(q_chunk, document), _overlap(k_chunk, document), window)
+                if seen:
+                    q0, q1, k0, k1, left, right = seen
+                    q_move, k_move = q_offset - q_chunk.start, k_offset - k_chunk.start
+                    yield q0 + q_move, q1 + q_move, k0 + k_move, k1 + k_move, left, right
+            k_offset += len(k_chunk)
+        q_offset += len(q_chunk)
+
+
+def _overlap(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
+
+
+def _visible(queries: range, keys: range, window: int | None) -> tuple[int, int, int, int, int, int] | None:
+    """What of one document's queries and keys (places in the sequence) meets, or None."""
+    k0, k1 = keys.start, min(keys.stop, queries.stop)
+    q0, q1 = max(queries.start, k0), queries.stop
+    if window is not None:
+        k0 = max(k0, q0 - window + 1)
+        q1 = min(q1, k1 - 1 + window)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    ahead = q1 - k1
+    right = ahead if k1 - 1 > q0 else -1
+    left = window - 1 - ahead if window is not None and q1 - 1 - k0 >= window else -1
+    return q0, q1, k0, k1, left, right
+
+
+def _join(segments: list[Segment]) -> list[Segment]:
+    """Neighbouring rectangles become one, for fewer and larger kernels."""
+    joined = _fold(sorted(segments, key=lambda s: (s.q_start, s.q_stop, s.k_start)), _beside)
+    return _fold(sorted(joined, key=lambda s: (s.k_start, s.q_start)), _below)
+
+
+def _fold(segments: Iterable[Segment], join: Callable[[Segment, Segment], Segment | None]) -> list[Segment]:
+    result: list[Segment] = []
+    for segment in segments:
+        together = join(result[-1], segment) if result else None
+        if together:
+            result[-1] = together
+        else:
+            result.append(segment)
+    return result
+
+
+def _beside(first: Segment, second: Segment) -> Segment | None:
+    same_queries = (first.q_start, first.q_stop) == (second.q_start, second.q_stop)
+    if same_queries and first.k_stop == second.k_start and first.is_full and second.left < 0:
+        return second._replace(k_start=first.k_start)
+    return None
+
+
+def _below(first: Segment, second: Segment) -> Segment | None:
+    if first.q_stop != second.q_start or first.k_start != second.k_start or first.left >= 0 or second.left >= 0:
+        return None
+    both_full = first.is_full and second.is_full and first.k_stop == second.k_stop
+    one_diagonal = first.right == second.right == 0 and first.k_stop - first.q_stop == second.k_stop - second.q_stop
+    return second._replace(q_start=first.q_start) if both_full or one_diagonal else None

@@ -1,0 +1,222 @@
+"""Blockwise attention equals torch's own with the dense mask, forward and backward, whatever brings the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp2kit.parallel.context_parallel import bands, kernels, pieces
+from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
+from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, take_chunks
+from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
+from tests.parallel.test_segments import positions_of, transformers_mask
+from tests.workers import WorkerPool
+
+LENGTH = 48
+PACKINGS = {
+    "plain": [[LENGTH], [LENGTH]],
+    "packed": [[5, 22, 9, 7, 5], [1, 1, 30, 16]],
+}
+CASES = [(name, window) for name in PACKINGS for window in (None, 1, 7, 40)]
+
+
+def inputs(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor, ...]:
+    """Query, key, value and the output's gradient: ``[2, 6 or 2, S, 16]``."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 6, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16), (2, 6, LENGTH, 16)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def expected(name: str, window: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Output and gradients by torch's own attention in float64."""
+    q, k, v, grad = (tensor.double() for tensor in inputs(dtype))
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    mask = transformers_mask(positions(name), window)[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def positions(name: str) -> Tensor:
+    return torch.stack([positions_of(lengths) for lengths in PACKINGS[name]])
+
+
+def local(name: str, window: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The same by our operator, all keys at hand."""
+    q, k, v, grad = inputs(dtype)
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    table = plan_segments(document_starts(positions(name)), method=None, rank=0, cp=1, window=window)
+    out, _ = blockwise_attention(q, k, v, table, 0.3, "none", "")
+    out.backward(grad)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def assert_close(found: list[Tensor], target: list[Tensor], *, bound: float) -> None:
+    for mine, theirs in zip(found, target, strict=True):
+        # With a window of one token, the queries' gradient is zero.
+        assert (mine.double() - theirs).norm() <= bound * max(theirs.norm(), 100.0)
+
+
+@pytest.mark.parametrize(("name", "window"), CASES)
+@pytest.mark.parametrize("tile", [4, 512])
+def test_cpu_kernel(name: str, window: int | None, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "TILE", tile)
+    assert_close(local(name, window), expected(name, window), bound=1e-6)
+    assert_close(local(name, window, torch.bfloat16), expected(name, window, torch.bfloat16), bound=1e-2)
+
+
+@pytest.mark.parametrize(("name", "window"), CASES)
+def test_plain_operations(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "cpu_flash_attention", pieces.plain_attention)
+    monkeypatch.setattr(pieces, "cpu_flash_attention_backward", pieces.plain_attention_backward)
+    assert_close(local(name, window), expected(name, window), bound=1e-6)
+
+
+def _mask_of_band(n: int, m: int, left: int, right: int) -> Tensor:
+    past = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
+    shown = torch.ones(n, m, dtype=torch.bool)
+    if left >= 0:
+        shown &= past >= -left
+    if right >= 0:
+        shown &= past <= right
+    return shown
+
+
+def _each(q_borders: Tensor, k_borders: Tensor) -> list[tuple[slice, slice]]:
+    q, k = q_borders.tolist(), k_borders.tolist()
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False)]
+
+
+def _emulated_forward(query: Tensor, key: Tensor, value: Tensor, **bounds: Any) -> tuple[Tensor, Tensor]:
+    """What the CUDA kernel computes, a sequence at a time and by definition."""
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+    groups = query.shape[1] // key.shape[1]
+    for q, k in _each(bounds["q_borders"], bounds["k_borders"]):
+        keys = key[k].repeat_interleave(groups, 1)
+        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * bounds["scale"]
+        shown = _mask_of_band(*scores.shape[1:], bounds["left"], bounds["right"])
+        assert shown.any(1).all(), "a query without any key would be NaN in a kernel"
+        assert max(q.stop - q.start, 0) <= bounds["q_longest"]
+        assert max(k.stop - k.start, 0) <= bounds["k_longest"]
+        scores = scores.masked_fill(~shown, float("-inf"))
+        lse[q] = scores.logsumexp(-1).T
+        out[q] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value[k].repeat_interleave(groups, 1))
+    return out, lse
+
+
+def _emulated_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **bounds: Any
+) -> tuple[Tensor, ...]:
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    groups = query.shape[1] // key.shape[1]
+    for q, k in _each(bounds["q_borders"], bounds["k_borders"]):
+        keys, values = key[k].repeat_interleave(groups, 1), value[k].repeat_interleave(groups, 1)
+        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * bounds["scale"]
+        shown = _mask_of_band(*scores.shape[1:], bounds["left"], bounds["right"])
+        weights = (scores - lse[q].T[..., None]).exp().masked_fill(~shown, 0)
+        delta = (grad[q] * out[q]).sum(-1).T[..., None]
+        of_scores = weights * (torch.einsum("nhd,mhd->hnm", grad[q], values) - delta) * bounds["scale"]
+        grads[0][q] = torch.einsum("hnm,mhd->nhd", of_scores, keys)
+        of_keys = torch.einsum("hnm,nhd->mhd", of_scores, query[q])
+        of_values = torch.einsum("hnm,nhd->mhd", weights, grad[q])
+        grads[1][k] = of_keys.unflatten(1, (-1, groups)).sum(2)
+        grads[2][k] = of_values.unflatten(1, (-1, groups)).sum(2)
+    return grads
+
+
+@pytest.fixture
+def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bands, "is_usable", lambda query: True)
+    monkeypatch.setattr(bands, "cuda_flash_attention", _emulated_forward)
+    monkeypatch.setattr(bands, "cuda_flash_attention_backward", _emulated_backward)
+
+
+@pytest.mark.parametrize(("name", "window"), CASES)
+def test_bands_for_cuda(name: str, window: int | None, emulated_cuda: None) -> None:
+    assert_close(local(name, window), expected(name, window), bound=1e-6)
+
+
+@pytest.mark.parametrize(("name", "window"), CASES)
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
+def test_the_blocks_of_a_ring_in_one_process(
+    name: str, window: int | None, method: Any, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """All ranks' blocks, one after the other, without exchanges: where every kernel's segments are tried."""
+    if kernel == "cuda":
+        request.getfixturevalue("emulated_cuda")
+    cp, (q, k, v, grad) = 3, inputs()
+    starts = document_starts(positions(name))
+    out = torch.empty_like(q)
+    grads = tuple(kernels.zeros_for(tensor) for tensor in (q, k, v))
+    for rank in range(cp):
+        mine = chunks_of(rank, cp=cp, length=LENGTH, method=method)
+        places = [place for chunk in mine for place in chunk]
+        segments = read_segments(plan_segments(starts, method=method, rank=rank, cp=cp, window=window))
+        query, partial = q[:, :, places], kernels.Partial(q[:, :, places])
+        blocks = []
+        for step in range(cp if method == "ring" else 1):
+            theirs = chunks_of((rank - step) % cp, cp=cp, length=LENGTH, method=method)
+            at = [p for chunk in theirs for p in chunk] if method == "ring" else list(range(LENGTH))
+            blocks.append((at, [s for s in segments if s.step == step]))
+            partial.attend(query, k[:, :, at], v[:, :, at], blocks[-1][1], scale=0.3)
+        out[:, :, places] = partial.out
+        for at, of_step in blocks:
+            mine_grads = tuple(kernels.zeros_for(t) for t in (query, k[:, :, at], v[:, :, at]))
+            kernels.attend_backward(
+                mine_grads,
+                grad[:, :, places],
+                query,
+                k[:, :, at],
+                v[:, :, at],
+                partial.out,
+                partial.lse,
+                of_step,
+                scale=0.3,
+            )
+            for total, part, where in zip(grads, mine_grads, (places, at, at), strict=True):
+                total[:, :, where] += part
+    assert_close([out, *grads], expected(name, window), bound=1e-6)
+
+
+def exchanged(method: Any, name: str, window: int | None) -> list[Tensor]:
+    """One rank's part of everything, gathered in order."""
+    cp, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    chunks = chunks_of(rank, cp=cp, length=LENGTH, method=method)
+    q, k, v, grad = (take_chunks(tensor, chunks, dim=2) for tensor in inputs())
+    q, k, v = (tensor.clone().requires_grad_() for tensor in (q, k, v))
+    table = plan_segments(document_starts(positions(name)), method=method, rank=rank, cp=cp, window=window)
+    out, _ = blockwise_attention(q, k, v, table, 0.3, method, group.group_name)
+    out.backward(grad)
+    parts = [out.detach(), q.grad, k.grad, v.grad]
+    return [gather_sequence(part, group=group, method=method, dim=2) for part in parts]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_exchanges(cp: int, method: str, pool: WorkerPool) -> None:
+    for name, window in CASES:
+        for found in pool.run(cp, exchanged, method, name, window):
+            assert_close(found, expected(name, window), bound=1e-6)
+
+
+def gradient_through_gathering(method: Any) -> tuple[Tensor, Tensor]:
+    """What flows back to a rank whose every copy of the gathered sequence is weighted by place and rank."""
+    cp, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    whole = torch.arange(12.0)[None, :, None].expand(2, 12, 3).clone()
+    part = take_chunks(whole, chunks_of(rank, cp=cp, length=12, method=method)).requires_grad_()
+    gathered = gather_sequence(part, group=group, method=method)
+    assert torch.equal(gathered, whole)
+    (gathered * whole * (rank + 1)).sum().backward()
+    return part.detach(), part.grad
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring", "allgather"])
+def test_gathered_sequences_are_in_order_and_differentiable(method: str, pool: WorkerPool) -> None:
+    for part, gradient in pool.run(2, gradient_through_gathering, method):
+        assert torch.equal(gradient, part * 3)  # ranks weigh by 1 and 2

@@ -1,0 +1,88 @@
+"""Which method "auto" picks, and what is refused with a word on what would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+
+
+def choose(
+    *,
+    cp: int,
+    heads: int = 32,
+    kv_heads: int = 8,
+    method: str = "auto",
+    kernel: str = "sdpa",
+    seq_len: int = 4096,
+    pack: bool = False,
+    device: str = "cpu",
+    hf_config: PretrainedConfig | None = None,
+) -> AttentionPath:
+    values: dict[str, Any] = {
+        "recipe": "none",
+        "model": {"attention": kernel},
+        "data": {"seq_len": seq_len, "pack": pack},
+        "context_parallel": {"method": method},
+        "mesh": {"cp": cp},
+    }
+    hf_config = hf_config or LlamaConfig(
+        hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+    return choose_path(TrainingConfig.model_validate(values), hf_config, cp=cp, device_type=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "says"),
+    [
+        ({"cp": 4}, "ulysses", "32 query and 8 key/value heads deal out evenly over 4 ranks"),
+        ({"cp": 4, "heads": 9, "kv_heads": 3}, "allgather", "4096 tokens are few enough"),
+        ({"cp": 16, "seq_len": 131072}, "ring", "131072 tokens are too many"),
+        ({"cp": 16, "seq_len": 131072, "pack": True}, "allgather", "packed documents"),
+        ({"cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4000}, "allgather", "more than the model's 9"),
+        ({"cp": 4, "kernel": "flex_attention", "heads": 9, "kv_heads": 3}, "ulysses", "kernel of its own"),
+        ({"cp": 2, "heads": 9, "kv_heads": 3, "seq_len": 4094}, "ulysses", "not divisible by 2 × mesh.cp = 4"),
+        ({"cp": 2, "method": "ring"}, "ring", "as asked for"),
+    ],
+)
+def test_auto_says_why(options: dict[str, Any], method: str, says: str) -> None:
+    path = choose(**options)
+    assert path.method == method
+    assert says in str(path)
+
+
+def test_without_context_parallelism_the_kernel_is_the_one_asked_for() -> None:
+    assert choose(cp=1) == AttentionPath(None, "sdpa")
+    assert choose(cp=1, kernel="flex_attention") == AttentionPath(None, "flex_attention")
+
+
+def test_no_dense_mask_on_cuda() -> None:
+    windowed = MistralConfig(sliding_window=128)
+    assert choose(cp=1, pack=True, device="cuda").kernel == "varlen"
+    assert choose(cp=1, hf_config=windowed, device="cuda").kernel == "varlen"
+    assert choose(cp=2, pack=True, device="cuda").kernel == "varlen"
+    assert choose(cp=1, device="cuda").kernel == "sdpa"
+    assert choose(cp=1, pack=True, device="cuda", kernel="eager").kernel == "eager"
+    assert choose(cp=1, pack=True, device="cpu").kernel == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"method": "ulysses", "cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4000},
+            "than the model's 9.*'ring'",
+        ),
+        ({"method": "ring", "cp": 2, "kernel": "eager"}, "kernel of its own.*sdpa.*'ulysses'"),
+        ({"method": "allgather", "cp": 2, "seq_len": 4094}, "use 4092 or 4096 or .*'ulysses'"),
+        ({"cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4010}, "not divisible by 2 × mesh.cp = 20"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        choose(**options)

@@ -1,0 +1,96 @@
+"""Segments cover exactly what transformers' own masks show, each query-key pair once."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from fsdp2kit.parallel.context_parallel.layout import chunks_of
+from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
+
+
+def positions_of(lengths: list[int]) -> Tensor:
+    """``[S]`` of documents of those lengths."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def transformers_mask(position_ids: Tensor, window: int | None) -> Tensor:
+    """``[B, S, S]`` bool: which query sees which key."""
+    config = LlamaConfig(hidden_size=8, num_attention_heads=1)
+    config._attn_implementation = "sdpa"
+    config.sliding_window = window
+    make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    mask = make(
+        config=config,
+        inputs_embeds=torch.empty(*position_ids.shape, 1),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+        or_mask_function=lambda batch, head, q, k: torch.zeros_like(q, dtype=torch.bool),  # so that it is not left out
+    )
+    return mask[:, 0]
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> tuple[int, Tensor]:
+    """A cp and rows of documents whose length suits it."""
+    cp = draw(st.integers(1, 4))
+    length = 2 * cp * draw(st.integers(1, 6))
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        cuts = draw(st.sets(st.integers(1, length - 1), max_size=6))
+        borders = [0, *sorted(cuts), length]
+        rows.append(positions_of([b - a for a, b in itertools.pairwise(borders)]))
+    return cp, torch.stack(rows)
+
+
+def _shown(position_ids: Tensor, *, method: str | None, rank: int, cp: int, window: int | None) -> Tensor:
+    """How often each query of the rank meets each key, in places of the sequence: ``[B, S, S]``."""
+    batch, length = position_ids.shape
+    table = plan_segments(document_starts(position_ids), method=method, rank=rank, cp=cp, window=window)
+    everything = [range(length)]
+    queries = everything if method is None else chunks_of(rank, cp=cp, length=length, method=method)
+    count = torch.zeros(batch, length, length, dtype=torch.int64)
+    q_places = [place for chunk in queries for place in chunk]
+    for segment in read_segments(table):
+        owner = (rank - segment.step) % cp
+        keys = chunks_of(owner, cp=cp, length=length, method=method) if method == "ring" else everything
+        k_places = [place for chunk in keys for place in chunk]
+        n, m = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
+        for i in range(n):
+            for j in range(m):
+                past = j - (i + m - n)
+                if (segment.left < 0 or past >= -segment.left) and (segment.right < 0 or past <= segment.right):
+                    count[segment.row, q_places[segment.q_start + i], k_places[segment.k_start + j]] += 1
+    return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(packings(), st.sampled_from([None, 1, 3, 7]), st.sampled_from([None, "ring", "allgather"]))
+def test_segments_are_transformers_mask(packing: tuple[int, Tensor], window: int | None, method: str | None) -> None:
+    cp, position_ids = packing
+    expected = transformers_mask(position_ids, window).long()
+    ranks = range(cp if method else 1)
+    found = sum(_shown(position_ids, method=method, rank=rank, cp=cp, window=window) for rank in ranks)
+    assert torch.equal(found, expected)
+
+
+def test_nothing_unseen_is_planned_and_work_is_balanced() -> None:
+    cp, length = 4, 64
+    plain = document_starts(torch.arange(length)[None])
+    work = []
+    for rank in range(cp):
+        segments = read_segments(plan_segments(plain, method="ring", rank=rank, cp=cp, window=None))
+        assert len(segments) == cp, "one rectangle a step"
+        work.append(sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) / (1 + (s.right == 0)) for s in segments))
+    assert len(set(work)) == 1, "zigzag gives every rank the same work"
+    documents = document_starts(positions_of([8] * 8)[None])
+    for rank in range(cp):
+        segments = read_segments(plan_segments(documents, method="ring", rank=rank, cp=cp, window=None))
+        assert {segment.step for segment in segments} == {0}, "documents within their chunks meet no other rank's"
