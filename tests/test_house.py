@@ -29,6 +29,7 @@ RANKS = {
     "planner": 5,
     "rl": 5,
     "bench": 5,
+    "parity": 5,
     "recipes": 6,
     "tools": 6,
 }

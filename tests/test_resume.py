@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
-from tests.reference import cross_entropy_sum, load_plain, plain_logits, tiny_model, worst_relative
+from tests.reference import tiny_model
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -234,7 +235,7 @@ def test_an_export_is_the_checkpoint_cast(
 def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
     from fsdp2kit.data.build import build_data
     from fsdp2kit.model.tokenizer import build_tokenizer
-    from tests.reference import Rows
+    from fsdp2kit.parity.reference import Rows
 
     _, config = load(str(toml), ["train.micro_batch_size=4"])
     data = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=VOCABULARY)

@@ -27,7 +27,7 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink_config(
-    config: PretrainedConfig, *, layers: int = 2, head_dim: int = 16, narrow: bool = True
+    config: PretrainedConfig, *, layers: int = 2, head_dim: int = 16, narrow: bool = True, keep_heads: bool = False
 ) -> PretrainedConfig:
     """A copy of ``config`` with few, narrow layers; heads keep their number of groups where they can.
 
@@ -36,14 +36,15 @@ def shrink_config(
         layers: at most this many layers.
         head_dim: width of one attention head.
         narrow: shrink the width as well; otherwise heads and hidden size stay.
+        keep_heads: as many heads as before, each narrower.
     """
     small = copy.deepcopy(config)
     for part in {id(part): part for part in (small, small.get_text_config())}.values():
-        _shrink(part, layers=layers, head_dim=head_dim, narrow=narrow)
+        _shrink(part, layers=layers, head_dim=head_dim, narrow=narrow, keep_heads=keep_heads)
     return small
 
 
-def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int, narrow: bool) -> None:
+def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int, narrow: bool, keep_heads: bool) -> None:
     for key, value in _SMALL.items():
         if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
             setattr(config, key, value)
@@ -60,8 +61,9 @@ def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int, narrow: boo
         config.layer_types = (kinds + layer_types)[:depth]
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and narrow:
-        groups = max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
-        kv_heads = 1 if groups > 1 else 2
+        given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        groups = max(1, heads // given_kv_heads)
+        kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
         config.num_attention_heads = groups * kv_heads
         if getattr(config, "num_key_value_heads", None) is not None:
             config.num_key_value_heads = kv_heads

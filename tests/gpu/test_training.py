@@ -17,10 +17,11 @@ from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parity.reference import DealtOut, beyond, errors, plain_loop
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from tests.parallel.jobs import Case, build, run_case
-from tests.reference import DealtOut, beyond, errors, make_batches, plain_loop, tiny_model_dir
+from tests.reference import make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 

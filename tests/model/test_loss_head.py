@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.model import loss_head
 from fsdp2kit.model.loss_head import attach_loss, has_linear_head, linear_cross_entropy, select_supervised
 from fsdp2kit.model.twin import shrink_config
-from tests.reference import cross_entropy_sum, make_rows, plain_logits, tiny_model
+from fsdp2kit.parity.reference import cross_entropy_sum, plain_logits
+from tests.reference import make_rows, tiny_model
 
 WIDTH, VOCABULARY = 24, 50
 # Model type, what its config says, and whether its logits are hidden @ weightᵀ and nothing else.

@@ -19,7 +19,7 @@ from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.weights import find_model_dir, initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
-from tests.parallel.jobs import whole
+from fsdp2kit.parity.engine import whole
 from tests.reference import TINY, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 

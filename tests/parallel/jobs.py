@@ -10,24 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.model.build import build_model
-from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
-from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
-from fsdp2kit.parallel.parallelize import parallelize_model
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Hooks, build_plan, next_batch, train
-from fsdp2kit.train.losses import accumulate_gradients
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.train.throughput import Throughput
-from tests.reference import LENGTH, Curves, DealtOut, Rows, make_batches
+from tests.reference import LENGTH, make_batches, plain_batches
 
 
 @dataclass(frozen=True)
@@ -87,15 +78,8 @@ class Case:
 
 def build(config: TrainingConfig) -> tuple[Any, Mesh, Any, Throughput]:
     """Model with its pretrained values on its mesh, and what feeds it, as a recipe builds them."""
-    world = distributed.start()
-    mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    model = build_model(config.model)
-    throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
-    path = choose_path(config, model.config, cp=mesh.sizes.cp, device_type=world.device.type)
-    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
-    load_pretrained(model, Path(str(config.model.path)))
-    to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
-    return model, mesh, to_device, throughput
+    sharded = Sharded(config, world=distributed.start())
+    return sharded.model, sharded.mesh, sharded.inputs, sharded.throughput
 
 
 def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | None = None) -> list[Curves]:
@@ -103,7 +87,7 @@ def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | Non
     found = []
     for case in cases:
         try:
-            found.append(run_case(folder, case, make_batches() if batches is None else batches))
+            found.append(run_case(folder, case, batches or (make_batches() if case.pack else plain_batches())))
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
     return found
@@ -111,48 +95,8 @@ def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | Non
 
 def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:
     """First-step gradients, before clipping, then the whole run through `train`."""
-    rows = len(batches[0].input_ids)
-    config = case.config(folder, steps=len(batches), rows=rows)
-    model, mesh, to_device, throughput = build(config)
-    optimizer = build_optimizer(config.optimizer, model)
-    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=len(batches))
-    dealt = DealtOut(batches, case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-    plan = build_plan(config, steps_per_epoch=len(batches), mesh=mesh)
-
-    first = next_batch(dealt, 0, stop=False, cp_size=mesh.sizes.cp)
-    inputs = [lambda micro=micro: to_device(micro) for micro in first.micro_batches]
-    accumulate_gradients(model, inputs, tokens=first.supervised_tokens, reduce_every=plan.reduce_every_micro_batch)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = whole(parameter.grad)  # every rank takes part in gathering it, one keeps it
-        if dist.get_rank() == 0:
-            gradients[name] = gradient.float().cpu().numpy()
-    optimizer.zero_grad()
-
-    records: list[dict[str, Any]] = []
-    hooks = Hooks(log=records.append, message=lambda text: None)
-    train(
-        model,
-        optimizer,
-        schedule,
-        dealt,
-        to_device,
-        plan=plan,
-        progress=Progress(),
-        throughput=throughput,
-        hooks=hooks,
-    )
-    return Curves(
-        gradients,
-        [record["loss"] for record in records],
-        [record["grad_norm"] for record in records],
-        [record["lr"] for record in records],
-    )
-
-
-def whole(tensor: Any) -> Tensor:
-    """The tensor itself, or a DTensor gathered."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    config = case.config(folder, steps=len(batches), rows=len(batches[0].input_ids))
+    return Sharded(config, world=distributed.start()).curves(batches)
 
 
 def losses_by_document(folder: Path, case: Case, rows: Sequence[Rows]) -> list[list[float]]:

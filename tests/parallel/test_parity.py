@@ -10,21 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2kit.parity.cases import pairs_of
+from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop, worst_relative
 from tests.parallel.jobs import Case, losses_by_document, run_case, run_cases
-from tests.reference import (
-    LENGTH,
-    TINY,
-    VOCABULARY,
-    Curves,
-    Rows,
-    beyond,
-    errors,
-    make_batches,
-    pairs_of,
-    plain_loop,
-    tiny_model_dir,
-    worst_relative,
-)
+from tests.reference import LENGTH, TINY, VOCABULARY, make_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
 MAIN = ("smollm2", "qwen3", "llama3")

@@ -19,27 +19,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, Plan, build_plan, evaluate, next_batch, stream_seed, train
-from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.signals import StopRequest
-from tests.parallel.jobs import Case, build, run_cases, whole
-from tests.reference import (
+from fsdp2kit.parity.engine import whole
+from fsdp2kit.parity.reference import (
     IGNORED,
-    VOCABULARY,
     DealtOut,
     Rows,
     beyond,
     cross_entropy_sum,
     errors,
     load_plain,
-    make_batches,
     plain_logits,
     plain_loop,
-    tiny_model,
-    tiny_model_dir,
 )
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.loop import Hooks, Plan, build_plan, evaluate, next_batch, stream_seed, train
+from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.signals import StopRequest
+from tests.parallel.jobs import Case, build, run_cases
+from tests.reference import VOCABULARY, make_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests

@@ -31,7 +31,7 @@ rank would do nearly twice the average work, and the others wait for it. Ring an
 
     cp = 4, chunks       0    1    2    3    4    5    6    7
     held by rank         0    1    2    3    3    2    1    0
-    keys that it sees    1    2    3    4    5    6    7    8      chunks; 0 + 7, 1 + 6, 2 + 5, 3 + 4: nine for each rank
+    keys that it sees    1    2    3    4    5    6    7    8      chunks: nine for each rank
 
 What a query may see (its own document, nothing after it, a window) is worked out on the host as rectangles
 (`segments`); what no query sees is not computed. `layout` puts gathered logits or hidden states back in order.

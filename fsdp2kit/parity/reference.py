@@ -1,0 +1,274 @@
+"""What a mesh's numbers are compared with: a plain single-process transformers + AdamW loop on synthetic rows.
+
+Nothing here is our mathematics: the loss is `F.cross_entropy` on the model's own logits, the gradients are autograd's,
+the schedule is transformers'. Only `Batch`, the loader's container, is borrowed to feed our loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
+
+from fsdp2kit.data.loader import Batch
+from fsdp2kit.model.build import decoder_layers
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A global batch, ``[B, S]`` each: token ids, shifted labels (−100 ignored), positions restarting at documents."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+    @property
+    def targets(self) -> int:
+        """Labels that are not ignored."""
+        return int((self.labels != IGNORED).sum())
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.input_ids[rows], self.labels[rows], self.position_ids[rows])
+
+    def split(self, size: int) -> list[Rows]:
+        """Micro-batches of ``size`` rows."""
+        return [self[at : at + size] for at in range(0, len(self.input_ids), size)]
+
+    def as_batch(self) -> Batch:
+        """What our loader would hand out for these rows."""
+        lengths = [length for row in self.position_ids for length in document_lengths(row)]
+        return Batch(
+            self.input_ids,
+            self.labels,
+            self.position_ids,
+            supervised_tokens=self.targets,
+            input_tokens=self.input_ids.numel(),
+            attention_pairs=sum(length**2 for length in lengths),
+        )
+
+
+def document_lengths(positions: Tensor) -> list[int]:
+    """Lengths of the documents of a row, from its restarting positions."""
+    starts = [*(positions == 0).nonzero().squeeze(1).tolist(), len(positions)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
+
+
+def make_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
+    """Packed rows of random documents: short ones, one as long as its row, a padded row, unequal numbers of targets.
+
+    Documents are supervised from a random place on, so some rows have many targets and some few.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, (rows, length))
+    labels, positions = np.full((rows, length), IGNORED), np.zeros((rows, length), dtype=np.int64)
+    for row in range(rows):
+        start = 0
+        while start < length:
+            size = length if row == 0 else int(rng.integers(2, length // 2))
+            stop = min(start + size, length)
+            positions[row, start:stop] = np.arange(stop - start)
+            prompt = int(rng.integers(0, stop - start))
+            labels[row, start + prompt : stop - 1] = ids[row, start + prompt + 1 : stop]
+            start = stop
+        if row == rows - 1:
+            labels[row, length // 2 :] = IGNORED  # as padding is
+    return Rows(*(torch.from_numpy(array.astype(np.int64)) for array in (ids, labels, positions)))
+
+
+def make_batches(steps: int, *, seed: int = 0, rows: int, length: int, vocabulary: int) -> list[Rows]:
+    """One global batch a step."""
+    return [make_rows(seed * 1000 + step, rows=rows, length=length, vocabulary=vocabulary) for step in range(steps)]
+
+
+@dataclass(frozen=True)
+class DealtOut:
+    """Global batches as our loop reads them: a data-parallel rank's rows, in micro-batches."""
+
+    batches: Sequence[Rows]
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.batches)
+
+    def batch(self, index: int) -> list[Batch]:
+        batch = self.batches[index]
+        share = len(batch.input_ids) // self.dp_size
+        mine = batch[self.dp_rank * share : (self.dp_rank + 1) * share]
+        return [micro.as_batch() for micro in mine.split(self.micro_batch_size)]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What a run did: gradients of the first step by parameter name, and a number a step."""
+
+    gradients: dict[str, np.ndarray]
+    loss: list[float]
+    grad_norm: list[float]
+    lr: list[float]
+
+
+def plain_loop(
+    path: Path,
+    batches: Sequence[Rows],
+    *,
+    micro_batch_size: int,
+    lr: float,
+    warmup_steps: int = 1,
+    max_grad_norm: float = 0.5,
+    weight_decay: float = 0.1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Curves:
+    """Train one step on each of ``batches`` with transformers and torch alone.
+
+    Args:
+        dtype: of the computation; parameters, gradients between micro-batches and moments are float32 always.
+    """
+    model: Any = load_plain(path)
+    model.to(device)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=warmup_steps, num_training_steps=len(batches))
+    curves = Curves({}, [], [], [])
+    for batch in batches:
+        loss = 0.0
+        for micro in batch.split(micro_batch_size):
+            part = cross_entropy_sum(plain_logits(model, micro, dtype=dtype), micro.labels) / batch.targets
+            part.backward()
+            loss += part.item()
+        if not curves.loss:
+            curves.gradients.update({name: p.grad.float().cpu().numpy().copy() for name, p in named.items()})
+        norm = gradient_norm(named.values())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
+        curves.loss.append(loss)
+        curves.grad_norm.append(norm.item())
+        curves.lr.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return curves
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """As `clip_grad_norm_` has it, but summed up in float64.
+
+    In float32 on a CPU, torch's norm of SmolLM2's embedding gradient (28 million numbers) is 1.4e-4 off.
+    """
+    return torch.stack([parameter.grad.double().norm() for parameter in parameters]).norm().float()
+
+
+def load_plain(path: Path) -> PreTrainedModel:
+    """The model in float32, by transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").train()
+
+
+def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits ``[B, S, V]``, computed with parameters cast to ``dtype``; autograd leads back to the float32 ones."""
+    cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    inputs = {
+        "input_ids": rows.input_ids.to(model.device),
+        "position_ids": rows.position_ids.to(model.device),
+        "attention_mask": None,  # with a mask, or a cache, packed documents would see each other
+        "use_cache": False,
+    }
+    return torch.func.functional_call(model, cast, (), inputs, tie_weights=True).logits
+
+
+@torch.no_grad()
+def plain_forward(
+    path: Path, row: Rows, *, document: range, dtype: torch.dtype = torch.float32
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits of one document of a packed row, run alone, ``[n, V]``, and the row's hidden states after each decoder
+    layer, ``[S, H]`` by the layer's name; float32."""
+    model: Any = load_plain(path)
+    model.to(dtype)
+    with hidden_states(named_layers(model)) as hidden:
+        plain_logits(model, row, dtype=dtype)
+    states = {name: state[0].float().numpy() for name, state in hidden.items()}
+    alone = model(input_ids=row.input_ids[:, document.start : document.stop], use_cache=False).logits
+    return alone[0].float().numpy(), states
+
+
+def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The decoder layers by their names; ask before FSDP changes their classes."""
+    layers = {id(layer) for layer in decoder_layers(model)}
+    return {name: module for name, module in model.named_modules() if id(module) in layers}
+
+
+@contextmanager
+def hidden_states(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """While it is open, forward passes leave each layer's output here, ``[B, s, H]`` by the layer's name."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            found[name] = (output if isinstance(output, Tensor) else output[0]).detach()
+
+        return hook
+
+    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed over the labels that are not ignored, in float64.
+
+    In float32 on a CPU, torch adds up a softmax's 49,152 terms so roughly that SmolLM2's gradients are 5e-4 off those
+    of float64, with every micro-batch size alike; those of `linear_cross_entropy` are 3e-5 off.
+    """
+    labels = labels.to(logits.device)
+    return F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def worst_gradient(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest relative L2 difference of any parameter's gradient; both must have the same parameters."""
+    assert found.keys() == expected.keys()
+    return max(_distance(found[name], expected[name]) for name in expected)
+
+
+def worst_relative(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of any pair."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+def errors(found: Curves, expected: Curves) -> dict[str, float]:
+    """How far a run is from another, by what is compared."""
+    return {
+        "gradients": worst_gradient(found.gradients, expected.gradients),
+        "loss": worst_relative(found.loss, expected.loss),
+        "grad_norm": worst_relative(found.grad_norm, expected.grad_norm),
+    }
+
+
+def beyond(found: dict[str, float], control: dict[str, float], *, floor: float = 1e-5) -> dict[str, str]:
+    """What is further off than ``max(floor, 3 × control)``, as text; empty where all is well."""
+    limits = {name: max(floor, 3 * control[name]) for name in found}
+    return {name: f"{found[name]:.1e} > {limits[name]:.1e}" for name in found if not found[name] <= limits[name]}
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    difference = float(np.linalg.norm((found - expected).astype(np.float64)))
+    scale = float(np.linalg.norm(expected.astype(np.float64)))
+    return difference / scale if scale else (0.0 if not difference else float("inf"))

@@ -1,0 +1,164 @@
+"""Ulysses, ring and allgather train as one process of plain transformers does, and documents stay apart under each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2kit import distributed
+from fsdp2kit.parity.cases import METHODS
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import Curves, DealtOut, Rows, beyond, errors, plain_loop
+from fsdp2kit.train.loop import build_plan, evaluate
+from tests.parallel.jobs import Case, run_cases
+from tests.parallel.test_segments import positions_of
+from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir
+from tests.workers import WorkerPool
+
+WINDOWED = ("mistral", "gemma3", "qwen3_windowed")
+KINDS = ("llama3", "smollm2", "qwen3", "qwen3_moe", *WINDOWED)
+OPTIONS = (KINDS, METHODS, (2, 3, 4), (False, True), (False, True))
+
+
+def _case(row: tuple) -> Case:
+    kind, method, cp, pack, checkpointing = row
+    return Case(kind, 1, cp, 2, method=method, pack=pack, checkpointing=checkpointing)
+
+
+# Every method, cp, packing and checkpointing together, and each of these with every model (7 and 36 share no divisor).
+ROWS = [(kind, *row) for kind, row in zip(itertools.cycle(KINDS), itertools.product(*OPTIONS[1:]), strict=False)]
+PAIRS = [_case(row) for row in ROWS]
+# Every method with every mask on two data-parallel ranks as well, and accumulated, replicated, not resharded.
+PAIRS += [
+    Case(kind, 2, 2, 1, (("strategy", strategy),), dp_replicate=replicate, method=method)
+    for (method, kind), (strategy, replicate) in zip(
+        itertools.product(METHODS, ("gemma3", "smollm2")),
+        itertools.cycle((("shard_grad_op", "auto"), ("hybrid_shard", 2), ("no_shard", "auto"))),
+        strict=False,
+    )
+]
+PRODUCT = [case for row in itertools.product(*OPTIONS) if (case := _case(row)) not in PAIRS]
+
+
+def test_every_two_options_meet() -> None:
+    for first, second in itertools.combinations(range(len(OPTIONS)), 2):
+        met = {(row[first], row[second]) for row in ROWS}
+        assert met == set(itertools.product(OPTIONS[first], OPTIONS[second]))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        tiny_model_dir(kind, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
+    """Curves of a case; the first one of a world size runs all that share it."""
+    known: dict[Case, Curves] = {}
+
+    def get(case: Case) -> Curves:
+        if case not in known:
+            group = PAIRS if case in PAIRS else PRODUCT
+            cases = [other for other in group if other.world == case.world]
+            known.update(zip(cases, pool.run(case.world, run_cases, models, cases, timeout=3600)[0], strict=True))
+        return known[case]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference(models: Path) -> Callable[[str, bool], tuple[Curves, dict[str, float]]]:
+    """The plain loop's curves, and its own spread over micro-batch sizes."""
+    known: dict[tuple[str, bool], tuple[Curves, dict[str, float]]] = {}
+
+    def get(kind: str, pack: bool) -> tuple[Curves, dict[str, float]]:
+        if (kind, pack) not in known:
+            batches = make_batches() if pack else plain_batches()
+            plain, other = (plain_loop(models / kind, batches, micro_batch_size=n, lr=1e-3) for n in (4, 1))
+            known[kind, pack] = plain, errors(other, plain)
+        return known[kind, pack]
+
+    return get
+
+
+def _compare(case: Case, outcome: Callable, reference: Callable) -> None:
+    plain, control = reference(case.kind, case.pack)
+    differences = errors(outcome(case), plain)
+    print(case, differences, "control", control)
+    assert not beyond(differences, control)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_methods_equal_the_plain_loop(case: Case, outcome: Callable, reference: Callable) -> None:
+    _compare(case, outcome, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_the_whole_product_equals_the_plain_loop(case: Case, outcome: Callable, reference: Callable) -> None:
+    _compare(case, outcome, reference)
+
+
+def _packing(seed: int) -> tuple[Tensor, int]:
+    """Positions ``[1, S]`` of a random packing of at least two documents, and one of their numbers."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 9))
+    cuts = sorted(rng.choice(np.arange(1, LENGTH), size=count, replace=False).tolist())
+    borders = [0, *cuts, LENGTH]
+    positions = positions_of([stop - start for start, stop in itertools.pairwise(borders)])[None]
+    return positions, int(rng.integers(0, count + 1))
+
+
+def leaks(folder: Path, case: Case, seeds: list[int]) -> list[int]:
+    """Seeds of packings in which changing one document changed another's logits, or not its own."""
+    sharded = Sharded(case.config(folder, steps=1, rows=1), world=distributed.start())
+    found = []
+    for seed in seeds:
+        positions, changed = _packing(seed)
+        ids = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+        document = (positions == 0).cumsum(1) - 1 == changed
+        other_ids = torch.where(document, (ids + 1) % VOCABULARY, ids)
+        before, after = (
+            sharded.forward(Rows(each, each, positions), document=range(LENGTH))[0] for each in (ids, other_ids)
+        )
+        same = (before == after).all(axis=1)
+        if not same[~document[0].numpy()].all() or same[document[0].numpy()].any():
+            found.append(seed)
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_document_sees_another(method: str, cp: int, pool: WorkerPool, models: Path) -> None:
+    """23 random packings for each of nine ways to cut them: bit for bit."""
+    kinds = ("smollm2", "gemma3")
+    first = 100 * METHODS.index(method) + 23 * cp
+    for kind, seeds in zip(kinds, (range(first, first + 12), range(first + 12, first + 23)), strict=True):
+        assert pool.run(cp, leaks, models, Case(kind, 1, cp, method=method), list(seeds)) == [[]] * cp
+
+
+def evaluation_loss(folder: Path, case: Case) -> tuple[float, int]:
+    """Mean loss over the batches, and steps per epoch."""
+    batches = make_batches()
+    config = case.config(folder, steps=1, rows=4)
+    sharded = Sharded(config, world=distributed.start())
+    dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
+    plan = build_plan(config, steps_per_epoch=len(batches), mesh=sharded.mesh)
+    return evaluate(sharded.model, dealt, sharded.inputs, plan=plan), dealt.steps_per_epoch
+
+
+def test_the_evaluation_loss_does_not_depend_on_context_parallelism(pool: WorkerPool, models: Path) -> None:
+    expected = pool.run(1, evaluation_loss, models, Case("gemma3"))[0]
+    for method, (dp, cp) in zip(METHODS, ((1, 2), (1, 4), (2, 2)), strict=True):
+        for loss, steps in pool.run(dp * cp, evaluation_loss, models, Case("gemma3", dp, cp, method=method)):
+            assert loss == pytest.approx(expected[0], rel=1e-6)
+            assert steps == expected[1]
