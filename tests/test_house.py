@@ -28,10 +28,10 @@ RANKS = {
     "checkpoint": 4,
     "planner": 5,
     "rl": 5,
-    "bench": 5,
     "parity": 5,
-    "recipes": 6,
-    "tools": 6,
+    "bench": 6,
+    "recipes": 7,
+    "tools": 7,
 }
 TOP_FILES = {"errors", "distributed", "torch_compat", "progress"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])

@@ -1,7 +1,8 @@
-"""Measure fsdp2kit: a step against a hand-written loop, loading against from_pretrained, speeds on one GPU.
+"""Measure fsdp2kit: steps, loading, context parallelism, speeds on one GPU; beside what users would do instead.
 
 torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
+torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
 python tools/bench.py gpu [--device cpu --dry-run]
 """
 
@@ -71,6 +72,22 @@ def _load(options: argparse.Namespace) -> Result:
     return result, load_lines(result)
 
 
+def _context_parallel(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.context_parallel import Options, bench_context_parallel, context_parallel_lines
+
+    result = bench_context_parallel(
+        Options(
+            model=options.model,
+            seq_len=options.seq_len,
+            pairs=options.pairs,
+            warmup=options.warmup,
+            layers=options.layers,
+            dtype=options.dtype,
+        )
+    )
+    return result, context_parallel_lines(result)
+
+
 def _gpu(options: argparse.Namespace) -> Result:
     from fsdp2kit.bench.gpu import bench_gpu, gpu_lines
 
@@ -83,7 +100,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
-    commands = parser.add_subparsers(required=True, metavar="step | load | gpu")
+    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | gpu")
 
     step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
     step.set_defaults(run=_step)
@@ -103,6 +120,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     load.add_argument("--files", type=_positive, default=1, help="safetensors files it is stored in (1)")
     load.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="it is stored in")
     load.add_argument("--repeats", type=_positive, default=7, help="timed loads of each kind (7)")
+
+    cp = commands.add_parser("context-parallel", parents=[common], help="its memory, its traffic, its time")
+    cp.set_defaults(run=_context_parallel)
+    cp.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory; weights are random")
+    cp.add_argument("--seq-len", type=_positive, default=4096, help="tokens a sequence (4096)")
+    cp.add_argument("--pairs", type=_positive, default=10, help="rounds that count, each of all four ways (10)")
+    cp.add_argument("--warmup", type=_positive, default=1, help="rounds before those (1)")
+    cp.add_argument("--layers", type=_positive, default=None, help="of the model's layers, so many (all)")
+    cp.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
 
     gpu = commands.add_parser("gpu", parents=[common], help="step time, MFU and memory on one device")
     gpu.set_defaults(run=_gpu)
