@@ -29,6 +29,7 @@ schema: $(VENV)/installed
 # On a machine with a CUDA device, with the torch that is there: installs nothing.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH=. $(PYTHON) tools/bench.py ring
 	PYTHONPATH=. $(PYTHON) tools/bench.py gpu
 
 $(VENV)/installed: pyproject.toml .ci/constraints.txt

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
+python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py gpu [--device cpu --dry-run]
 """
 
@@ -88,6 +89,13 @@ def _context_parallel(options: argparse.Namespace) -> Result:
     return result, context_parallel_lines(result)
 
 
+def _ring(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.ring import Options, bench_ring, ring_lines
+
+    result = bench_ring(Options(dry_run=options.dry_run))
+    return result, ring_lines(result)
+
+
 def _gpu(options: argparse.Namespace) -> Result:
     from fsdp2kit.bench.gpu import bench_gpu, gpu_lines
 
@@ -100,7 +108,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
-    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | gpu")
+    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | ring | gpu")
 
     step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
     step.set_defaults(run=_step)
@@ -129,6 +137,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     cp.add_argument("--warmup", type=_positive, default=1, help="rounds before those (1)")
     cp.add_argument("--layers", type=_positive, default=None, help="of the model's layers, so many (all)")
     cp.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+
+    ring = commands.add_parser("ring", parents=[common], help="a ring's blocks over the fused kernel, on one device")
+    ring.set_defaults(run=_ring)
+    ring.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
+    ring.add_argument("--dry-run", action="store_true", help="tiny shapes: does it run at all?")
 
     gpu = commands.add_parser("gpu", parents=[common], help="step time, MFU and memory on one device")
     gpu.set_defaults(run=_gpu)

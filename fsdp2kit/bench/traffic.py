@@ -44,9 +44,10 @@ def count_traffic() -> Iterator[Traffic]:
         "all_to_all_single": ("all_to_all", _exchanged),
         "allreduce": ("all_reduce", _reduced),
     }
-    originals = {name: getattr(dist.ProcessGroup, name) for name in counters if hasattr(dist.ProcessGroup, name)}
-    for name, original in originals.items():
-        setattr(dist.ProcessGroup, name, _counting(original, *counters[name], traffic))
+    # As the class holds them, for what getattr returns would no longer bind to a group when set again.
+    originals = {name: vars(dist.ProcessGroup)[name] for name in counters if name in vars(dist.ProcessGroup)}
+    for name in originals:
+        setattr(dist.ProcessGroup, name, _counting(getattr(dist.ProcessGroup, name), *counters[name], traffic))
     try:
         yield traffic
     finally:

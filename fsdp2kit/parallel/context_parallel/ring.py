@@ -90,8 +90,8 @@ def _pass_on(pair: Pair, group: ProcessGroup) -> Callable[[], Pair]:
     pending = dist.batch_isend_irecv([*sends, *receives])
 
     def wait() -> Pair:
-        for work in pending:
-            work.wait()
+        while pending:
+            pending.pop().wait()  # and forgotten: a request keeps the block alive that it sent
         return received
 
     return wait

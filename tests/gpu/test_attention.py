@@ -1,0 +1,45 @@
+"""Blockwise attention on CUDA: against torch's own with the dense mask, and in a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
+from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments
+from tests.parallel.test_segments import positions_of, transformers_mask
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 300, 129, 590)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_packed_and_windowed_attention_equals_the_dense_mask(window: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    positions = torch.stack([positions_of(list(LENGTHS)), torch.arange(sum(LENGTHS))])
+    length = positions.shape[1]
+    shapes = [(2, heads, length, 64) for heads in (8, 2, 2, 8)]
+    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    table = plan_segments(document_starts(positions), method=None, rank=0, cp=1, window=window)
+    mask = transformers_mask(positions, window)[:, None].cuda()
+
+    mine = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    out, _ = blockwise_attention(*mine, table, 0.125, "none", "")
+    found = (out.detach(), *torch.autograd.grad(out, mine, grad))
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    whole = F.scaled_dot_product_attention(*exact, attn_mask=mask, scale=0.125, enable_gqa=True)
+    expected = (whole.detach(), *torch.autograd.grad(whole, exact, grad.double()))
+
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= bound * max(theirs.norm().item(), 1.0)
+
+
+def test_the_ring_benchmark_runs() -> None:
+    from fsdp2kit.bench.ring import Options, bench_ring
+
+    found = bench_ring(Options(lengths=(8192,), repeats=1))["lengths"][8192]
+    assert max(found["difference"].values()) < 1e-2
