@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.convert import dcp_to_hf
+from fsdp2kit.checkpoint.convert import ensure_export
 from fsdp2kit.checkpoint.manager import build_checkpoint_manager
 from fsdp2kit.checkpoint.start import fill_weights, run_identity
 from fsdp2kit.config import TrainingConfig, dump_toml
@@ -93,7 +93,7 @@ def main(config: Config) -> None:
     plan = build_plan(config, steps_per_epoch=data.loader.steps_per_epoch, mesh=mesh)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=plan.total_steps, step=progress.step)
 
-    export = partial(dcp_to_hf, out=run_dir / "hf", rank=world.rank, world_size=world.size)
+    export = partial(ensure_export, out=run_dir / "hf", dtype=export_dtype, rank=world.rank, world_size=world.size)
     is_exported = partial(config.checkpoint.exports_at, total_steps=plan.total_steps)
 
     def save(progress: Progress) -> None:
@@ -124,8 +124,8 @@ def main(config: Config) -> None:
             profile=profiler.step,
             first_step=partial(checked, ledger, model, optimizer),
         )
-        if resume and is_exported(progress.step) and not (run_dir / "hf").exists():
-            export(resume)  # the run that came this far did not get to it
+        if resume and is_exported(progress.step):
+            export(resume)  # the run that came this far may not have got to it, or exported in another dtype
         train(
             model,
             optimizer,

@@ -276,6 +276,15 @@ def test_wandb_online_without_a_login_is_refused_and_never_asks(
     refused(pool, arguments, tmp_path, says=["wandb.mode", "login"])
 
 
+def test_files_of_the_users_own_in_the_export_directory_are_refused_before_training(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "README.md").write_text("mine")
+    refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=["run/hf", "README.md", "move that away"])
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 @pytest.fixture
 def finished(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> Path:
     """The TOML of a run that has come to its end."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.export_record import check_replaceable
 from fsdp2kit.checkpoint.files import sync_tree
 from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.loading import load_all
@@ -54,11 +55,13 @@ def build_checkpoint_manager(
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
 
     Raises:
-        UserError: a rank cannot write there.
+        UserError: a rank cannot write there, or ``run_dir/hf`` holds what the run's export must not replace.
     """
     root = run_dir / "checkpoints"
     with agreement():
         _check_writable(root)
+        if section.export_hf != "never":
+            check_replaceable(run_dir / "hf")
     return CheckpointManager(
         layout=CheckpointLayout(root),
         keep=section.keep,

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
 from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import jobs
@@ -228,6 +229,16 @@ def test_an_unwritable_run_dir_is_a_users_mistake_on_every_rank(pool: WorkerPool
     for message in pool.run(2, jobs.unwritable_run_dir, tmp_path / "file" / "run"):
         assert message.startswith("run.dir:")
         assert "Not a directory" in message
+
+
+def test_an_export_directory_with_the_users_own_files_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"hf: holds notes\.txt, which no export of fsdp2kit wrote there; .* move"):
+        jobs.manager_of(tmp_path)
+    build_checkpoint_manager(
+        CheckpointConfig(export_hf="never"), run_dir=tmp_path, identity={}, write_assets=jobs.write_assets
+    )
 
 
 def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
