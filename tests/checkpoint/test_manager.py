@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -121,16 +122,47 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_leftovers_are_not_used_and_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_leftovers_are_removed_and_strange_directories_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, path = saved_alone(tmp_path, 1)
     shutil.copytree(path, path.with_name("step-000002"))
     (path.with_name("step-000002") / "manifest.json").unlink()
     shutil.copytree(path, path.with_name(".tmp-step-000003"))
     assert manager.resolve("auto") == path
     assert "step-000002: skipped" in caplog.text
+    aside = []
+    for step in (4, 5, 6, 7):
+        (path.with_name("step-000002")).mkdir(exist_ok=True)
+        model = jobs.tiny_llama()
+        manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+        aside.append(f"step-000002.incomplete-{len(aside) + 1}")
+        assert "set aside as " + aside[-1] in caplog.text
+    assert names(tmp_path) == [*aside, "step-000006", "step-000007"]
+    assert (path.with_name(aside[0]) / "__0_0.distcp").is_file()
+
+
+def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, _ = saved_alone(tmp_path, 1, keep=1)
     model = jobs.tiny_llama()
-    manager.save(model, jobs.adamw(model), jobs.progress_at(4))
-    assert names(tmp_path) == ["step-000001", "step-000004"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp2kit.checkpoint.layout.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
+        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert names(tmp_path) == [".tmp-step-000001", "step-000002"]
+    assert manager.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
+    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step-000001/manifest\.json: is missing.*; .*in another run\.dir"):
+        manager.resolve("auto")
+    path.rename(path.with_name(".tmp-step-000001"))  # as a kill during the very first save leaves it
+    assert manager.resolve("auto") is None
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
@@ -164,9 +196,17 @@ def truncate(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def flip(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (flip, r"__0_0\.distcp: does not have the checksum it was written with"),
         (truncate, r"__0_0\.distcp: has \d+ bytes instead of"),
         (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
@@ -174,12 +214,29 @@ def truncate(path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(tmp_path: Path, damage, message: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(
+    tmp_path: Path, damage, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, path = saved_alone(tmp_path, 1, 2)
     damage(path)
     with pytest.raises(UserError, match=message):
         manager.resolve(str(path))
     assert manager.resolve("auto") == path.with_name("step-000001")
+    assert re.search(rf"step-000002: skipped: .*{message}", caplog.text)
+
+
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_ranks_check_their_shares_and_agree(pool: WorkerPool, tmp_path: Path, flipped: int) -> None:
+    for step in (1, 2):
+        pool.run(2, jobs.train_and_save, tmp_path / str(step), tied=True, replicate=1)
+    one, two = (tmp_path / str(step) / "checkpoints" / "step-000002" for step in (1, 2))
+    shutil.copytree(two, one.with_name("step-000003"))
+    file = one.with_name("step-000003") / f"__{flipped}_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    for size in (1, 2, 3):
+        assert pool.run(size, jobs.resolve, one.parents[1], "auto") == [str(one)] * size
+        for message in pool.run(size, jobs.resolve, one.parents[1], str(file.parent)):
+            assert f"step-000003/{file.name}: does not have the checksum" in message
 
 
 def test_auto_does_not_start_over_when_all_that_was_trained_is_damaged(tmp_path: Path) -> None:
