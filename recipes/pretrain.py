@@ -27,6 +27,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.preflight import check_model, check_offline
 from fsdp2kit.progress import Progress
+from fsdp2kit.train.claim import claim_run_dir
 from fsdp2kit.train.flops import count_model_flops
 from fsdp2kit.train.loop import Hooks, build_plan, evaluate, train
 from fsdp2kit.train.metrics import build_metrics
@@ -68,6 +69,7 @@ def main(config: Config) -> None:
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
         ledger = dtype_ledger(config.fsdp, export=export_dtype)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
+        claim = claim_run_dir(run_dir, is_main=world.is_main)
         prepare_run_dir(run_dir, config_text=dump_toml(config), environment=environment, is_main=world.is_main)
     write_assets = partial(
         save_assets, config=hf_config, architecture=type(model).__name__, tokenizer=tokenizer, source=source
@@ -114,7 +116,7 @@ def main(config: Config) -> None:
             resume_step=progress.step,
             wandb_id=progress.wandb_id,
         )
-    with metrics, profiler:
+    with claim, metrics, profiler:
         for line in (str(sizes), str(ledger), *data.describe()):
             metrics.message(line)
         hooks = Hooks(

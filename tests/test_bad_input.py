@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.train.claim import claim_run_dir
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -283,6 +284,13 @@ def test_files_of_the_users_own_in_the_export_directory_are_refused_before_train
     (tmp_path / "run" / "hf" / "README.md").write_text("mine")
     refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=["run/hf", "README.md", "move that away"])
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_directory_in_use_is_refused(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    with claim_run_dir(tmp_path / "run", is_main=True):
+        says = ["run.dir", str(tmp_path / "run"), f"in use by process {os.getpid()}"]
+        refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=says)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "nothing of the other's was touched"
 
 
 @pytest.fixture
