@@ -116,6 +116,7 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
     own_head = None if linear else _own_head(model, head)
 
     def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        hidden = hidden.to(head.weight.dtype)  # units may return another dtype than they compute in
         if own_head is None:
             return linear_cross_entropy(hidden, head.weight, labels)
         return _chunked_loss(own_head, hidden, labels, vocabulary=head.weight.shape[0])

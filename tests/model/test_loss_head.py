@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.model import loss_head
 from fsdp2kit.model.loss_head import attach_loss, has_linear_head, linear_cross_entropy, select_supervised
 from fsdp2kit.model.twin import shrink_config
-from tests.reference import cross_entropy_sum, make_rows, plain_logits, tiny_model
+from tests.parallel.jobs import Case, run_cases
+from tests.reference import (
+    beyond,
+    cross_entropy_sum,
+    errors,
+    make_batches,
+    make_rows,
+    plain_logits,
+    plain_loop,
+    tiny_model,
+    tiny_model_dir,
+)
+from tests.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50
 # Model type, what its config says, and whether its logits are hidden @ weightᵀ and nothing else.
@@ -139,3 +152,16 @@ def _distance(found: Tensor, expected: Tensor) -> float:
         return 0.0
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm()) if expected.norm() else float(difference)
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "cohere"])
+def test_units_may_return_another_dtype_than_they_compute_in(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Tied, untied, and a head that is more than a matrix, within what computing in bfloat16 leaves uncertain."""
+    path, batches = tiny_model_dir(kind, tmp_path), make_batches(3)
+    exact, narrow = (
+        plain_loop(path, batches, micro_batch_size=1, lr=1e-3, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    case = Case(kind, 2, 1, 1, (("param_dtype", "bfloat16"), ("output_dtype", "float32")))
+    found = pool.run(2, run_cases, tmp_path, [case], batches)[0][0]
+    assert not beyond(errors(found, exact), errors(narrow, exact))
