@@ -19,6 +19,7 @@ from fsdp2kit.config.schema import TextDataConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.model.assets import save_assets, source_dtype
 from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.limits import check_attention, check_positions
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
@@ -47,7 +48,10 @@ class Config(TrainingConfig):
 def check(config: Config) -> list[str]:
     """What can be said of a config without weights, network or process group; returns what could not be checked."""
     check_wandb(config.wandb)
-    return check_offline(config)
+    unchecked = check_offline(config)
+    if "model" not in unchecked:
+        check_positions(build_model(config.model), seq_len=config.data.seq_len)
+    return unchecked
 
 
 def main(config: Config) -> None:
@@ -66,6 +70,8 @@ def main(config: Config) -> None:
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
         check_model(model, config, pack=config.data.pack)
+        check_positions(model, seq_len=config.data.seq_len)
+        check_attention(config.model.attention, device=world.device)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
         ledger = dtype_ledger(config.fsdp, export=export_dtype)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))

@@ -134,6 +134,9 @@ OVERRIDES = {
     "no such weights": (["model.weights=/nowhere/step-000001"], ["/nowhere/step-000001"]),
     "no such checkpoint": (["run.resume=/nowhere/step-000001"], ["/nowhere/step-000001"]),
     "too long a row": (["data.seq_len=16", "data.overlong=error"], ["heldout.jsonl", "16"]),
+    "an attention without a backward here": (
+        ["model.attention=flex_attention", "mesh.cp=1"], ["model.attention", "no backward on a CPU"]
+    ),
     "dropout": (["model.config.attention_dropout=0.1"], ["attention_dropout", "preflight.allow"]),
     "run directory under a file": ([f"run.dir={DEMO}/chat.jsonl/run"], ["run.dir"]),
 }  # fmt: skip
@@ -169,6 +172,53 @@ def test_a_recipe_without_main_is_refused(pool: WorkerPool, tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text("class Config: pass\n")
     (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
     refused(pool, ["x.toml"], tmp_path, says=["mine.py", "main"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import os\ndef main(config:\n    pass\n", ["mine.py:2", "is not Python"]),
+        ("import os\nimport no_such_package.inside\n", ["mine.py:2", "no_such_package", "install no_such_package"]),
+        ("from fsdp2kit.errors import NoSuchName\n", ["mine.py:1", "NoSuchName", "mend that line"]),
+    ],
+    ids=["syntax", "package", "name"],
+)
+def test_a_recipe_that_cannot_be_imported_is_refused(
+    text: str, says: list[str], pool: WorkerPool, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
+    refused(pool, ["x.toml"], tmp_path, says=says)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["0", "x", "-8", "", "2.5"])
+def test_a_world_that_cannot_be_is_refused_by_the_check(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
+    assert run.main([str(ROOT / "toml" / "demo_cp2.toml"), "--check"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: environment variable {name}: {value!r} is not a number of processes; set e.g. {name}=8\n"
+    )
+
+
+GPT2 = (
+    'model={config={model_type="gpt2", n_layer=1, n_head=2, n_embd=8, n_positions=32, vocab_size=1024, '
+    f'resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0}}, weights="random", tokenizer="{DEMO}/tokenizer"}}'
+)
+
+
+def test_rows_beyond_the_models_positions_are_refused_by_run_and_check(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    toml = str(toml_for(model_dir, tmp_path))
+    line = refused(pool, [toml, GPT2, "mesh.cp=1"], tmp_path, says=["data.seq_len", "64", "use at most 32"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run.main([toml, GPT2, "mesh.cp=1", "--check"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert run.main([toml, GPT2, "mesh.cp=1", "data.seq_len=32", "--check"]) == 0
 
 
 def without_weights(folder: Path) -> None:

@@ -62,7 +62,8 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
         hf_config: what `load_hf_config` returned, if it was called already.
 
     Raises:
-        UserError: transformers has no causal language model for this config, or not with this attention.
+        UserError: transformers has no causal language model for this config, or not with this attention; it names no
+            layers, or a parameter is shared between them.
     """
     hf_config = load_hf_config(section) if hf_config is None else hf_config
     try:
@@ -78,6 +79,7 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
         todo = 'choose another model.attention ("eager" always works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
     compute_buffers(model)
+    check_units(model)
     return model.train()
 
 
@@ -134,6 +136,30 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             "use a model whose class sets _no_split_modules",
         )
     return [module for _, module in found]
+
+
+def check_units(model: PreTrainedModel) -> None:
+    """Check that no parameter belongs to two of the units that FSDP shards: each decoder layer, an untied embedding
+    and an untied head, and the root with all the rest.
+
+    Raises:
+        UserError: one does, which would fail in the first forward.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    untied = head is not None and head.weight is not embedding.weight
+    units = {id(module) for module in [*decoder_layers(model), *((embedding, head) if untied else ())]}
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in units]
+
+    def unit_of(parameter: str) -> str:
+        return next((name for name in names if parameter.startswith(f"{name}.")), "")
+
+    for alias, name in tied_names(model).items():
+        if unit_of(alias) != unit_of(name):
+            raise UserError(
+                f"model {type(model).__name__}",
+                f"{name} and {alias} are one parameter in two places that FSDP shards apart",
+                "use a model whose layers share no parameters",
+            )
 
 
 def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[str, Any]:

@@ -135,3 +135,9 @@ def test_no_layer_found_is_an_error() -> None:
     model._no_split_modules = ["Nothing"]
     with pytest.raises(UserError, match=r"LlamaForCausalLM.*Nothing"):
         decoder_layers(model)
+
+
+def test_parameters_shared_between_units_are_refused() -> None:
+    section = ModelConfig(config={"model_type": "zamba2"}, weights="random", attention="eager")
+    with pytest.raises(UserError, match=r"Zamba2ForCausalLM: .*shared_transformer.* are one parameter in two places"):
+        build_model(section)
