@@ -191,6 +191,13 @@ class _HiddenOnly(BaseModelOutputWithPast):
 class _Passthrough(nn.Module):
     """Stands in for the base model: what comes in as embeddings goes out as the last hidden state."""
 
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self._base = [base]  # in a list, so that it is not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base[0], name)  # a head may read numbers that its base model keeps
+
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
         return _HiddenOnly(last_hidden_state=inputs_embeds)
 
@@ -213,7 +220,8 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
     forward = type(model).forward
     view = copy.copy(model)
     view._modules = dict(model._modules)
-    view._modules[backbone_name(model)] = _Passthrough()
+    name = backbone_name(model)
+    view._modules[name] = _Passthrough(getattr(model, name))
     projection = _Projection(head)
     for name, module in model._modules.items():
         if module is head:

@@ -102,7 +102,7 @@ def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, An
     assert same or not expected
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi"])
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi", "falcon_h1"])
 @pytest.mark.parametrize("supervised", [True, False])
 def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
@@ -132,9 +132,26 @@ def test_an_index_of_the_targets_may_be_given() -> None:
     assert model.loss_sum(**inputs, index=index).item() == model.loss_sum(**inputs).item()
 
 
+# Its head multiplies by a number that its base model keeps.
+FALCON = {
+    "lm_head_multiplier": 0.25,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+}
+
+
 def _model(kind: str) -> PreTrainedModel:
-    if kind in ("gemma2", "phi"):
-        config = shrink_config(AutoConfig.for_model(kind))
+    if kind in ("gemma2", "phi", "falcon_h1"):
+        falcon = kind == "falcon_h1"  # too particular about its sizes to be shrunk
+        config = AutoConfig.for_model(kind, **FALCON) if falcon else shrink_config(AutoConfig.for_model(kind))
         config.attention_dropout = config.embd_pdrop = config.resid_pdrop = 0.0
         if kind == "gemma2":
             config.final_logit_softcapping = 0.5  # so tight that it matters for small logits
