@@ -110,8 +110,13 @@ def main(config: Config) -> None:
         if is_exported(progress.step):
             export(checkpoint)
 
-    trace_dir = run_dir / "trace"
-    profiler = build_profiler(config.profile, trace_dir=trace_dir, rank=world.rank, device_type=world.device.type)
+    profiler = build_profiler(
+        config.profile,
+        trace_dir=run_dir / "trace",
+        rank=world.rank,
+        device_type=world.device.type,
+        steps=plan.total_steps - progress.step,
+    )
     with distributed.agreement():
         metrics = build_metrics(
             config.wandb,

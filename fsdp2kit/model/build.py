@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
@@ -46,10 +50,16 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
             config.update(overrides)
             return config
-        return AutoConfig.for_model(model_type, **merged)
+        with _rope_warnings() as complaints:
+            config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
         raise UserError(where, f"not a usable model config: {error}", "check it and the overrides") from None
+    if complaints and _names_rope(overrides):
+        raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
+    for complaint in complaints:
+        logger.warning("%s", complaint)
+    return config
 
 
 def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -180,19 +190,51 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
     return fields
 
 
+@contextlib.contextmanager
+def _rope_warnings() -> Iterator[list[str]]:
+    """Collects what transformers has to say against ``rope_parameters``: a warning that would scroll by."""
+    complaints: list[str] = []
+    rope_logger = logging.getLogger("transformers.modeling_rope_utils")
+    before = rope_logger.level, rope_logger.propagate
+    handler = logging.Handler()
+    handler.emit = lambda record: complaints.append(record.getMessage())
+    rope_logger.addHandler(handler)
+    rope_logger.setLevel(logging.WARNING)
+    rope_logger.propagate = False
+    try:
+        yield complaints
+    finally:
+        rope_logger.removeHandler(handler)
+        rope_logger.setLevel(before[0])
+        rope_logger.propagate = before[1]
+
+
+def _names_rope(overrides: Mapping[str, Any]) -> bool:
+    return "rope_parameters" in overrides or any(
+        _names_rope(value) for value in overrides.values() if isinstance(value, Mapping)
+    )
+
+
 def _merge(
     fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     merged = dict(fields)
     for key, value in overrides.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
-            raise UserError(f"{where}.{key}", "not a key of this model's config", todo)
+        _check_known(key, known, where=where)
         nested = known[key]
         # `rope_parameters`-like dicts are replaced whole: their keys depend on one another. Sub-configs merge.
         if isinstance(value, Mapping) and isinstance(nested, Mapping) and "model_type" in nested:
             merged[key] = _merge(merged.get(key, {}), value, known=nested, where=f"{where}.{key}")
-        else:
-            merged[key] = value
+            continue
+        if isinstance(value, Mapping) and isinstance(nested, Mapping):
+            for inner in (name for name, item in value.items() if isinstance(item, Mapping)):
+                _check_known(inner, nested, where=f"{where}.{key}")  # one for each kind of layer, say
+        merged[key] = value
     return merged
+
+
+def _check_known(key: str, known: Mapping[str, Any], *, where: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
+        raise UserError(f"{where}.{key}", "not a key of this model's config", todo)

@@ -55,7 +55,7 @@ def draw(model: PreTrainedModel, *, seed: int) -> Iterator[tuple[str, Tensor]]:
         values = _run(together, {name: slots[name] for name in names}, seed=seed)
         for name in names:
             if name in wanted:
-                _check_drawn(model, name, values[name])
+                _check_drawn(skeleton, name, values[name])
                 yield name, values[name]
 
 

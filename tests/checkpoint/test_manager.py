@@ -93,6 +93,28 @@ def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
     assert_same(jobs.full_state(untouched, plain), jobs.full_state(model, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"), [(torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {})]
+)
+def test_other_optimizers_resume_as_if_never_interrupted(tmp_path: Path, optimizer, momentum: dict) -> None:
+    """SGD keeps no step count, without momentum no state at all, and Adagrad has its own before the first step."""
+
+    def fresh(seed: int):
+        model = jobs.tiny_llama(seed=seed)
+        return model, optimizer(model.parameters(), lr=0.1, **momentum)
+
+    model, plain = fresh(0)
+    jobs.train(model, plain, range(4))
+    for first in (0, 2):  # saved before the first step, and after two
+        half, before = fresh(0)
+        jobs.train(half, before, range(first))
+        path = jobs.manager_of(tmp_path).save(half, before, jobs.progress_at(first))
+        resumed, after = fresh(1)
+        jobs.manager_of(tmp_path).restore(path, resumed, after)
+        jobs.train(resumed, after, range(first, 4))
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True)), first
+
+
 def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('recipe = "sft"\n')
     _, path = saved_alone(tmp_path, 200)

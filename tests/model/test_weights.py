@@ -255,9 +255,11 @@ def test_random_values_do_not_depend_on_the_mesh_for_unusual_architectures(pool:
 
 def test_an_initialisation_that_leaves_a_parameter_out_is_refused(tmp_path: Path) -> None:
     _unusual_config("apertus").save_pretrained(tmp_path)
-    model = build_model(ModelConfig(path=str(tmp_path), weights="random"))
-    materialize(model, device=torch.device("cpu"))
-    with pytest.raises(UserError, match=r"ApertusForCausalLM leaves model\.layers\.0\.mlp\.act_fn\.alpha_\w out"):
+    try:
+        model = _sharded(ModelConfig(path=str(tmp_path), weights="random"), 1)
+    finally:
+        distributed.stop()
+    with pytest.raises(UserError, match=r" ApertusForCausalLM leaves model\.layers\.0\.mlp\.act_fn\.alpha_\w out"):
         initialize(model, seed=0)
 
 
