@@ -209,7 +209,7 @@ class CheckpointManager:
                 return path
             except UserError as error:
                 if _rank() == 0:
-                    logger.warning("%s: skipped: %s", path, error)
+                    logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
                 damage = damage or error
         if damage is not None:  # starting over in silence would give up what was trained
             todo = "restore that file, or remove its directory, or start over in another run.dir"
