@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -103,14 +104,22 @@ def load_recipe(path: Path) -> ModuleType:
     """Import a recipe file, which must define ``Config`` and ``main(config)``.
 
     Raises:
-        UserError: it does not define them.
+        UserError: it does not define them, is not Python, or imports what is not there.
     """
     spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(str(path), "is not a Python file", "name a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", "mend that line") from None
+    except ImportError as error:
+        # The last frame outside the import machinery is the statement that asked for it.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"
+        raise UserError(f"{frames[-1].filename}:{frames[-1].lineno}", str(error), todo) from None
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise UserError(str(path), f"defines no {name}", "a recipe has a class Config and a function main(config)")
@@ -136,13 +145,11 @@ def _parse(arguments: Sequence[str] | None) -> Any:
 
 def _check(toml: str, overrides: Sequence[str]) -> int:
     started = time.perf_counter()
-    world_size, local_world_size = (
-        int(os.environ.get(name, default))
-        for name, default in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    )
     # Set before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
+        world_size = _size_from_environment("WORLD_SIZE", default=1)
+        local_world_size = _size_from_environment("LOCAL_WORLD_SIZE", default=world_size)
         recipe, config = load(toml, overrides)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         unchecked = recipe.check(config) if hasattr(recipe, "check") else ["model"]
@@ -156,6 +163,13 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     for what in unchecked:
         print(f"{what} unchecked: not on this machine")
     return 0
+
+
+def _size_from_environment(name: str, *, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError(f"environment variable {name}", f"{text!r} is not a number of processes", f"set e.g. {name}=8")
+    return int(text)
 
 
 if __name__ == "__main__":

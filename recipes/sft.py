@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.convert import dcp_to_hf
+from fsdp2kit.checkpoint.convert import ensure_export
 from fsdp2kit.checkpoint.manager import build_checkpoint_manager
 from fsdp2kit.checkpoint.start import fill_weights, run_identity
 from fsdp2kit.config import TrainingConfig, dump_toml
@@ -28,6 +28,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.preflight import check_model, check_offline
 from fsdp2kit.progress import Progress
+from fsdp2kit.train.claim import claim_run_dir
 from fsdp2kit.train.flops import count_model_flops
 from fsdp2kit.train.loop import Hooks, build_plan, evaluate, train
 from fsdp2kit.train.metrics import build_metrics
@@ -65,10 +66,11 @@ def main(config: Config) -> None:
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
         path = choose_path(config, hf_config, cp=sizes.cp, device_type=world.device.type)
-        check_model(model, config, path=path)
+        check_model(model, config, path=path, device=world.device)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
         ledger = dtype_ledger(config.fsdp, export=export_dtype)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
+        claim = claim_run_dir(run_dir, is_main=world.is_main)
         prepare_run_dir(run_dir, config_text=dump_toml(config), environment=environment, is_main=world.is_main)
     write_assets = partial(
         save_assets, config=hf_config, architecture=type(model).__name__, tokenizer=tokenizer, source=source
@@ -95,7 +97,7 @@ def main(config: Config) -> None:
     plan = build_plan(config, steps_per_epoch=data.loader.steps_per_epoch, mesh=mesh)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=plan.total_steps, step=progress.step)
 
-    export = partial(dcp_to_hf, out=run_dir / "hf", rank=world.rank, world_size=world.size)
+    export = partial(ensure_export, out=run_dir / "hf", dtype=export_dtype, rank=world.rank, world_size=world.size)
     is_exported = partial(config.checkpoint.exports_at, total_steps=plan.total_steps)
 
     def save(progress: Progress) -> None:
@@ -103,8 +105,13 @@ def main(config: Config) -> None:
         if is_exported(progress.step):
             export(checkpoint)
 
-    trace_dir = run_dir / "trace"
-    profiler = build_profiler(config.profile, trace_dir=trace_dir, rank=world.rank, device_type=world.device.type)
+    profiler = build_profiler(
+        config.profile,
+        trace_dir=run_dir / "trace",
+        rank=world.rank,
+        device_type=world.device.type,
+        steps=plan.total_steps - progress.step,
+    )
     with distributed.agreement():
         metrics = build_metrics(
             config.wandb,
@@ -115,7 +122,7 @@ def main(config: Config) -> None:
             resume_step=progress.step,
             wandb_id=progress.wandb_id,
         )
-    with metrics, profiler:
+    with claim, metrics, profiler:
         for line in (str(sizes), str(path), str(ledger), *data.describe()):
             metrics.message(line)
         hooks = Hooks(
@@ -126,8 +133,8 @@ def main(config: Config) -> None:
             profile=profiler.step,
             first_step=partial(checked, ledger, model, optimizer),
         )
-        if resume and is_exported(progress.step) and not (run_dir / "hf").exists():
-            export(resume)  # the run that came this far did not get to it
+        if resume and is_exported(progress.step):
+            export(resume)  # the run that came this far may not have got to it, or exported in another dtype
         train(
             model,
             optimizer,

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.train.claim import claim_run_dir
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +120,7 @@ OVERRIDES = {
     "steps and epochs": (["train.epochs=1"], ["train.steps", "train.epochs"]),
     "evaluation on the training data": (["eval.every=1"], ["eval.path"]),
     "a floor for a linear schedule": (["lr_schedule.name=linear", "lr_schedule.min_lr_ratio=0.1"], ["min_lr_ratio"]),
-    "more cp than heads": (["mesh.cp=2", "model.config.num_attention_heads=1", "model.config.head_dim=8",
+    "more cp than heads": (["mesh.cp=2", "context_parallel.method=ulysses", "model.config.num_attention_heads=1", "model.config.head_dim=8",
                             "model.config.num_key_value_heads=1", "model.weights=random"], ["attention heads"]),
     "no such model": (["model.path=/nowhere/model"], ["model.path", "/nowhere/model"]),
     "unknown model type": ([UNKNOWN_MODEL], ["lama"]),
@@ -133,6 +134,9 @@ OVERRIDES = {
     "no such weights": (["model.weights=/nowhere/step-000001"], ["/nowhere/step-000001"]),
     "no such checkpoint": (["run.resume=/nowhere/step-000001"], ["/nowhere/step-000001"]),
     "too long a row": (["data.seq_len=16", "data.overlong=error"], ["heldout.jsonl", "16"]),
+    "an attention without a backward here": (
+        ["model.attention=flex_attention", "mesh.cp=1"], ["model.attention", "no backward on a CPU"]
+    ),
     "dropout": (["model.config.attention_dropout=0.1"], ["attention_dropout", "preflight.allow"]),
     "run directory under a file": ([f"run.dir={DEMO}/chat.jsonl/run"], ["run.dir"]),
 }  # fmt: skip
@@ -168,6 +172,53 @@ def test_a_recipe_without_main_is_refused(pool: WorkerPool, tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text("class Config: pass\n")
     (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
     refused(pool, ["x.toml"], tmp_path, says=["mine.py", "main"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import os\ndef main(config:\n    pass\n", ["mine.py:2", "is not Python"]),
+        ("import os\nimport no_such_package.inside\n", ["mine.py:2", "no_such_package", "install no_such_package"]),
+        ("from fsdp2kit.errors import NoSuchName\n", ["mine.py:1", "NoSuchName", "mend that line"]),
+    ],
+    ids=["syntax", "package", "name"],
+)
+def test_a_recipe_that_cannot_be_imported_is_refused(
+    text: str, says: list[str], pool: WorkerPool, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
+    refused(pool, ["x.toml"], tmp_path, says=says)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["0", "x", "-8", "", "2.5"])
+def test_a_world_that_cannot_be_is_refused_by_the_check(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
+    assert run.main([str(ROOT / "toml" / "demo_cp2.toml"), "--check"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: environment variable {name}: {value!r} is not a number of processes; set e.g. {name}=8\n"
+    )
+
+
+GPT2 = (
+    'model={config={model_type="gpt2", n_layer=1, n_head=2, n_embd=8, n_positions=32, vocab_size=1024, '
+    f'resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0}}, weights="random", tokenizer="{DEMO}/tokenizer"}}'
+)
+
+
+def test_rows_beyond_the_models_positions_are_refused_by_run_and_check(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    toml = str(toml_for(model_dir, tmp_path))
+    line = refused(pool, [toml, GPT2, "mesh.cp=1"], tmp_path, says=["data.seq_len", "64", "use at most 32"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run.main([toml, GPT2, "mesh.cp=1", "--check"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert run.main([toml, GPT2, "mesh.cp=1", "data.seq_len=32", "--check"]) == 0
 
 
 def without_weights(folder: Path) -> None:
@@ -274,6 +325,22 @@ def test_wandb_online_without_a_login_is_refused_and_never_asks(
 ) -> None:
     arguments = [str(toml_for(model_dir, tmp_path)), "wandb.mode=online"]
     refused(pool, arguments, tmp_path, says=["wandb.mode", "login"])
+
+
+def test_files_of_the_users_own_in_the_export_directory_are_refused_before_training(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "README.md").write_text("mine")
+    refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=["run/hf", "README.md", "move that away"])
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_directory_in_use_is_refused(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    with claim_run_dir(tmp_path / "run", is_main=True):
+        says = ["run.dir", str(tmp_path / "run"), f"in use by process {os.getpid()}"]
+        refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=says)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "nothing of the other's was touched"
 
 
 @pytest.fixture

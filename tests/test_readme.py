@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.model.test_weights import UNUSUAL
+from tests.reference import TINY
+
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -32,3 +35,10 @@ def test_the_readme_names_what_is_there() -> None:
         assert (ROOT / "toml" / f"{name}.toml").is_file(), name
     for target in re.findall(r"\]\(([\w/.]+)\)", text):
         assert (ROOT / target).exists(), target
+
+
+def test_the_readme_lists_the_architectures_of_the_tests() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Models")[1].split("\n## ")[0]
+    held = text.split("Heads and random")[0]
+    assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in TINY.values()}
+    assert set(UNUSUAL) <= {*re.findall(r"`([\w-]+)`", text), "diffllama", "minimax", "olmo_hybrid"}

@@ -232,6 +232,22 @@ def test_an_export_is_the_checkpoint_cast(
     assert not any(torch.equal(before[key], stored[key]) for key in before if before[key].ndim == 2), "it was trained"
 
 
+def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+    """A longer run that died between its last checkpoint and its export, and one that asks for another dtype."""
+    directory = _interrupted(straight["dp2"], tmp_path / "run", step=10)
+    shutil.copytree(_checkpoint(straight["dp2"], 5), _checkpoint(directory, 5))
+    from fsdp2kit.checkpoint.convert import dcp_to_hf
+
+    dcp_to_hf(_checkpoint(directory, 5), directory / "hf", dtype="float32")
+    run(directory, 2, *DP2)
+    ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (directory, straight["dp2"]))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    run(directory, 2, "checkpoint.export_dtype=bfloat16", *DP2)
+    stored = load_file(directory / "hf" / "model.safetensors")
+    assert all(torch.equal(stored[key], theirs[key].bfloat16()) for key in theirs)
+    assert AutoModelForCausalLM.from_pretrained(directory / "hf").dtype == torch.bfloat16
+
+
 def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
     from fsdp2kit.data.build import build_data
     from fsdp2kit.model.tokenizer import build_tokenizer

@@ -1,23 +1,30 @@
-"""Let a Hugging Face directory answer, with nothing but transformers: python tools/generate.py DIR "question" ..."""
+"""Let a Hugging Face directory answer, by transformers' own means: python tools/generate.py DIR "question" ..."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+from fsdp2kit.errors import UserError
 
-def main() -> int:
-    """Print each question with the model's greedy answer. Returns the exit code."""
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description="Let a Hugging Face directory answer.")
-    parser.add_argument("directory", help="a Hugging Face model directory, e.g. runs/x/hf")
+    parser.add_argument("directory", type=Path, help="a Hugging Face model directory, e.g. runs/x/hf")
     parser.add_argument("questions", nargs="+", help="user messages, each a conversation of its own")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(options.directory)
-    model = AutoModelForCausalLM.from_pretrained(options.directory)
+    try:
+        tokenizer, model = load(options.directory)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     for question in options.questions:
         messages = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(
@@ -27,6 +34,25 @@ def main() -> int:
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         print(f"> {question}\n{answer.strip()}")
     return 0
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """Tokenizer and model of a directory.
+
+    Raises:
+        UserError: it holds no model that can chat.
+    """
+    todo = "give the export of a run on conversations, e.g. runs/x/hf"
+    if not (directory / "config.json").is_file():
+        raise UserError(str(directory), "is not a model directory (no config.json)", todo)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
+        raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
+    if tokenizer.chat_template is None:
+        raise UserError(str(directory), "has no chat template", todo)
+    return tokenizer, model
 
 
 if __name__ == "__main__":

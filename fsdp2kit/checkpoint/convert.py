@@ -19,17 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.conversion import conversion_groups, model_on_meta, to_file_names
+from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, write_record
 from fsdp2kit.checkpoint.files import sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
 from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_sizes, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
-MARKER = ".fsdp2kit-export.json"
 INDEX = "model.safetensors.index.json"
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -99,6 +99,20 @@ def dcp_to_hf(
             publish(plan)
 
 
+def ensure_export(checkpoint: Path, out: Path, *, dtype: str, rank: int = 0, world_size: int = 1) -> bool:
+    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
+
+    A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
+    """
+    # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+    stale = not is_export_of(checkpoint, out, dtype=dtype) if rank == 0 else None
+    if world_size > 1:
+        stale = gather_objects(stale)[0]
+    if stale:
+        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size)
+    return bool(stale)
+
+
 def plan_export(
     checkpoint: Path,
     out: Path,
@@ -121,7 +135,7 @@ def plan_export(
         raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
     config_dir = config_dir or checkpoint / "hf"
     out = out.absolute()
-    _check_replaceable(out)
+    check_replaceable(out)
     model = model_on_meta(config_dir)
     if model is None and manifest is None:
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
@@ -176,12 +190,11 @@ def publish(plan: ExportPlan) -> None:
         total = sum(size for groups in plan.files.values() for group in groups for size in group.sizes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(plan.staging / INDEX, index)
-    written = sorted(path.relative_to(plan.staging).as_posix() for path in plan.staging.rglob("*") if path.is_file())
-    marker = {"checkpoint": str(plan.checkpoint), "step": plan.step, "dtype": plan.dtype, "files": written}
-    write_json(plan.staging / MARKER, marker)
+    written = [path.relative_to(plan.staging).as_posix() for path in plan.staging.rglob("*") if path.is_file()]
+    write_record(plan.staging, checkpoint=plan.checkpoint, step=plan.step, dtype=plan.dtype, files=written)
     sync_tree(plan.staging)
 
-    _check_replaceable(plan.out)
+    check_replaceable(plan.out)
     old = plan.out.with_name(f".{plan.out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if plan.out.exists():
@@ -265,19 +278,3 @@ def _check_written(path: Path, names: set[str]) -> None:
         raise RunFailure(f"{path}: was not written, or not whole: {error}") from error
     if missing:
         raise RunFailure(f"{path}: {sorted(missing)[0]} is missing from it")
-
-
-def _check_replaceable(out: Path) -> None:
-    """Check that `out` is absent, empty, or holds nothing but an earlier export of ours."""
-    if not out.exists():
-        return
-    todo = "choose another directory, or move that away"
-    if not out.is_dir():
-        raise UserError(str(out), "is not a directory", todo)
-    present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-    try:
-        ours = {MARKER, *json.loads((out / MARKER).read_text(encoding="utf-8"))["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = set()
-    if others := sorted(present - ours):
-        raise UserError(str(out), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)

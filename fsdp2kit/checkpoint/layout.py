@@ -1,7 +1,9 @@
 """The `checkpoints/` directory: names, publication, leftovers, retention. Rank 0's file work only; no torch here.
 
 A checkpoint is written to ``.tmp-step-000200``, completed by its manifest and renamed to ``step-000200``. One that is
-written a second time first moves to ``.old-step-000200``, from where `recover` brings it back after a crash.
+written a second time first moves to ``.old-step-000200``, from where `recover` brings it back after a crash. One that
+is not kept is renamed to ``.tmp-…`` before it is deleted. So whatever a crash leaves half done has a name with a dot,
+and a step directory without a manifest is none of our doing: it is set aside, never deleted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"step-(\d{6,})")
 OLD, TEMPORARY, SUPERSEDED = ".old-", ".tmp-", "superseded-"
+INCOMPLETE = ".incomplete"
 
 
 class CheckpointLayout:
@@ -54,17 +57,27 @@ class CheckpointLayout:
             if (path / MANIFEST).is_file():
                 shutil.rmtree(old)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                self._set_incomplete_aside()
                 old.rename(path)
                 logger.warning("%s: brought back, since its replacement was not completed", path)
 
-    def remove_leftovers(self) -> None:
-        """Remove what earlier saves left unfinished: temporary directories, and step directories without manifest."""
+    def clear_leftovers(self) -> None:
+        """Delete what earlier saves left unfinished, and set aside step directories without a manifest."""
         self.recover()
-        incomplete = [path for _, path in self.published() if not (path / MANIFEST).is_file()]
-        for path in [*self.root.glob(f"{TEMPORARY}step-*"), *incomplete]:
+        for path in self.root.glob(f"{TEMPORARY}step-*"):
             logger.warning("%s: removed, since it was never completed", path)
             shutil.rmtree(path)
+        self._set_incomplete_aside()
+
+    def _set_incomplete_aside(self) -> None:
+        """Rename step directories without a manifest, so that no step's name is taken, and touch them no more."""
+        for _, path in self.published():
+            if not (path / MANIFEST).is_file():
+                number = 1
+                while (target := path.with_name(f"{path.name}{INCOMPLETE}-{number}")).exists():
+                    number += 1
+                path.rename(target)
+                logger.warning("%s: set aside as %s, since it has no %s", path, target.name, MANIFEST)
 
     def set_aside(self, *, after: int) -> None:
         """Rename complete checkpoints of later steps than `after` to ``superseded-step-*``; nothing is deleted.
@@ -99,9 +112,9 @@ class CheckpointLayout:
     def retain(self, keep: int) -> None:
         """Delete all complete checkpoints but the newest `keep`. One that cannot be deleted is reported, no more."""
         for _, path in self.complete()[:-keep]:
+            doomed = path.with_name(f"{TEMPORARY}{path.name}")
             try:
-                # Without its manifest it is incomplete, whatever interrupts the rest of the deletion.
-                (path / MANIFEST).unlink()
-                shutil.rmtree(path)
+                path.rename(doomed)  # whatever interrupts the deletion, the next save goes on with it
+                shutil.rmtree(doomed)
             except OSError as error:
                 logger.warning("%s: an old checkpoint was not deleted: %s", path, error)

@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2kit.checkpoint.contents import model_tensors
+from fsdp2kit.checkpoint.manifest import MANIFEST, check_contents, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
+
+
+def check_together(path: Path) -> None:
+    """Check every byte of a checkpoint against its manifest, each rank its share of the files. Collective.
+
+    Raises:
+        UserError: it is incomplete or damaged; the error, the same on every rank, names the file.
+    """
+    with agreement():
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        check_contents(path, read_manifest(path), rank=rank, world_size=size)
 
 
 def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
@@ -44,12 +57,16 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Fill a model's parameters and persistent buffers from a distributed checkpoint, and read no more. Collective.
 
     The checkpoint is ours, or plain DCP of a Hugging Face state dict, with or without a ``model.`` before its names.
-    Values are cast to the model's dtypes. A tied parameter may be stored under any of its names.
+    Values are cast to the model's dtypes. A tied parameter may be stored under any of its names. Where there is a
+    manifest, every byte is first checked against it.
 
     Raises:
-        UserError: this is no checkpoint, or a tensor is missing, left over, or of another shape; the error names it.
+        UserError: this is no checkpoint, it is damaged, or a tensor is missing, left over, or of another shape; the
+            error names the file or the tensor.
         RunFailure: a file cannot be read.
     """
+    if any(gather_objects((path / MANIFEST).is_file())):
+        check_together(path)
     tensors = model_tensors(model)
     with agreement():
         reader = SafeReader(path)

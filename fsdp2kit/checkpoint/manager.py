@@ -23,10 +23,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.export_record import check_replaceable
 from fsdp2kit.checkpoint.files import sync_tree
 from fsdp2kit.checkpoint.layout import CheckpointLayout
-from fsdp2kit.checkpoint.loading import load_all
-from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
+from fsdp2kit.checkpoint.loading import check_together, load_all
+from fsdp2kit.checkpoint.manifest import (
+    Manifest,
+    check_sizes,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
 from fsdp2kit.checkpoint.safe_reader import first_failure
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import agreement, gather_objects
@@ -54,11 +61,13 @@ def build_checkpoint_manager(
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
 
     Raises:
-        UserError: a rank cannot write there.
+        UserError: a rank cannot write there, or ``run_dir/hf`` holds what the run's export must not replace.
     """
     root = run_dir / "checkpoints"
     with agreement():
         _check_writable(root)
+        if section.export_hf != "never":
+            check_replaceable(run_dir / "hf")
     return CheckpointManager(
         layout=CheckpointLayout(root),
         keep=section.keep,
@@ -113,7 +122,7 @@ class CheckpointManager:
         directory = self._layout.temporary(step)
         with agreement():
             if _rank() == 0:
-                self._layout.remove_leftovers()
+                self._layout.clear_leftovers()
                 directory.mkdir(parents=True)
         with warnings.catch_warnings():
             # dcp.save says so each time it works in one process, which a world of one asks for.
@@ -153,19 +162,20 @@ class CheckpointManager:
         return path
 
     def resolve(self, resume: str) -> Path | None:
-        """The checkpoint that `run.resume` means: rank 0 decides, and all ranks return the same. Collective.
+        """The checkpoint that `run.resume` means, every byte of it checked; the same on all ranks. Collective.
 
         Args:
             resume: "auto": the newest checkpoint that is whole, None if there was never one; "never": None; or a path.
 
         Raises:
-            UserError: the given checkpoint, or with "auto" every complete one, is unusable; the error names the file.
+            UserError: the given checkpoint, or with "auto" every one there is, is unusable; the error names the file.
         """
-        path = None
-        with agreement():
-            if _rank() == 0 and resume != "never":
-                path = self._newest_usable() if resume == "auto" else _checked(Path(resume))
-        return gather_objects(path)[0]
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return self._newest_usable()
+        check_together(Path(resume))
+        return Path(resume)
 
     def restore(self, path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
         """Load model and optimizer in place, at any world size, and return the progress. Collective.
@@ -187,17 +197,23 @@ class CheckpointManager:
         return progress
 
     def _newest_usable(self) -> Path | None:
-        self._layout.recover()
-        complete = {path for _, path in self._layout.complete()}
+        found: list[Path] = []
+        with agreement():
+            if _rank() == 0:
+                self._layout.recover()
+                found = [path for _, path in reversed(self._layout.published())]
         damage: UserError | None = None
-        for _, path in reversed(self._layout.published()):
+        for path in gather_objects(found)[0]:
             try:
-                return _checked(path)
+                check_together(path)
+                return path
             except UserError as error:
-                logger.warning("%s: skipped: %s", path, error)
-                damage = damage or (error if path in complete else None)
+                if _rank() == 0:
+                    logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
+                damage = damage or error
         if damage is not None:  # starting over in silence would give up what was trained
-            raise damage
+            todo = "restore that file, or remove its directory, or start over in another run.dir"
+            raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
         return None
 
     @contextlib.contextmanager
@@ -227,11 +243,6 @@ def check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]
                 f"was made with {field} = {before!r}, and this run has {field} = {now!r}",
                 f"undo that, or choose another run.dir, or start from the weights alone with model.weights = '{path}'",
             )
-
-
-def _checked(path: Path) -> Path:
-    check_sizes(path, read_manifest(path))
-    return path
 
 
 def _read_progress(path: Path, manifest: Manifest) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -97,22 +98,40 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
         UserError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-        except OSError:
-            raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
-        if size != record.size:
-            raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
+        _check_size(checkpoint / name, record)
 
 
-def check_contents(checkpoint: Path, manifest: Manifest) -> None:
-    """Check sizes, then the digest of every file.
+def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
+    """Check size and digest of every file; with `world_size` > 1, of this rank's share of them.
+
+    A rank's share is what the rank of the same number wrote, and so on a resume mostly what it is about to read.
 
     Raises:
-        UserError: a file is missing or is not what was written.
+        UserError: a file is missing, cannot be read, or is not what was written.
     """
-    check_sizes(checkpoint, manifest)
     for name, record in manifest.files.items():
-        if sha256(checkpoint / name) != record.sha256:
-            raise UserError(str(checkpoint / name), "does not have the checksum it was written with", USE_ANOTHER)
+        if _writer(name) % world_size != rank:
+            continue
+        path = checkpoint / name
+        _check_size(path, record)
+        try:
+            digest = sha256(path)
+        except OSError as error:
+            raise UserError(str(path), f"cannot be read ({error.strerror or error})", USE_ANOTHER) from error
+        if digest != record.sha256:
+            raise UserError(str(path), "does not have the checksum it was written with", USE_ANOTHER)
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
+    if size != record.size:
+        raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file, told from DCP's name for it; 0 for the small files beside the tensors."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return int(match[1]) if match else 0

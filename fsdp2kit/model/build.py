@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
@@ -46,10 +50,16 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
             config.update(overrides)
             return config
-        return AutoConfig.for_model(model_type, **merged)
+        with _rope_warnings() as complaints:
+            config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
         raise UserError(where, f"not a usable model config: {error}", "check it and the overrides") from None
+    if complaints and _names_rope(overrides):
+        raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
+    for complaint in complaints:
+        logger.warning("%s", complaint)
+    return config
 
 
 def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -62,7 +72,8 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
         hf_config: what `load_hf_config` returned, if it was called already.
 
     Raises:
-        UserError: transformers has no causal language model for this config, or not with this attention.
+        UserError: transformers has no causal language model for this config, or not with this attention; it names no
+            layers, or a parameter is shared between them.
     """
     hf_config = load_hf_config(section) if hf_config is None else hf_config
     try:
@@ -79,6 +90,7 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
         todo = 'choose another model.attention ("eager" always works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
     compute_buffers(model)
+    check_units(model)
     return model.train()
 
 
@@ -137,6 +149,30 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for _, module in found]
 
 
+def check_units(model: PreTrainedModel) -> None:
+    """Check that no parameter belongs to two of the units that FSDP shards: each decoder layer, an untied embedding
+    and an untied head, and the root with all the rest.
+
+    Raises:
+        UserError: one does, which would fail in the first forward.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    untied = head is not None and head.weight is not embedding.weight
+    units = {id(module) for module in [*decoder_layers(model), *((embedding, head) if untied else ())]}
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in units]
+
+    def unit_of(parameter: str) -> str:
+        return next((name for name in names if parameter.startswith(f"{name}.")), "")
+
+    for alias, name in tied_names(model).items():
+        if unit_of(alias) != unit_of(name):
+            raise UserError(
+                f"model {type(model).__name__}",
+                f"{name} and {alias} are one parameter in two places that FSDP shards apart",
+                "use a model whose layers share no parameters",
+            )
+
+
 def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[str, Any]:
     path = str(section.path)
     if Path(path).is_absolute() and not (Path(path) / "config.json").is_file():
@@ -155,19 +191,51 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
     return fields
 
 
+@contextlib.contextmanager
+def _rope_warnings() -> Iterator[list[str]]:
+    """Collects what transformers has to say against ``rope_parameters``: a warning that would scroll by."""
+    complaints: list[str] = []
+    rope_logger = logging.getLogger("transformers.modeling_rope_utils")
+    before = rope_logger.level, rope_logger.propagate
+    handler = logging.Handler()
+    handler.emit = lambda record: complaints.append(record.getMessage())
+    rope_logger.addHandler(handler)
+    rope_logger.setLevel(logging.WARNING)
+    rope_logger.propagate = False
+    try:
+        yield complaints
+    finally:
+        rope_logger.removeHandler(handler)
+        rope_logger.setLevel(before[0])
+        rope_logger.propagate = before[1]
+
+
+def _names_rope(overrides: Mapping[str, Any]) -> bool:
+    return "rope_parameters" in overrides or any(
+        _names_rope(value) for value in overrides.values() if isinstance(value, Mapping)
+    )
+
+
 def _merge(
     fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     merged = dict(fields)
     for key, value in overrides.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
-            raise UserError(f"{where}.{key}", "not a key of this model's config", todo)
+        _check_known(key, known, where=where)
         nested = known[key]
         # `rope_parameters`-like dicts are replaced whole: their keys depend on one another. Sub-configs merge.
         if isinstance(value, Mapping) and isinstance(nested, Mapping) and "model_type" in nested:
             merged[key] = _merge(merged.get(key, {}), value, known=nested, where=f"{where}.{key}")
-        else:
-            merged[key] = value
+            continue
+        if isinstance(value, Mapping) and isinstance(nested, Mapping):
+            for inner in (name for name, item in value.items() if isinstance(item, Mapping)):
+                _check_known(inner, nested, where=f"{where}.{key}")  # one for each kind of layer, say
+        merged[key] = value
     return merged
+
+
+def _check_known(key: str, known: Mapping[str, Any], *, where: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
+        raise UserError(f"{where}.{key}", "not a key of this model's config", todo)

@@ -116,6 +116,7 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
     own_head = None if linear else _own_head(model, head)
 
     def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        hidden = hidden.to(head.weight.dtype)  # units may return another dtype than they compute in
         if own_head is None:
             return linear_cross_entropy(hidden, head.weight, labels)
         return _chunked_loss(own_head, hidden, labels, vocabulary=head.weight.shape[0])
@@ -190,6 +191,13 @@ class _HiddenOnly(BaseModelOutputWithPast):
 class _Passthrough(nn.Module):
     """Stands in for the base model: what comes in as embeddings goes out as the last hidden state."""
 
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self._base = [base]  # in a list, so that it is not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base[0], name)  # a head may read numbers that its base model keeps
+
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
         return _HiddenOnly(last_hidden_state=inputs_embeds)
 
@@ -212,7 +220,8 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
     forward = type(model).forward
     view = copy.copy(model)
     view._modules = dict(model._modules)
-    view._modules[backbone_name(model)] = _Passthrough()
+    name = backbone_name(model)
+    view._modules[name] = _Passthrough(getattr(model, name))
     projection = _Projection(head)
     for name, module in model._modules.items():
         if module is head:

@@ -9,7 +9,6 @@ conversion mapping is applied, one target tensor at a time.
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -29,6 +27,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.folder import SafetensorsFolder
+from fsdp2kit.model.random_init import draw
 from fsdp2kit.torch_compat import local_slices
 
 
@@ -81,19 +80,12 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
 
     The distribution is the model's own (transformers' ``_init_weights``); the values depend neither on the mesh
     nor on the device: each module is drawn whole on the CPU and every rank keeps its part.
+
+    Raises:
+        UserError: the architecture's initialisation leaves a parameter out.
     """
-    aliases = set(tied_names(model))
-    for module_name, owner, module in _modules_with_owner(model):
-        tensors = {
-            name: tensor
-            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            if f"{module_name}.{name}" not in aliases and name not in module._non_persistent_buffers_set
-        }
-        if not tensors:
-            continue
-        values = _draw(module, owner, tensors, seed=_seed_of(seed, module_name))
-        for name, tensor in tensors.items():
-            _copy_part(tensor, values[name])
+    for name, value in draw(model, seed=seed):
+        _copy_part(_tensor_of(model, name), value)
 
 
 @dataclass
@@ -209,38 +201,6 @@ def _copy_part(target: Tensor, source: Any) -> None:
     if local.numel():
         part = local_slices(target)
         local.copy_(source[part] if part else source[...])
-
-
-def _modules_with_owner(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel, nn.Module]]:
-    """Every module with the innermost `PreTrainedModel` around it, whose ``_init_weights`` knows it."""
-    owners: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        owners[name] = module if isinstance(module, PreTrainedModel) else owners[parent]
-        yield name, owners[name], module
-
-
-def _draw(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    # A shallow copy, of the class that the module had before `fully_shard` put one of its own in front.
-    own_class = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    twin: Any = object.__new__(own_class)
-    twin.__dict__.update(module.__dict__)
-    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
-    for name, tensor in tensors.items():
-        # zeros, not empty: what an unusual module's initialisation leaves out must not be what memory held
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        if name in twin._parameters:
-            twin._parameters[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
-        else:
-            twin._buffers[name] = value
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        owner._init_weights(twin)
-    return {name: getattr(twin, name) for name in tensors}
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +35,13 @@ def apply_fsdp(section: FSDPConfig, model: PreTrainedModel, layers: Sequence[nn.
     An untied embedding and an untied head are units of their own, so that their gradients do not share one giant
     reduce-scatter. Tied, they are one parameter, which stays in the root's unit with the final norm.
     """
-    policies = {"mesh": mesh, "mp_policy": mixed_precision(section), "offload_policy": offload(section, mesh)}
+    policies: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision(section),
+        "offload_policy": offload(section, mesh),
+    }
+    # These two return the loss, which stays as exact as it was computed.
+    exact = {**policies, "mp_policy": replace(policies["mp_policy"], output_dtype=None)}
     reshard = section.reshard_after_forward
     if reshard is None:
         reshard = _RESHARDS_AFTER_FORWARD[section.strategy]
@@ -43,8 +51,8 @@ def apply_fsdp(section: FSDPConfig, model: PreTrainedModel, layers: Sequence[nn.
     if head is not None and head.weight is not embedding.weight:
         fully_shard(embedding, reshard_after_forward=reshard, **policies)
         # The head's backward follows its forward at once: freeing it in between would gather it twice.
-        fully_shard(head, reshard_after_forward=False, **policies)
-    fully_shard(model, reshard_after_forward=False, **policies)
+        fully_shard(head, reshard_after_forward=False, **exact)
+    fully_shard(model, reshard_after_forward=False, **exact)
 
 
 def mixed_precision(section: FSDPConfig) -> MixedPrecisionPolicy:

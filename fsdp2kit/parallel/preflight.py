@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.limits import check_attention, check_positions
 from fsdp2kit.model.probe import probe
 from fsdp2kit.model.twin import build_twin
 from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath, choose_path
@@ -22,12 +24,15 @@ from fsdp2kit.parallel.context_parallel.masks import unknown_kinds
 from fsdp2kit.parallel.context_parallel.trial import find_difference
 
 
-def check_model(model: PreTrainedModel, config: TrainingConfig, *, path: AttentionPath) -> None:
+def check_model(
+    model: PreTrainedModel, config: TrainingConfig, *, path: AttentionPath, device: torch.device | None = None
+) -> None:
     """Refuse what would silently change the mathematics of ``model`` under ``config``.
 
     Args:
         model: on meta, before it is made parallel.
         path: the way its attention goes (`choose_path`).
+        device: where it will train; None: not known here.
 
     Raises:
         UserError: naming the refusal, and how to waive it where that is possible.
@@ -35,6 +40,9 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, path: Attenti
     hf_config = model.config.get_text_config()
     _check_dropout(model, hf_config, config.preflight.allow)
     _check_router(hf_config, config.preflight.allow)
+    check_positions(model, seq_len=config.data.seq_len)
+    if device is not None:
+        check_attention(config.model.attention, device=device)
     found = probe(model)
     if found is not None and not found["causal"]:
         raise UserError(

@@ -150,6 +150,11 @@ def train(
             torch.manual_seed(stream_seed(plan.seed, progress.step, plan.dp_rank))
             with hooks.first_step() if progress.step == first else contextlib.nullcontext():
                 record = train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=progress.step + 1)
+            if not is_finite(record):
+                loss, norm = record["loss"], record["grad_norm"]
+                hooks.message(
+                    f"step {progress.step + 1}: skipped, since its loss is {loss} and its gradient norm {norm}"
+                )
             progress = replace(
                 progress,
                 step=progress.step + 1,
@@ -214,13 +219,19 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), plan.max_grad_norm, norm)
     lr = optimizer.param_groups[0]["lr"]
     loss_value, norm_value = _read(sum_loss(local_loss.clone()), norm)
-    if math.isfinite(loss_value) and math.isfinite(norm_value):
+    record = {"loss": loss_value, "grad_norm": norm_value, "lr": lr}
+    if is_finite(record):
         optimizer.step()
     elif plan.on_nonfinite == "stop":
         raise_nonfinite(local_loss, norm_value, step=step)
     schedule.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss_value, "grad_norm": norm_value, "lr": lr}
+    return record
+
+
+def is_finite(record: dict[str, float]) -> bool:
+    """Whether the step of this record changed the parameters: where loss or gradient norm is not finite, none does."""
+    return math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
 
 
 def next_batch(batches: Batches, index: int, *, stop: bool, cp_size: int) -> GlobalBatch:

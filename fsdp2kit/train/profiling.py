@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Protocol
 import torch
 
 from fsdp2kit.config.schema import ProfileConfig
+
+logger = logging.getLogger(__name__)
 
 # Allocations and frees that a snapshot keeps; a step of a large model makes some ten thousand.
 _MEMORY_EVENTS = 200_000
@@ -28,7 +31,9 @@ class StepProfiler(Protocol):
     def step(self) -> None: ...
 
 
-def build_profiler(section: ProfileConfig, *, trace_dir: Path, rank: int, device_type: str) -> StepProfiler:
+def build_profiler(
+    section: ProfileConfig, *, trace_dir: Path, rank: int, device_type: str, steps: int | None = None
+) -> StepProfiler:
     """The profiler that ``[profile]`` asks for; without ``enabled``, an object that does nothing.
 
     Steps are counted from where this process starts, so a resumed run traces as well. Every rank writes
@@ -41,9 +46,16 @@ def build_profiler(section: ProfileConfig, *, trace_dir: Path, rank: int, device
         trace_dir: made when the trace is written.
         rank: of this process; it names the files.
         device_type: "cpu" or "cuda".
+        steps: how many this process will take, where that is known: too few to trace any is said at once.
     """
     if not section.enabled:
         return _NoProfiler()
+    if rank == 0 and steps is not None and 0 < steps < section.start_step:
+        logger.warning(
+            "profile.start_step: nothing will be traced: step %d of this process is asked for, and it takes %d",
+            section.start_step,
+            steps,
+        )
     snapshot = trace_dir / f"memory-{rank:05d}.pickle" if section.memory and device_type == "cuda" else None
     trace = trace_dir / f"rank-{rank:05d}.json.gz"
     return _TraceProfiler(section, trace=trace, snapshot=snapshot, device_type=device_type)

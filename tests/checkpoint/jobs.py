@@ -188,3 +188,10 @@ def unwritable_run_dir(run_dir: Path) -> str:
     except UserError as error:
         return str(error)
     return "built"
+
+
+def resolve(run_dir: Path, resume: str) -> str:
+    try:
+        return str(manager_of(run_dir).resolve(resume))
+    except UserError as error:
+        return str(error)

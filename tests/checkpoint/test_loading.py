@@ -87,6 +87,15 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         load_weights(tmp_path / "nothing", jobs.tiny_llama())
 
 
+def test_weights_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
+    model = jobs.tiny_llama()
+    path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"__0_0\.distcp: does not have the checksum"):
+        load_weights(path, jobs.tiny_llama(seed=1))
+
+
 class _RunsACommand:
     def __init__(self, command: str) -> None:
         self.command = command

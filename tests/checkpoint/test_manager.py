@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
 from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import jobs
@@ -91,6 +93,28 @@ def test_contents_are_named_once_and_state_is_made_without_a_trace() -> None:
     assert_same(jobs.full_state(untouched, plain), jobs.full_state(model, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"), [(torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {})]
+)
+def test_other_optimizers_resume_as_if_never_interrupted(tmp_path: Path, optimizer, momentum: dict) -> None:
+    """SGD keeps no step count, without momentum no state at all, and Adagrad has its own before the first step."""
+
+    def fresh(seed: int):
+        model = jobs.tiny_llama(seed=seed)
+        return model, optimizer(model.parameters(), lr=0.1, **momentum)
+
+    model, plain = fresh(0)
+    jobs.train(model, plain, range(4))
+    for first in (0, 2):  # saved before the first step, and after two
+        half, before = fresh(0)
+        jobs.train(half, before, range(first))
+        path = jobs.manager_of(tmp_path).save(half, before, jobs.progress_at(first))
+        resumed, after = fresh(1)
+        jobs.manager_of(tmp_path).restore(path, resumed, after)
+        jobs.train(resumed, after, range(first, 4))
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True)), first
+
+
 def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('recipe = "sft"\n')
     _, path = saved_alone(tmp_path, 200)
@@ -120,16 +144,47 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_leftovers_are_not_used_and_then_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_leftovers_are_removed_and_strange_directories_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, path = saved_alone(tmp_path, 1)
     shutil.copytree(path, path.with_name("step-000002"))
     (path.with_name("step-000002") / "manifest.json").unlink()
     shutil.copytree(path, path.with_name(".tmp-step-000003"))
     assert manager.resolve("auto") == path
     assert "step-000002: skipped" in caplog.text
+    aside = []
+    for step in (4, 5, 6, 7):
+        (path.with_name("step-000002")).mkdir(exist_ok=True)
+        model = jobs.tiny_llama()
+        manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+        aside.append(f"step-000002.incomplete-{len(aside) + 1}")
+        assert "set aside as " + aside[-1] in caplog.text
+    assert names(tmp_path) == [*aside, "step-000006", "step-000007"]
+    assert (path.with_name(aside[0]) / "__0_0.distcp").is_file()
+
+
+def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, _ = saved_alone(tmp_path, 1, keep=1)
     model = jobs.tiny_llama()
-    manager.save(model, jobs.adamw(model), jobs.progress_at(4))
-    assert names(tmp_path) == ["step-000001", "step-000004"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp2kit.checkpoint.layout.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
+        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert names(tmp_path) == [".tmp-step-000001", "step-000002"]
+    assert manager.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
+    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step-000001/manifest\.json: is missing.*; .*in another run\.dir"):
+        manager.resolve("auto")
+    path.rename(path.with_name(".tmp-step-000001"))  # as a kill during the very first save leaves it
+    assert manager.resolve("auto") is None
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
@@ -163,9 +218,17 @@ def truncate(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def flip(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (flip, r"__0_0\.distcp: does not have the checksum it was written with"),
         (truncate, r"__0_0\.distcp: has \d+ bytes instead of"),
         (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
@@ -173,12 +236,29 @@ def truncate(path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(tmp_path: Path, damage, message: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(
+    tmp_path: Path, damage, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, path = saved_alone(tmp_path, 1, 2)
     damage(path)
     with pytest.raises(UserError, match=message):
         manager.resolve(str(path))
     assert manager.resolve("auto") == path.with_name("step-000001")
+    assert re.search(rf"step-000002: skipped: .*{message}", caplog.text)
+
+
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_ranks_check_their_shares_and_agree(pool: WorkerPool, tmp_path: Path, flipped: int) -> None:
+    for step in (1, 2):
+        pool.run(2, jobs.train_and_save, tmp_path / str(step), tied=True, replicate=1)
+    one, two = (tmp_path / str(step) / "checkpoints" / "step-000002" for step in (1, 2))
+    shutil.copytree(two, one.with_name("step-000003"))
+    file = one.with_name("step-000003") / f"__{flipped}_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    for size in (1, 2, 3):
+        assert pool.run(size, jobs.resolve, one.parents[1], "auto") == [str(one)] * size
+        for message in pool.run(size, jobs.resolve, one.parents[1], str(file.parent)):
+            assert f"step-000003/{file.name}: does not have the checksum" in message
 
 
 def test_auto_does_not_start_over_when_all_that_was_trained_is_damaged(tmp_path: Path) -> None:
@@ -228,6 +308,16 @@ def test_an_unwritable_run_dir_is_a_users_mistake_on_every_rank(pool: WorkerPool
     for message in pool.run(2, jobs.unwritable_run_dir, tmp_path / "file" / "run"):
         assert message.startswith("run.dir:")
         assert "Not a directory" in message
+
+
+def test_an_export_directory_with_the_users_own_files_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"hf: holds notes\.txt, which no export of fsdp2kit wrote there; .* move"):
+        jobs.manager_of(tmp_path)
+    build_checkpoint_manager(
+        CheckpointConfig(export_hf="never"), run_dir=tmp_path, identity={}, write_assets=jobs.write_assets
+    )
 
 
 def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:

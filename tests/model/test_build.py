@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,46 @@ def test_no_layer_found_is_an_error() -> None:
     model._no_split_modules = ["Nothing"]
     with pytest.raises(UserError, match=r"LlamaForCausalLM.*Nothing"):
         decoder_layers(model)
+
+
+def test_parameters_shared_between_units_are_refused() -> None:
+    section = ModelConfig(config={"model_type": "zamba2"}, weights="random", attention="eager")
+    with pytest.raises(UserError, match=r"Zamba2ForCausalLM: .*shared_transformer.* are one parameter in two places"):
+        build_model(section)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"model_type": "gemma3", "text_config": {"hiden_size": 8}}, r"text_config\.hiden_size: .*mean hidden_size"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_atention": {"rope_type": "default"}}},
+            r"rope_parameters\.full_atention: .*did you mean full_attention",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_thet": 5.0}},
+            r"model\.config\.rope_parameters: Unrecognized keys .*rope_thet",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "linearr", "factor": 2.0}},
+            r"model\.config\.rope_parameters: .*linearr",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factr": 2.0}},
+            r"model\.config: .*factor",
+        ),
+    ],
+)
+def test_a_key_within_a_key_is_checked_too(overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_hf_config(ModelConfig(config=overrides, weights="random"))
+
+
+def test_a_model_that_transformers_warns_about_is_not_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_model("smollm2").config.to_dict()
+    config["rope_parameters"]["its_own"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_hf_config(ModelConfig(path=str(tmp_path), config={"num_hidden_layers": 1}))
+    assert "its_own" in caplog.text

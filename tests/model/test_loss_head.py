@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp2kit.model import loss_head
 from fsdp2kit.model.loss_head import attach_loss, has_linear_head, linear_cross_entropy, select_supervised
 from fsdp2kit.model.twin import shrink_config
-from fsdp2kit.parity.reference import cross_entropy_sum, plain_logits
-from tests.reference import make_rows, tiny_model
+from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, plain_logits, plain_loop
+from tests.parallel.jobs import Case, run_cases
+from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50
 # Model type, what its config says, and whether its logits are hidden @ weightᵀ and nothing else.
@@ -90,7 +93,7 @@ def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, An
     assert same or not expected
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi"])
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi", "falcon_h1"])
 @pytest.mark.parametrize("supervised", [True, False])
 def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
@@ -120,9 +123,26 @@ def test_an_index_of_the_targets_may_be_given() -> None:
     assert model.loss_sum(**inputs, index=index).item() == model.loss_sum(**inputs).item()
 
 
+# Its head multiplies by a number that its base model keeps.
+FALCON = {
+    "lm_head_multiplier": 0.25,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+}
+
+
 def _model(kind: str) -> PreTrainedModel:
-    if kind in ("gemma2", "phi"):
-        config = shrink_config(AutoConfig.for_model(kind))
+    if kind in ("gemma2", "phi", "falcon_h1"):
+        falcon = kind == "falcon_h1"  # too particular about its sizes to be shrunk
+        config = AutoConfig.for_model(kind, **FALCON) if falcon else shrink_config(AutoConfig.for_model(kind))
         config.attention_dropout = config.embd_pdrop = config.resid_pdrop = 0.0
         if kind == "gemma2":
             config.final_logit_softcapping = 0.5  # so tight that it matters for small logits
@@ -140,3 +160,21 @@ def _distance(found: Tensor, expected: Tensor) -> float:
         return 0.0
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm()) if expected.norm() else float(difference)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "output_dtype"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "cohere"])
+def test_units_may_return_another_dtype_than_they_compute_in(
+    kind: str, param_dtype: str, output_dtype: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Tied, untied, and a head that is more than a matrix, within what computing in bfloat16 leaves uncertain."""
+    path, batches = tiny_model_dir(kind, tmp_path), make_batches(3)
+    exact, narrow = (
+        plain_loop(path, batches, micro_batch_size=1, lr=1e-3, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    case = Case(kind, 2, 1, 1, (("param_dtype", param_dtype), ("output_dtype", output_dtype)))
+    found = pool.run(2, run_cases, tmp_path, [case], batches)[0][0]
+    assert not beyond(errors(found, exact), errors(narrow, exact))

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig, ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.twin import shrink_config
 from fsdp2kit.model.weights import find_model_dir, initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -219,6 +221,85 @@ def test_random_values_do_not_depend_on_the_mesh(pool: WorkerPool, tmp_path: Pat
         assert torch.equal(value, other_seed[name]) is (value.ndim == 1), name
 
 
+# Whose initialisation reaches beyond a module's own tensors, or which are otherwise unlike a Llama.
+UNUSUAL = (
+    "modernbert-decoder",  # attention, MLP and the model itself initialise their children
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "diffllama",
+    "deepseek_v3",
+    "qwen3_next",
+    "olmo_hybrid",
+    "nemotron_h",
+    "minimax",
+)
+
+
+def _unusual_config(kind: str) -> PretrainedConfig:
+    if kind != "modernbert-decoder":
+        return shrink_config(AutoConfig.for_model(kind))
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return AutoConfig.for_model(kind, **sizes, vocab_size=128, pad_token_id=0)
+
+
+def test_random_values_do_not_depend_on_the_mesh_for_unusual_architectures(pool: WorkerPool, tmp_path: Path) -> None:
+    for kind in UNUSUAL:
+        _unusual_config(kind).save_pretrained(tmp_path / kind)
+    one, *two = [rank for size in (1, 2) for rank in pool.run(size, _initialize_sharded, tmp_path, UNUSUAL, 0, size)]
+    for kind in UNUSUAL:
+        for other in two:
+            _assert_equal(other[kind], one[kind])
+        assert all(value.isfinite().all() for value in one[kind].values())
+
+
+def test_an_initialisation_that_leaves_a_parameter_out_is_refused(tmp_path: Path) -> None:
+    _unusual_config("apertus").save_pretrained(tmp_path)
+    try:
+        model = _sharded(ModelConfig(path=str(tmp_path), weights="random"), 1)
+    finally:
+        distributed.stop()
+    with pytest.raises(UserError, match=r" ApertusForCausalLM leaves model\.layers\.0\.mlp\.act_fn\.alpha_\w out"):
+        initialize(model, seed=0)
+
+
+@pytest.mark.parametrize("how", ["data", "view", "swapped"])
+def test_whatever_an_initialisation_reaches_for_is_found(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However a model's own code writes: past autograd, to part of a tensor, or by putting another in its place."""
+
+    def init_weights(self: object, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight)
+        if isinstance(module, LlamaMLP) and how == "data":
+            module.up_proj.weight.data.copy_(module.gate_proj.weight.data * 2)
+        elif isinstance(module, LlamaMLP) and how == "view":
+            module.up_proj.weight[1].copy_(module.gate_proj.weight[1])
+        elif isinstance(module, LlamaRMSNorm):
+            if how == "swapped":
+                module.weight = nn.Parameter(torch.full_like(module.weight, 3.0))
+            else:
+                nn.init.ones_(module.weight)
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", init_weights)
+    tiny_model("smollm2").config.save_pretrained(tmp_path)
+    model = build_model(ModelConfig(path=str(tmp_path), weights="random"))
+    materialize(model, device=torch.device("cpu"))
+    before = dict(model.named_parameters())
+    initialize(model, seed=0)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    mlp, norm = model.model.layers[1].mlp, model.model.layers[1].input_layernorm
+    up, gate = mlp.up_proj.weight, mlp.gate_proj.weight
+    assert gate.std().item() == pytest.approx(1, abs=0.1)
+    if how == "data":
+        assert torch.equal(up, gate * 2)
+    elif how == "view":
+        assert torch.equal(up[1], gate[1])
+        assert up[0].std() > 0.5
+    assert norm.weight.unique().tolist() == [3.0 if how == "swapped" else 1.0]
+
+
 def _initialize_sharded(folder: Path, kinds: tuple[str, ...], seed: int, shard: int) -> dict[str, dict[str, Tensor]]:
     torch.manual_seed(torch.distributed.get_rank())  # the generators of the ranks must not matter
     found = {}
@@ -229,9 +310,9 @@ def _initialize_sharded(folder: Path, kinds: tuple[str, ...], seed: int, shard: 
     return found
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", [*TINY, *UNUSUAL])
 def test_random_values_are_distributed_as_transformers_own(kind: str, tmp_path: Path) -> None:
-    config = tiny_model(kind).config
+    config = tiny_model(kind).config if kind in TINY else _unusual_config(kind)
     config.save_pretrained(tmp_path)
     model = build_model(ModelConfig(path=str(tmp_path), weights="random"))
     materialize(model, device=torch.device("cpu"))

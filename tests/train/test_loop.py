@@ -165,7 +165,7 @@ def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], li
             records.append(record)
         shards.append([parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()])
 
-    message = ""
+    messages: list[str] = []
     try:
         train(
             model,
@@ -176,12 +176,12 @@ def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], li
             plan=plan,
             progress=Progress(),
             throughput=throughput,
-            hooks=Hooks(log=keep, message=lambda text: None),
+            hooks=Hooks(log=keep, message=messages.append),
         )
     except RunFailure as failure:
-        message = str(failure)
+        messages.append(str(failure))
     keep()
-    return records, shards, message
+    return records, shards, "\n".join(messages)
 
 
 def test_a_nonfinite_step_stops_naming_step_and_rank(pool: WorkerPool, models: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_nonfinite_step_stops_naming_step_and_rank(pool: WorkerPool, models: P
 
 def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
     for records, shards, message in pool.run(2, _train_poisoned, models, "skip"):
-        assert message == ""
+        assert message == "step 3: skipped, since its loss is nan and its gradient norm nan"
         assert [record["step"] for record in records] == [1, 2, 3, 4]
         finite = [torch.tensor([record["loss"], record["grad_norm"]]).isfinite().all().item() for record in records]
         assert finite == [True, True, False, True]

@@ -56,3 +56,12 @@ def test_memory_snapshot(tmp_path: Path) -> None:
             torch.ones(4, device="cuda").sum()
             profiler.step()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-00000.pickle", "rank-00000.json.gz"]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, True), (3, False), (0, False), (None, False)])
+def test_a_run_too_short_to_be_traced_is_told_so(
+    steps: int | None, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = ProfileConfig(enabled=True, start_step=3)
+    build_profiler(section, trace_dir=tmp_path, rank=0, device_type="cpu", steps=steps)
+    assert ("profile.start_step: nothing will be traced" in caplog.text) is told
