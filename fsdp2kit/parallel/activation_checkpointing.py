@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,5 +17,15 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module], *, every: int = 
     sit around ``forward``, gather the parameters before the recomputation.
     """
     for layer in layers[::every]:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of ours around it: torch.compile leaves `checkpoint`, where it is the outermost call, and all below
+    # it uncompiled without a word, but traces it inside another function.
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         # The model has no dropout unless the user waived its refusal; RNG state is then needed to recompute it.
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +216,15 @@ class _Comparison:
         if self.world.is_main:
             _, expected = plain_forward(self.model, row, document=document)
             off = [name for name in expected if not relative(states[name], expected[name]) <= bounds["logits"]]
-            note = f"first diverges at {off[0]}" if off else self._first_gradient(curves, bounds["gradients"], dtype)
+            backward = partial(self._first_gradient, curves, bounds["gradients"], dtype, layers=list(expected))
+            note = f"first diverges at {off[0]}" if off else backward()
         return gather_objects(note)[0]
 
-    def _first_gradient(self, curves: Curves, bound: float, dtype: str) -> str:
+    def _first_gradient(self, curves: Curves, bound: float, dtype: str, *, layers: list[str]) -> str:
         expected = self.references[dtype].curves.gradients
         names = [n for n in expected if not worst_gradient({n: curves.gradients[n]}, {n: expected[n]}) <= bound]
-        if not names:
-            return "every layer's output and the first step's gradients agree"
-        return f"every layer's output agrees; in backward it first diverges at {names[-1]}"
+        agrees = "every layer's output agrees; in backward it first diverges at"
+        for layer in reversed(layers):
+            if inside := [name for name in names if name.startswith(f"{layer}.")]:
+                return f"{agrees} {layer} ({', '.join(inside)})"
+        return f"{agrees} {', '.join(names)}" if names else "every layer's output and every gradient agree"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit import distributed
+from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.cases import METHODS
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, DealtOut, Rows, beyond, errors, plain_loop
@@ -162,3 +163,30 @@ def test_the_evaluation_loss_does_not_depend_on_context_parallelism(pool: Worker
         for loss, steps in pool.run(dp * cp, evaluation_loss, models, Case("gemma3", dp, cp, method=method)):
             assert loss == pytest.approx(expected[0], rel=1e-6)
             assert steps == expected[1]
+
+
+def compiled(folder: Path, case: Case) -> tuple[Curves, int]:
+    """Curves with every layer compiled (traced and differentiated as ever, but not lowered), and how many were."""
+    compiled_layers: list[str] = []
+    original = torch.nn.Module.compile
+
+    def traced(self: torch.nn.Module, **options: object) -> None:
+        compiled_layers.append(type(self).__name__)
+        original(self, backend="aot_eager", fullgraph=True, **options)
+
+    torch.nn.Module.compile = traced
+    torch.compiler.reset()
+    try:
+        values = case.config(folder, steps=3, rows=4).model_copy(update={"compile": CompileConfig(enabled=True)})
+        return Sharded(values, world=distributed.start()).curves(make_batches(3)), len(compiled_layers)
+    finally:
+        torch.nn.Module.compile = original
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_layers_are_one_graph_and_equal_the_plain_loop(method: str, pool: WorkerPool, models: Path) -> None:
+    plain = plain_loop(models / "gemma3", make_batches(3), micro_batch_size=4, lr=1e-3)
+    case = Case("gemma3", 1, 2, 2, method=method, checkpointing=method == "ring")
+    found, layers = pool.run(2, compiled, models, case)[0]
+    assert layers == 2
+    assert not beyond(errors(found, plain), errors(plain, plain))

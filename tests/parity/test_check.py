@@ -1,0 +1,140 @@
+"""The gate passes what is right, names the layer where something wrong begins, and says what it could not compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.parity.cases import METHODS, STRATEGIES, variants
+from fsdp2kit.parity.check import check_parity
+from tests.reference import tiny_model_dir
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(path: Path, **sections: Any) -> TrainingConfig:
+    values = {"recipe": "none", "model": {"path": str(path)}, "fsdp": {"param_dtype": "float32"}, **sections}
+    return TrainingConfig.model_validate(values)
+
+
+def test_every_value_of_every_option_is_among_the_variants(tmp_path: Path) -> None:
+    found = variants(config(tmp_path, fsdp={"param_dtype": "bfloat16"}), world_size=4)
+    exact = [variant for variant in found if variant.dtype == "float32"]
+    assert {(v.dp, v.cp) for v in exact} == {(4, 1), (2, 2), (1, 4)}
+    assert {v.method for v in exact} == {*METHODS, "none"}
+    assert {v.strategy for v in exact} == set(STRATEGIES)
+    assert {v.checkpointing for v in exact} == {"none", "full"}
+    assert {v.micro_batch_size for v in exact} == {1, 2}
+    own = [variant for variant in found if variant.dtype == "bfloat16"]
+    assert {(v.dp, v.cp, v.method) for v in own} == {(v.dp, v.cp, v.method) for v in exact}
+
+
+def verdicts(path: Path, **sections: Any) -> list[tuple[str, str, str, str]]:
+    rows = check_parity(config(path, **sections), world=distributed.start())
+    return [(row.variant.method, row.variant.dtype, row.verdict, row.note) for row in rows]
+
+
+def test_what_is_right_passes_in_both_dtypes(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir("gemma3", tmp_path)
+    for found in pool.run(2, verdicts, path, fsdp={"param_dtype": "bfloat16"}):
+        assert {verdict for *_, verdict, _ in found} == {"ok"}
+        assert {dtype for _, dtype, _, _ in found} == {"float32", "bfloat16"}
+
+
+def with_a_wrong_window(path: Path) -> list[tuple[str, str, str, str]]:
+    """As `verdicts`, but sliding windows are one token too wide in our segments."""
+    from fsdp2kit.parallel.context_parallel import batch
+
+    original = batch.plan_segments
+
+    def wider(starts: Any, *, window: int | None, **options: Any) -> torch.Tensor:
+        return original(starts, window=None if window is None else window + 1, **options)
+
+    batch.plan_segments = wider
+    try:
+        return verdicts(path)
+    finally:
+        batch.plan_segments = original
+
+
+def test_a_wrong_mask_is_a_miss_that_names_its_layer(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir("gemma3", tmp_path)  # layer 0 slides, layer 1 does not
+    found = pool.run(2, with_a_wrong_window, path)[0]
+    for method, _, verdict, note in found:
+        if method in ("ring", "allgather"):
+            assert (verdict, note) == ("miss", "first diverges at model.layers.0")
+        else:
+            assert verdict == "ok"
+
+
+def with_a_wrong_gradient(path: Path) -> list[tuple[str, str, str, str]]:
+    """As `verdicts`, but a ring's gradients of its values are lost."""
+    from fsdp2kit.parallel.context_parallel import blockwise
+
+    original = blockwise._BACKWARD["ring"]
+
+    def losing(*arguments: Any, **options: Any) -> Any:
+        grad_query, grad_key, grad_value = original(*arguments, **options)
+        return grad_query, grad_key, torch.zeros_like(grad_value)
+
+    blockwise._BACKWARD["ring"] = losing
+    try:
+        return verdicts(path)
+    finally:
+        blockwise._BACKWARD["ring"] = original
+
+
+def test_a_wrong_gradient_names_where_backward_first_went_wrong(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    for method, _, verdict, note in pool.run(2, with_a_wrong_gradient, path)[0]:
+        assert verdict == ("miss" if method == "ring" else "ok")
+        if method == "ring":
+            assert note.startswith("every layer's output agrees; in backward")
+            assert "model.layers.1 (" in note
+            assert "layers.1.self_attn.v_proj.weight" in note
+
+
+def test_what_is_refused_is_in_the_table_with_its_reason(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    found = pool.run(2, verdicts, path, model={"path": str(path), "attention": "eager"})[0]
+    for method, _, verdict, note in found:
+        assert verdict == ("refused" if method in ("ring", "allgather") else "ok")
+        assert ("model.attention" in note) == (verdict == "refused")
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'recipe = "sft"\n[model]\npath = "{path}"\n[fsdp]\nparam_dtype = "float32"\n')
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools" / "parity.py"), str(toml)]
+    done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["verdict"] for row in rows} == {"ok"}
+    wrong = subprocess.run([*command, "mesh.cp=x"], env=environment, capture_output=True, text=True, timeout=300)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_a_whole_model(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tiny_model_dir("qwen3_moe", tmp_path)
+    found = pool.run(4, whole_model, path, timeout=1800)[0]
+    assert set(found) == {"ok"}
+
+
+def whole_model(path: Path) -> list[str]:
+    rows = check_parity(config(path, data={"seq_len": 64}), world=distributed.start(), full=True)
+    return [row.verdict for row in rows]
