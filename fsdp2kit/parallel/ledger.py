@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import FSDPConfig
@@ -63,7 +65,7 @@ def checked(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iter
     hooks = [
         module.register_forward_pre_hook(_Recorder(seen["compute"]))
         for module in model.modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, FSDPModule)  # around units, not inside: what is inside may be compiled
     ]
     try:
         yield
@@ -84,10 +86,11 @@ def checked(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iter
 
 
 class _Recorder:
-    """A forward pre-hook that notes a module's parameter dtype: FSDP has gathered it by then."""
+    """A forward pre-hook that notes the dtypes of a unit's parameters: FSDP has gathered them by then."""
 
     def __init__(self, seen: set[torch.dtype]) -> None:
         self._seen = seen
 
     def __call__(self, module: Any, _inputs: Any) -> None:
-        self._seen.add(module.weight.dtype)
+        # Those of units inside this one are still sharded.
+        self._seen.update(p.dtype for p in module.parameters() if not isinstance(p, DTensor))

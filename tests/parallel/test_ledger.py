@@ -1,0 +1,79 @@
+"""The dtype ledger is checked on real tensors of a step, and looks on without getting in the compiler's way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import CompileConfig
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.parallel.ledger import checked, dtype_ledger
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.train.losses import accumulate_gradients
+from fsdp2kit.train.optim import build_optimizer
+from tests.parallel.jobs import Case
+from tests.reference import make_batches, tiny_model_dir
+from tests.workers import WorkerPool
+
+
+def one_step(folder: Path, case: Case, **claimed: str) -> str:
+    """What the ledger says of a step, with ``claimed`` in place of what is true."""
+    config = case.config(folder, steps=1, rows=4)
+    sharded = Sharded(config, world=distributed.start())
+    optimizer = build_optimizer(config.optimizer, sharded.model)
+    ledger = replace(dtype_ledger(config.fsdp, export="float32"), **claimed)
+    batch = make_batches(1)[0]
+    try:
+        with checked(ledger, sharded.model, optimizer):
+            micro = partial(sharded.inputs, batch.as_batch())
+            accumulate_gradients(sharded.model, [micro], tokens=batch.targets)
+            optimizer.step()
+    except RunFailure as failure:
+        return str(failure)
+    return "ok"
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir(kind, tmp_path)
+    case = Case(kind, 2, 1, 1, (("param_dtype", dtype),))
+    assert pool.run(2, one_step, tmp_path, case) == ["ok", "ok"]
+    for wrong in ("storage", "compute", "optimizer"):
+        for said in pool.run(2, one_step, tmp_path, case, **{wrong: "float16"}):
+            assert said.startswith(f"dtype ledger: {wrong} should be float16")
+
+
+def compiled_step(folder: Path, checkpointing: bool) -> dict[str, Any]:
+    """What the compiler did in the step that the ledger watches."""
+    from torch._dynamo.utils import counters
+
+    original = torch.nn.Module.compile
+    torch.compiler.reset()
+    counters.clear()
+    torch.nn.Module.compile = lambda self: original(self, backend="aot_eager")
+    try:
+        config = Case("llama3", checkpointing=checkpointing).config(folder, steps=1, rows=4)
+        config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
+        sharded = Sharded(config, world=distributed.start())
+        optimizer = build_optimizer(config.optimizer, sharded.model)
+        batch = make_batches(1)[0]
+        with checked(dtype_ledger(config.fsdp, export="float32"), sharded.model, optimizer):
+            micro = partial(sharded.inputs, batch.as_batch())
+            accumulate_gradients(sharded.model, [micro], tokens=batch.targets)
+            optimizer.step()
+    finally:
+        torch.nn.Module.compile = original
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir("llama3", tmp_path)
+    assert pool.run(1, compiled_step, tmp_path, checkpointing) == [{"graphs": 1, "breaks": {}}]
