@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fsdp2kit.data.formats import Source, find_source, load_source, name_rows, quiet, read_row
-from fsdp2kit.data.masks import Conversation, Encoded, encode_chats
+from fsdp2kit.data.masks import Encoded, encode_chats
+from fsdp2kit.data.messages import Conversation
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
