@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2kit.errors import UserError
@@ -32,6 +32,8 @@ class Conversation:
     where: str = "messages"
     learn_from: int = 0
     """Position of the first message that may be learnt: those before it are a prompt."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, like ``enable_thinking``."""
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:

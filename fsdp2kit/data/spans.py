@@ -101,6 +101,7 @@ def _render(
             chat_template=template,
             add_generation_prompt=prompt,
             tokenize=False,
+            **conversation.options,
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise UserError(

@@ -61,10 +61,10 @@ def check_model(model: PreTrainedModel, config: TrainingConfig, *, pack: bool) -
 
 
 def check_offline(config: TrainingConfig) -> list[str]:
-    """All that can be said of a config on this machine, without a network: its model and its data, if they are here.
+    """All that can be said of a config's model on this machine, without a network.
 
     Returns:
-        What could not be checked because it is not on this machine: "model", "data".
+        What could not be checked because it is not on this machine: "model".
 
     Raises:
         UserError: as `build_model` and `check_model` do.
@@ -78,8 +78,6 @@ def check_offline(config: TrainingConfig) -> list[str]:
         unchecked.append("model")
     else:
         check_model(build_model(config.model, hf_config=hf_config), config, pack=config.data.pack)
-    if config.data.path is not None and not Path(config.data.path).exists():
-        unchecked.append("data")
     return unchecked
 
 

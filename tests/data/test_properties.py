@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from fsdp2kit.data.batch import Batch
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.loader import IGNORED, Batch, Loader, build_loader
+from fsdp2kit.data.formats import IGNORED
+from fsdp2kit.data.loader import Loader, build_loader
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
