@@ -35,6 +35,7 @@ from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.profiling import build_profiler
 from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
+from fsdp2kit.train.samples import build_sampler
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import check_wandb
 
@@ -125,11 +126,15 @@ def main(config: Config) -> None:
     with metrics, profiler:
         for line in (str(sizes), str(ledger), *data.describe()):
             metrics.message(line)
+        sampler = build_sampler(
+            config.eval, model, tokenizer=tokenizer, to_device=to_device, mesh=mesh, log=metrics.log_samples
+        )
         hooks = Hooks(
             log=metrics.log,
             message=metrics.message,
             save=save,
             evaluate=partial(evaluate, model, data.held_out, to_device, plan=plan) if data.held_out else None,
+            sample=sampler,
             profile=profiler.step,
             first_step=partial(checked, ledger, model, optimizer),
         )
