@@ -79,9 +79,10 @@ class Loader:
         """
         epoch, step = divmod(index, self.steps_per_epoch)
         first = step * self.share.global_batch_size
-        return self.share.batches([self._row(epoch, first + at) for at in self.share.rows])
+        return self.share.batches([self.row(epoch, first + at) for at in self.share.rows])
 
-    def _row(self, epoch: int, position: int) -> Row:
+    def row(self, epoch: int, position: int) -> Row:
+        """The documents of a row of an epoch, by its place in that epoch."""
         if position >= len(self.mix):
             return Row()  # fills up the last batch of an epoch
         source = int(self.mix.sources[position])
