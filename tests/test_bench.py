@@ -17,7 +17,7 @@ from fsdp2kit.bench.figures import compare, summary
 from fsdp2kit.bench.gpu import SyntheticBatches, Workload
 from fsdp2kit.bench.load import bench_load, llama_config, load_lines
 from fsdp2kit.bench.step import StepOptions, bench_step, step_lines
-from fsdp2kit.data.loader import IGNORED
+from fsdp2kit.data.formats import IGNORED
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
-from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.batch import Batch
 from fsdp2kit.model.build import decoder_layers
 
 IGNORED = -100

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.batch import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath

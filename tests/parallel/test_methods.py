@@ -16,7 +16,8 @@ from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.cases import METHODS
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, DealtOut, Rows, beyond, errors, plain_loop
-from fsdp2kit.train.loop import build_plan, evaluate
+from fsdp2kit.train.evaluation import evaluate
+from fsdp2kit.train.loop import build_plan
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_segments import positions_of
 from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir

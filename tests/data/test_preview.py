@@ -1,0 +1,109 @@
+"""The preview shows exactly the documents and masks that are trained on, counts them, and warns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
+from fsdp2kit.data.build import build_data
+from fsdp2kit.data.preview import Preview, build_preview, pieces_of, render
+from tests.data import templates
+from tests.data.families import ANSWER, MULTI, SINGLE
+from tests.data.templates import make_tokenizer
+from tools.preview import main
+
+DEMO = Path(__file__).parents[2] / "toml" / "demo_cp2.toml"
+
+
+def preview_of(
+    folder: Path, rows: list[dict], *, template=templates.MARKED_WIDE, vocab_size=10**6, **options
+) -> Preview:
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainingConfig.model_construct(
+        recipe="x",
+        data=ChatDataConfig(path=str(folder / "a.jsonl"), **{"seq_len": 64, **options}),
+        train=TrainConfig(steps=1, global_batch_size=1),
+    )
+    tokenizer = make_tokenizer(template)
+    loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
+    return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=2, title="x")
+
+
+def test_pieces_are_the_document_and_its_mask(tmp_path: Path) -> None:
+    found = preview_of(tmp_path, [{"messages": MULTI}] * 2, seq_len=512)
+    tokenizer = make_tokenizer(templates.MARKED_WIDE)
+    [documents] = found.packs
+    assert len(documents) == 2
+    for pieces in documents:
+        assert "".join(one.text for one in pieces) == tokenizer.apply_chat_template(MULTI, tokenize=False)
+        assert "".join(one.text for one in pieces if one.learnt) == f"{ANSWER}<|im_end|>Yes.<|im_end|>"
+        specials = [one.text for one in pieces if one.special]
+        assert specials == ["<|im_start|>", "<|im_end|>"] * 4
+    assert sum(one.tokens for pieces in documents for one in pieces) + found.padding[0] == 512
+
+
+def test_a_first_token_is_never_learnt() -> None:
+    tokenizer = make_tokenizer(None)
+    pieces = list(pieces_of(np.array([300, 301, 302]), np.array([True, True, False]), tokenizer))
+    assert [(one.tokens, one.learnt) for one in pieces] == [(1, False), (1, True), (1, False)]
+
+
+def test_counts(tmp_path: Path) -> None:
+    question = {"messages": SINGLE[:1]}
+    found = preview_of(
+        tmp_path, [{"messages": SINGLE}, {"messages": MULTI}, {"messages": SINGLE}, question], seq_len=48
+    )
+    one = found.statistics[""]
+    assert (one.rows, one.documents, one.unsupervised, one.duplicates) == (4, 3, 1, 1)
+    assert sum(count for _, _, count in one.histogram) == 3
+    assert one.packing_efficiency == pytest.approx(one.tokens / (one.packed_rows * 48))
+    assert (found.rows_per_epoch, found.tokens_per_epoch) == (one.packed_rows, one.tokens)
+    json.dumps(found.as_json())
+
+
+WARNINGS = {
+    "no end": ({"rows": [{"messages": MULTI}], "seq_len": 20, "overlong": "split"}, "teach no end-of-turn"),
+    "bos twice": (
+        {"rows": [{"messages": SINGLE}], "template": "{{ bos_token + bos_token }}" + templates.CHATML},
+        "BOS token twice",
+    ),
+    "masked": ({"rows": [{"messages": SINGLE}, {"messages": SINGLE[:1]}]}, "1 rows hold nothing to learn"),
+    "vocabulary": ({"rows": [{"messages": SINGLE}], "vocab_size": 30}, "beyond the model's vocabulary of 30"),
+    "copies": ({"rows": [{"messages": SINGLE}] * 3}, "2 documents are copies"),
+    "long": ({"rows": [{"messages": MULTI}], "seq_len": 50}, "100% of the rows are longer"),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_warnings(name: str, tmp_path: Path) -> None:
+    options, expected = WARNINGS[name]
+    found = preview_of(tmp_path, **options)
+    assert any(expected in text for text in found.warnings), found.warnings
+
+
+def test_good_data_warns_of_nothing(tmp_path: Path) -> None:
+    found = preview_of(tmp_path, [{"messages": MULTI}, {"messages": SINGLE}], seq_len=256)
+    assert found.warnings == []
+    text = render(found, width=100, most_tokens=3).export_text()
+    assert "Nothing suspicious" in text
+    assert "tokens…]" in text, "long texts are shortened"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(DEMO), "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("document 1: ", "<|im_start|>user", "steps an epoch", "documents by length"):
+        assert text in shown
+    assert main([str(DEMO), "--json", "--rows", "1", "data.streaming=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["statistics"][""]["rows"] == 600
+    assert main([str(DEMO), "--html", str(tmp_path / "x.html")]) == 0
+    page = (tmp_path / "x.html").read_text()
+    assert "document 1" in page
+    assert "<style>" in page
+    capsys.readouterr()
+    assert main([str(DEMO), "data.path=/missing.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("error: data.path: /missing.jsonl: no such file")
