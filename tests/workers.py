@@ -34,8 +34,20 @@ def _serve(connection: Any) -> None:
             finally:
                 if dist.is_initialized():  # the runner ends its process group itself
                     dist.destroy_process_group()
+                _forget_groups()
         except BaseException:
             connection.send((False, traceback.format_exc()))
+
+
+def _forget_groups() -> None:
+    """DTensor keeps plans and results by mesh, with the names of process groups that are gone after a run."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    for found in vars(_redistribute).values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 class WorkerPool:

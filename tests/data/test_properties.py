@@ -15,6 +15,7 @@ from fsdp2kit.data.documents import Documents, Report
 from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.data.loader import Loader, build_loader
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
 MESHES = [(dp, cp, micro) for dp in (1, 2, 4, 8) for cp in (1, 2, 4) for micro in (1, 2, 4) if 8 % (dp * micro) == 0]
@@ -54,7 +55,7 @@ def part(batch: Batch, cp_rank: int, cp: int) -> tuple[torch.Tensor, torch.Tenso
         batch.labels,
         batch.position_ids,
         config=LlamaConfig(num_hidden_layers=1),
-        attention="sdpa",
+        path=AttentionPath("ulysses" if cp > 1 else None, "sdpa"),
         cp_rank=cp_rank,
         cp_size=cp,
         device=torch.device("cpu"),

@@ -15,8 +15,9 @@ from fsdp2kit.torch_compat import cuda_flash_attention, cuda_flash_attention_bac
 
 
 def is_usable(query: Tensor) -> bool:
-    """Whether the kernel takes such queries: 16-bit, on CUDA, heads of at most 256."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    """Whether the kernel takes such queries: 16-bit, on CUDA, heads of at most 256 in steps of 8."""
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
 
 
 def attend(
