@@ -136,7 +136,13 @@ def main(config: Config) -> None:
         for line in (str(sizes), str(path), str(ledger), *data.describe()):
             metrics.message(line)
         sampler = build_sampler(
-            config.eval, model, tokenizer=tokenizer, to_device=to_device, mesh=mesh, log=metrics.log_samples
+            config.eval,
+            model,
+            tokenizer=tokenizer,
+            to_device=to_device,
+            mesh=mesh,
+            method=path.method,
+            log=metrics.log_samples,
         )
         hooks = Hooks(
             log=metrics.log,

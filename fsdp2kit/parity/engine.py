@@ -17,7 +17,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.context_parallel.layout import chunks_of
+from fsdp2kit.parallel.context_parallel.layout import places_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -108,17 +108,10 @@ class Sharded:
             logits = self.model(**inputs, use_cache=False).logits
         reshard_all(self.model)
         length = row.input_ids.shape[1]
-        places = self._places(length)
+        places = places_of(self.mesh.cp_rank, cp=self.mesh.sizes.cp, length=length, method=self.path.method)
         whole_row = range(length)
         states = {name: _assemble(state[0], places, whole_row) for name, state in hidden.items()}
         return _assemble(logits[0], places, document), states
-
-    def _places(self, length: int) -> list[int]:
-        """The places in the sequence of this rank's tokens."""
-        if self.path.method is None:
-            return list(range(length))
-        chunks = chunks_of(self.mesh.cp_rank, cp=self.mesh.sizes.cp, length=length, method=self.path.method)
-        return [place for chunk in chunks for place in chunk]
 
 
 def whole(tensor: Any) -> Tensor:

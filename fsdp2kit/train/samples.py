@@ -12,6 +12,7 @@ from fsdp2kit.data.batch import Batch
 from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.distributed import sum_over_ranks
 from fsdp2kit.errors import UserError
+from fsdp2kit.parallel.context_parallel.layout import Method, places_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 
@@ -25,6 +26,7 @@ def build_sampler(
     tokenizer: Any,
     to_device: Callable[[Any], dict[str, Any]],
     mesh: Mesh,
+    method: Method | None,
     log: Callable[[int, list[dict[str, Any]]], None],
 ) -> Callable[[int], None]:
     """A function that lets the model answer ``eval.prompts`` and logs ``{"prompt", "answer"}`` under a step.
@@ -32,6 +34,7 @@ def build_sampler(
     Args:
         tokenizer: with a chat template the prompts are user messages, without one the beginnings of a text.
         to_device: as the loop's.
+        method: of context parallelism, None without it.
         log: called on every rank.
 
     Raises:
@@ -46,7 +49,9 @@ def build_sampler(
 
     def sample(step: int) -> None:
         answers = [
-            generate(model, ids, to_device, max_new_tokens=section.max_new_tokens, stops=stops, mesh=mesh)
+            generate(
+                model, ids, to_device, max_new_tokens=section.max_new_tokens, stops=stops, mesh=mesh, method=method
+            )
             for ids in rows
         ]
         texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
@@ -65,10 +70,14 @@ def generate(
     max_new_tokens: int,
     stops: Collection[int],
     mesh: Mesh,
+    method: Method | None,
 ) -> list[int]:
     """Greedy continuation of ``prompt``, without a cache: a whole forward pass a token. Collective.
 
     Every rank runs the same row, or with context parallelism its part of it; one of them decides.
+
+    Args:
+        method: of context parallelism, as `to_device` cuts rows.
     """
     model.eval()
     tokens = list(prompt)
@@ -81,9 +90,10 @@ def generate(
         inputs = to_device(batch)
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "index")}
         logits = model(**inputs, use_cache=False).logits
-        owner, place = divmod(len(tokens) - 1, logits.shape[1])
-        decides = mesh.cp_rank == owner and mesh.dp_rank == 0
-        chosen = int(sum_over_ranks([float(logits[0, place].argmax()) if decides else 0.0])[0])
+        places = places_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=method)
+        last = len(tokens) - 1
+        decides = last in places and mesh.dp_rank == 0
+        chosen = int(sum_over_ranks([float(logits[0, places.index(last)].argmax()) if decides else 0.0])[0])
         tokens.append(chosen)
         if chosen in stops:
             break

@@ -28,6 +28,12 @@ def chunks_of(rank: int, *, cp: int, length: int, method: Method) -> list[range]
     return [range(number * size, (number + 1) * size) for number in (rank, 2 * cp - 1 - rank)]
 
 
+def places_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[int]:
+    """The places in the sequence of a rank's tokens, in the order in which it holds them; all without a method."""
+    chunks = chunks_of(rank, cp=cp, length=length, method=method) if method else [range(length)]
+    return [place for chunk in chunks for place in chunk]
+
+
 def take_chunks(tensor: Tensor, chunks: list[range], *, dim: int = 1) -> Tensor:
     """Those stretches of ``tensor`` along ``dim``, one after the other."""
     parts = [tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
