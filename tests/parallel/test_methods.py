@@ -155,7 +155,7 @@ def evaluation_loss(folder: Path, case: Case) -> tuple[float, int]:
     sharded = Sharded(config, world=distributed.start())
     dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
     plan = build_plan(config, steps_per_epoch=len(batches), mesh=sharded.mesh)
-    return evaluate(sharded.model, dealt, sharded.inputs, plan=plan), dealt.steps_per_epoch
+    return evaluate(sharded.model, {"": dealt}, sharded.inputs, plan=plan)["eval_loss"], dealt.steps_per_epoch
 
 
 def test_the_evaluation_loss_does_not_depend_on_context_parallelism(pool: WorkerPool, models: Path) -> None:
