@@ -150,6 +150,8 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     Raises:
         UserError: it failed on any rank.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     result: list[T] = []
     for turn in (True, False):

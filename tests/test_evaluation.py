@@ -80,26 +80,18 @@ def test_judging() -> None:
 
 def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
-    # With such a rate the model gets worse, so the first evaluation stays the best.
-    options = [
-        held_out,
-        "eval.every=1",
-        "eval.patience=3",
-        "eval.keep_best=true",
-        "optimizer.lr=3",
-        "checkpoint.every=0",
-    ]
+    # Nothing gets lower by so much, so the first evaluation stays the best.
+    options = [held_out, "eval.every=1", "eval.patience=3", "eval.min_delta=5.0", "eval.keep_best=true"]
+    options += ["checkpoint.every=0"]
     lines = run(pool, toml, tmp_path / "run", 2, *options)
-    losses = [line["eval_loss"] for line in lines]
-    best = losses.index(min(losses)) + 1
-    assert len(losses) == best + 3 < 6
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == [f"step-{best:06d}", f"step-{best + 3:06d}"]
+    assert kept == ["step-000001", "step-000004"]
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert len(run(pool, toml, tmp_path / "run", 2, *options)) == len(losses), "nothing is left to train"
+    assert len(run(pool, toml, tmp_path / "run", 2, *options)) == 4, "nothing is left to train"
 
 
-@pytest.mark.parametrize("mesh", [(), CP2])
+@pytest.mark.parametrize("mesh", [(), CP2, (*CP2, "context_parallel.method=ring")])
 def test_answers_are_those_of_plain_transformers(mesh, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     prompts = ["What is the opposite of wet?", "Tell me the month after June."]
     held_out = (f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=3", "eval.max_new_tokens=6")

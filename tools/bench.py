@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [-
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
 python tools/bench.py ring [--device cpu --dry-run]
+python tools/bench.py data --model DIR --data chat.jsonl [--chat-template FILE]
 python tools/bench.py gpu [--device cpu --dry-run]
 """
 
@@ -96,6 +97,21 @@ def _ring(options: argparse.Namespace) -> Result:
     return result, ring_lines(result)
 
 
+def _data(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.data import DataOptions, bench_data, data_lines
+
+    result = bench_data(
+        DataOptions(
+            model=options.model,
+            data=options.data,
+            chat_template=options.chat_template,
+            seq_len=options.seq_len,
+            repeats=options.repeats,
+        )
+    )
+    return result, data_lines(result)
+
+
 def _gpu(options: argparse.Namespace) -> Result:
     from fsdp2kit.bench.gpu import bench_gpu, gpu_lines
 
@@ -108,7 +124,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
-    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | ring | gpu")
+    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | ring | data | gpu")
 
     step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
     step.set_defaults(run=_step)
@@ -142,6 +158,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     ring.set_defaults(run=_ring)
     ring.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
     ring.add_argument("--dry-run", action="store_true", help="tiny shapes: does it run at all?")
+
+    data = commands.add_parser("data", parents=[common], help="tokenise and pack, against datasets.map and trl")
+    data.set_defaults(run=_data)
+    data.add_argument("--model", required=True, metavar="DIR", help="directory of the tokenizer")
+    data.add_argument("--data", required=True, metavar="FILE", help="conversations, JSONL with `messages`")
+    data.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
+    data.add_argument("--seq-len", type=_positive, default=2048, help="tokens a row (2048)")
+    data.add_argument("--repeats", type=_positive, default=7, help="timed runs of each side (7)")
 
     gpu = commands.add_parser("gpu", parents=[common], help="step time, MFU and memory on one device")
     gpu.set_defaults(run=_gpu)

@@ -7,6 +7,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.train.rundir import describe_environment, without_secrets
 
 RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step took on this rank."""
+
+    seconds: float
+    """By the wall clock."""
+    cpu_seconds: float
+    """Of this process, all threads: hardly touched by what else runs, and blind to waiting."""
 
 
 def provenance(world: World) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import barrier, compare, provenance, provenance_lines, slowest_rank, summary
+from fsdp2kit.bench.figures import Cost, barrier, compare, provenance, provenance_lines, slowest_rank, summary
 from fsdp2kit.bench.handwritten import HandWrittenLoop
 from fsdp2kit.bench.trainer import Trainer, build_trainer
 from fsdp2kit.config import TrainingConfig, load_config
@@ -125,16 +125,6 @@ def _config(options: StepOptions) -> _Config:
         "wandb": {"mode": "disabled"},
     }
     return load_config(_Config, values, source=Path.cwd() / "bench.toml")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a step took on this rank."""
-
-    seconds: float
-    """By the wall clock."""
-    cpu_seconds: float
-    """Of this process, all threads: hardly touched by what else runs, and blind to waiting."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,18 @@ def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token, given by its characters, overlaps one of the ascending spans.
 
-    Some tokenizers leave the space out of a space's own offsets: an empty token counts where it stands.
+    Some tokenizers leave the space out of a space's own offsets: an empty token counts where it stands. Tokens that
+    the tokenizer adds at the end stand nowhere, at ``(0, 0)``, and do not count.
     """
-    mask = []
-    remaining = iter(spans)
-    span = next(remaining, None)
-    for start, end in offsets:
-        while span is not None and span[1] <= start:
-            span = next(remaining, None)
-        mask.append(span is not None and start < span[1] and max(end, start + 1) > span[0])
+    count = len(offsets)
+    while count > 1 and offsets[count - 1] == (0, 0):
+        count -= 1
+    mask = [False] * len(offsets)
+    for start, end in spans:
+        # Tokens are in the order of their characters, so those of a span are neighbours.
+        first = bisect_left(offsets, (start,), hi=count)
+        while first > 0 and max(offsets[first - 1][1], offsets[first - 1][0] + 1) > start:
+            first -= 1
+        last = bisect_left(offsets, (end,), hi=count)
+        mask[first:last] = [True] * (last - first)
     return mask

@@ -169,4 +169,4 @@ def _text_rows(files: Sequence[str], digest: str | None) -> Generator[dict[str, 
     """Every row's JSON text and its name, each parsed once to find the malformed."""
     for file in files:
         for row in iterate_rows(file):
-            yield {_JSON: json.dumps(row.value, ensure_ascii=False), _WHERE: row.where}
+            yield {_JSON: row.json, _WHERE: row.where}

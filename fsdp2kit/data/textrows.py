@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,11 +22,16 @@ _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
+_Row = tuple[dict[str, Any], str]  # the row, and the same as JSON
+
+
 @dataclass(frozen=True)
 class TextRow:
     """One row, and where the next one begins."""
 
     value: dict[str, Any]
+    json: str
+    """The same as JSON."""
     where: str
     """``file:line``, for errors."""
     offset: int
@@ -71,22 +76,29 @@ def _is_array(content: BinaryIO) -> bool:
     return first[:1] in (b"[", b"")
 
 
-def _lines(file: str, content: BinaryIO, *, offset: int, line: int, parse: Any) -> Iterator[TextRow]:
+def _lines(
+    file: str, content: BinaryIO, *, offset: int, line: int, parse: Callable[[bytes, str], _Row | None]
+) -> Iterator[TextRow]:
     for text in content:
         offset, line = offset + len(text), line + 1
         where = f"{file}:{line}"
-        value = parse(text.removeprefix(_BOM) if line == 1 else text, where)
-        if value is not None:
-            yield TextRow(value, where, offset, line)
+        row = parse(text.removeprefix(_BOM) if line == 1 else text, where)
+        if row is not None:
+            value, written = row
+            yield TextRow(value, written, where, offset, line)
 
 
-def _json_line(text: bytes, where: str) -> dict[str, Any] | None:
+def _json_line(text: bytes, where: str) -> _Row | None:
     text = text.strip()
-    return check_row(_parse(text, where), where) if text else None
+    return (check_row(_parse(text, where), where), text.decode()) if text else None
 
 
-def _text_line(text: bytes, where: str) -> dict[str, Any]:
-    return {"text": _decode(text, where).rstrip("\r\n")}
+def _text_line(text: bytes, where: str) -> _Row:
+    return _with_json({"text": _decode(text, where).rstrip("\r\n")})
+
+
+def _with_json(row: dict[str, Any]) -> _Row:
+    return row, json.dumps(row, ensure_ascii=False)
 
 
 def _array_rows(file: str, content: BinaryIO, *, skip: int) -> Iterator[TextRow]:
@@ -95,7 +107,7 @@ def _array_rows(file: str, content: BinaryIO, *, skip: int) -> Iterator[TextRow]
     rows = rows if isinstance(rows, list) else [rows]
     for number, row in enumerate(rows[skip:], start=skip):
         where = f"{file}: row {number}"
-        yield TextRow(check_row(row, where), where, number + 1, 0)
+        yield TextRow(*_with_json(check_row(row, where)), where, number + 1, 0)
 
 
 def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Iterator[TextRow]:
@@ -112,7 +124,7 @@ def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Ite
             if len(cells) != len(header):
                 what = f"{len(cells)} cells, but the header names {len(header)} columns"
                 raise UserError(where, what, "quote cells that hold the delimiter or a line break")
-            yield TextRow(dict(zip(header, cells, strict=True)), where, number, line)
+            yield TextRow(*_with_json(dict(zip(header, cells, strict=True))), where, number, line)
     except csv.Error as error:
         raise UserError(f"{file}:{reader.line_num}", f"not valid CSV ({error})", "mend that line") from None
     except UnicodeDecodeError as error:

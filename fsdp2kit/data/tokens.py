@@ -11,10 +11,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 
 from fsdp2kit.data.formats import RowFormat, encode_rows
 from fsdp2kit.data.masks import Encoded
@@ -74,7 +75,7 @@ def tokenise(
             batch_size=_BATCH,
             num_proc=processes,
             remove_columns=rows.column_names,
-            features=_features(),
+            features=datasets.Features.from_arrow_schema(_schema()),
             cache_file_name=str(folder / f"{key}.arrow"),  # of several processes each adds its number
             new_fingerprint=key,
         )
@@ -87,8 +88,10 @@ def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) 
     import transformers
 
     if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.update(truncation=None, padding=None)  # left behind by the last call, and overridden by ours
+        # What the last call left behind, and ours override.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        state = tokenizer.backend_tokenizer.to_str()
     else:
         state = tokenizer.get_vocab()
     parts = [
@@ -136,30 +139,28 @@ def _write_index(index: Path, table: Dataset) -> None:
     beside.replace(index)
 
 
-def _features() -> Any:
-    from datasets import Features, List, Value
-
-    whole = Value("int64")
-    return Features(
+def _schema() -> pa.Schema:
+    whole = pa.int64()
+    return pa.schema(
         {
-            "ids": List(Value("int32")),
-            "supervised": List(Value("bool")),
+            "ids": pa.list_(pa.int32()),
+            "supervised": pa.list_(pa.bool_()),
             "length": whole,
             "targets": whole,
             "ending": whole,
             "largest_id": whole,
-            "digest": Value("binary"),
+            "digest": pa.binary(),
         }
     )
 
 
 def _encoder(
     source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[dict[str, list], list[int]], dict[str, list]]:
+) -> Callable[[dict[str, list], list[int]], pa.Table]:
     """The function that `Dataset.map` calls with a batch of rows (a list for each column) and their indices."""
     special = special_ids(tokenizer)
 
-    def encode(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+    def encode(batch: dict[str, list], indices: list[int]) -> pa.Table:
         parsed = [read_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
         try:
             encoded = encode_rows(parsed, name_rows(batch, indices, source), how, tokenizer)
@@ -183,12 +184,14 @@ def ending_of(ids: np.ndarray, supervised: np.ndarray, special: frozenset[int]) 
     return last if last in special else NO_ENDING
 
 
-def _columns(encoded: list[Encoded], special: frozenset[int]) -> dict[str, list]:
-    columns: dict[str, list] = {name: [] for name in _features()}
+def _columns(encoded: list[Encoded], special: frozenset[int]) -> pa.Table:
+    """The columns of some rows. Arrow arrays made whole: `datasets` would convert every value by itself."""
+    columns: dict[str, list] = {name: [] for name in ("length", "targets", "ending", "largest_id", "digest")}
+    all_ids, all_masks = [], []
     for ids, supervised in encoded:
         tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
-        columns["ids"].append(tokens)
-        columns["supervised"].append(mask)
+        all_ids.append(tokens)
+        all_masks.append(mask)
         columns["length"].append(len(tokens))
         columns["targets"].append(int(mask[1:].sum()))
         columns["ending"].append(ending_of(tokens, mask, special))
@@ -196,4 +199,9 @@ def _columns(encoded: list[Encoded], special: frozenset[int]) -> dict[str, list]
         columns["digest"].append(
             hashlib.blake2b(tokens.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest()
         )
-    return columns
+    borders = np.concatenate([[0], np.cumsum(columns["length"])]).astype(np.int32)
+    lists = {
+        name: pa.ListArray.from_arrays(borders, np.concatenate(values))
+        for name, values in (("ids", all_ids), ("supervised", all_masks))
+    }
+    return pa.Table.from_pydict({**lists, **columns}, schema=_schema())

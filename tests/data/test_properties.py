@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,16 @@ from fsdp2kit.parallel.context_parallel.batch import shard_batch
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
-MESHES = [(dp, cp, micro) for dp in (1, 2, 4, 8) for cp in (1, 2, 4) for micro in (1, 2, 4) if 8 % (dp * micro) == 0]
+Method = Literal["ulysses", "ring"]
+Mesh = tuple[int, int, int, Method]  # dp, cp, micro-batch size, context-parallel method
+MESHES: list[Mesh] = [
+    (dp, cp, micro, method)
+    for dp in (1, 2, 4, 8)
+    for cp in (1, 2, 4)
+    for micro in (1, 2, 4)
+    for method in ("ulysses", "ring")
+    if 8 % (dp * micro) == 0
+]
 DOCUMENT = st.lists(st.tuples(st.integers(2, 90), st.booleans()), min_size=2, max_size=SEQ_LEN)
 CORPUS = st.lists(DOCUMENT, min_size=1, max_size=40)
 Rows = list[tuple[list[int], list[int], list[int]]]  # ids, labels and positions of each row of a global batch
@@ -48,30 +58,36 @@ def loader(documents: Documents, *, dp: int, rank: int, micro: int, pack: bool =
     )
 
 
-def part(batch: Batch, cp_rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a context-parallel rank's model is given of a micro-batch."""
-    sharded = shard_batch(
-        batch.input_ids,
-        batch.labels,
-        batch.position_ids,
-        config=LlamaConfig(num_hidden_layers=1),
-        path=AttentionPath("ulysses" if cp > 1 else None, "sdpa"),
-        cp_rank=cp_rank,
-        cp_size=cp,
-        device=torch.device("cpu"),
-    )
-    return sharded.input_ids, sharded.labels, sharded.position_ids
+def whole_rows(batch: Batch, cp: int, method: Method) -> Rows:
+    """A micro-batch put together from what each context-parallel rank's model is given of it."""
+    parts: dict[int, list[torch.Tensor]] = {}
+    for rank in range(cp):
+        sharded = shard_batch(
+            batch.input_ids,
+            batch.labels,
+            batch.position_ids,
+            config=LlamaConfig(num_hidden_layers=1),
+            path=AttentionPath(method if cp > 1 else None, "sdpa"),
+            cp_rank=rank,
+            cp_size=cp,
+            device=torch.device("cpu"),
+        )
+        held = torch.stack([sharded.input_ids, sharded.labels, sharded.position_ids])
+        if method == "ulysses" or cp == 1:
+            parts[rank] = [held]
+        else:  # zigzag: one early stretch and one late
+            parts[rank], parts[2 * cp - 1 - rank] = ([piece] for piece in held.chunk(2, dim=2))
+    whole = torch.cat([piece for number in sorted(parts) for piece in parts[number]], dim=2)
+    return list(zip(*whole.tolist(), strict=True))
 
 
-def global_batch(documents: Documents, index: int, mesh: tuple[int, int, int], **options) -> Rows:
+def global_batch(documents: Documents, index: int, mesh: Mesh, **options) -> Rows:
     """The whole mesh's rows, put together from what each of its ranks computes on."""
-    dp, cp, micro = mesh
+    dp, cp, micro, method = mesh
     rows: Rows = []
     for rank in range(dp):
         for batch in loader(documents, dp=dp, rank=rank, micro=micro, **options).batch(index):
-            parts = [part(batch, cp_rank, cp) for cp_rank in range(cp)]
-            whole = [torch.cat(pieces, dim=1).tolist() for pieces in zip(*parts, strict=True)]
-            rows += zip(*whole, strict=True)
+            rows += whole_rows(batch, cp, method)
     return rows
 
 
@@ -115,4 +131,4 @@ def test_stopped_anywhere_and_taken_up_on_another_mesh(corpus, legs) -> None:
     stream: list[Rows] = []
     for steps, mesh in legs:
         stream += [global_batch(documents, len(stream) + at, mesh) for at in range(steps)]
-    assert stream == [global_batch(documents, index, (1, 1, 8)) for index in range(len(stream))]
+    assert stream == [global_batch(documents, index, (1, 1, 8, "ulysses")) for index in range(len(stream))]
