@@ -68,7 +68,7 @@ def main(config: Config) -> None:
         tokenizer = build_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
-        path = choose_path(config, hf_config, cp=sizes.cp, device_type=world.device.type)
+        path = choose_path(config, model, cp=sizes.cp, device_type=world.device.type)
         check_model(model, config, path=path, device=world.device)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
         ledger = dtype_ledger(config.fsdp, export=export_dtype)

@@ -33,7 +33,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import initialize
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress

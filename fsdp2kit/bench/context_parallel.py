@@ -25,8 +25,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.layout import Method
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.ulysses import share_heads
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import DealtOut, Rows

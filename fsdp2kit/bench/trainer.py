@@ -77,7 +77,7 @@ def build_trainer(
     """
     model = build_model(config.model)
     throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
-    path = choose_path(config, model.config, cp=mesh.sizes.cp, device_type=world.device.type)
+    path = choose_path(config, model, cp=mesh.sizes.cp, device_type=world.device.type)
     parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
     to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
     if config.model.weights == "pretrained":

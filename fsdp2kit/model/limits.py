@@ -1,11 +1,11 @@
-"""What a model cannot do: sequences beyond its table of positions, training with an attention that has no backward."""
+"""What a model cannot do: sequences beyond its positions, training with an attention that has no backward."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.twin import build_twin
@@ -31,6 +31,34 @@ def check_positions(model: PreTrainedModel, *, seq_len: int) -> None:
             f"{seq_len} is beyond the {limit} positions of {type(model).__name__}, which has a table of them",
             f"use at most {limit}",
         )
+
+
+def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
+    """Refuse RoPE whose frequencies follow the longest sequence at hand, for rows long enough that they would.
+
+    "dynamic" and "longrope" look at the largest position of a forward pass: that of a micro-batch's longest document,
+    or of a rank's part of it. The same token would be rotated differently on another mesh, and "dynamic" remembers.
+
+    Raises:
+        UserError: ``seq_len`` is beyond the length from which on they do.
+    """
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    for kind in kinds:
+        name = kind.get("rope_type")
+        if name not in ("dynamic", "longrope"):
+            continue
+        original = (name == "longrope" and kind.get("original_max_position_embeddings")) or (
+            getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+        )
+        if seq_len > original:
+            raise UserError(
+                "data.seq_len",
+                f"{seq_len} is beyond {original}, from where on {name!r} RoPE changes with the longest sequence a "
+                "rank sees, so results would depend on the mesh and the micro-batch",
+                f"use at most {original}, or another rope_type (such as yarn) in model.config.rope_parameters",
+            )
 
 
 def check_attention(attention: str, *, device: torch.device) -> None:

@@ -22,6 +22,14 @@ _SMALL = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
 }
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -67,7 +75,10 @@ def _shrink(config: PretrainedConfig, *, layers: int, head_dim: int, narrow: boo
         config.num_attention_heads = groups * kv_heads
         if getattr(config, "num_key_value_heads", None) is not None:
             config.num_key_value_heads = kv_heads
-        if getattr(config, "head_dim", None) is not None:
+        if hasattr(config, "qk_rope_head_dim"):  # latent attention: what is rotated has a width of its own
+            config.head_dim = config.qk_rope_head_dim
+            config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        elif getattr(config, "head_dim", None) is not None:
             config.head_dim = head_dim
         config.hidden_size = config.num_attention_heads * head_dim
 

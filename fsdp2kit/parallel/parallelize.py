@@ -11,7 +11,8 @@ from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.choose import choose_path
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
 from fsdp2kit.parallel.mesh import Mesh
 
@@ -34,7 +35,7 @@ def parallelize_model(
     Raises:
         UserError: transformers names no layer class for this model.
     """
-    path = path or choose_path(config, model.config, cp=mesh.sizes.cp, device_type=device.type)
+    path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
     head = attach_loss(model)
     # 1. What changes the computation itself comes first, so that everything after wraps the final one.

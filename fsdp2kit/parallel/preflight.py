@@ -16,11 +16,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
-from fsdp2kit.model.limits import check_attention, check_positions
+from fsdp2kit.model.limits import check_attention, check_positions, check_rope
 from fsdp2kit.model.probe import probe
 from fsdp2kit.model.twin import build_twin
-from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.masks import unknown_kinds
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.trial import find_difference
 
 
@@ -40,6 +41,7 @@ def check_model(
     hf_config = model.config.get_text_config()
     _check_dropout(model, hf_config, config.preflight.allow)
     _check_router(hf_config, config.preflight.allow)
+    check_rope(model.config, seq_len=config.data.seq_len)
     check_positions(model, seq_len=config.data.seq_len)
     if device is not None:
         check_attention(config.model.attention, device=device)
@@ -73,8 +75,8 @@ def check_offline(config: TrainingConfig) -> list[str]:
             raise
         unchecked.append("model")
     else:
-        path = choose_path(config, hf_config, cp=config.mesh.cp, device_type="cpu")
-        check_model(build_model(config.model, hf_config=hf_config), config, path=path)
+        model = build_model(config.model, hf_config=hf_config)
+        check_model(model, config, path=choose_path(config, model, cp=config.mesh.cp, device_type="cpu"))
     return unchecked
 
 
@@ -156,11 +158,15 @@ def _check_attention(
 
 def _what_works(model: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
     """Another method that this model can do."""
-    for other in (AttentionPath("ulysses", "eager"), AttentionPath("allgather", VARLEN)):
-        if path.method in (None, other.method):
-            continue
+    if path.method is None:
+        return None
+    others = [AttentionPath("allgather", VARLEN)]
+    if cp <= model.config.get_text_config().num_attention_heads:
+        own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        others.insert(0, AttentionPath("ulysses", own))
+    for other in others:
         twin = build_twin(model)
-        if twin is not None and find_difference(twin, other, cp=cp, pack=pack) is None:
+        if other.method != path.method and twin and find_difference(twin, other, cp=cp, pack=pack) is None:
             kernel = ' with model.attention = "eager"' if other.kernel == "eager" else ""
             return f"set context_parallel.method = {other.method!r}{kernel}"
     return None

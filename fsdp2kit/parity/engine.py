@@ -16,8 +16,9 @@ from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.layout import places_of
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -44,7 +45,7 @@ class Sharded:
         self.mesh: Mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self.model: Any = build_model(config.model)
         self.path: AttentionPath = choose_path(
-            config, self.model.config, cp=self.mesh.sizes.cp, device_type=world.device.type
+            config, self.model, cp=self.mesh.sizes.cp, device_type=world.device.type
         )
         check_model(self.model, config, path=self.path)
         self.throughput = Throughput(count_model_flops(self.model), device=world.device, world_size=world.size)

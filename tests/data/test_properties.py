@@ -16,7 +16,7 @@ from fsdp2kit.data.documents import Documents, Report
 from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.data.loader import Loader, build_loader
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
 Method = Literal["ulysses", "ring"]

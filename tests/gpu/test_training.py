@@ -15,7 +15,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.batch import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import DealtOut, beyond, errors, plain_loop
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step

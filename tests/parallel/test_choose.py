@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, PretrainedConfig
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.context_parallel.choose import choose_path
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 
 
 def choose(
@@ -34,7 +36,9 @@ def choose(
     hf_config = hf_config or LlamaConfig(
         hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads
     )
-    return choose_path(TrainingConfig.model_validate(values), hf_config, cp=cp, device_type=device)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return choose_path(TrainingConfig.model_validate(values), model, cp=cp, device_type=device)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +85,26 @@ def test_no_dense_mask_on_cuda() -> None:
         ({"method": "ring", "cp": 2, "kernel": "eager"}, "kernel of its own.*sdpa.*'ulysses'"),
         ({"method": "allgather", "cp": 2, "seq_len": 4094}, "use 4092 or 4096 or .*'ulysses'"),
         ({"cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4010}, "not divisible by 2 × mesh.cp = 20"),
+        ({"cp": 4, "method": "ulysses", "seq_len": 4098}, "not divisible by mesh.cp = 4; use 4096 or 4100"),
+        ({"cp": 2, "hf_config": MambaConfig(num_hidden_layers=1)}, "has no attention heads; set mesh.cp = 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         choose(**options)
+
+
+def test_a_model_whose_attention_is_not_ours_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" would take our kernels, on a mesh or for packed rows on CUDA."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.eager_attention_forward
+
+    def biased(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        return original(module, query, key + 0.3 * key.flip(-1), value, attention_mask, **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+    assert choose(cp=1, pack=True, device="cuda").kernel == "sdpa"
+    path = choose(cp=2, heads=9, kv_heads=3)
+    assert (path.method, path.kernel) == ("ulysses", "sdpa")
+    assert "its own attention" in path.reason

@@ -19,8 +19,8 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.choose import AttentionPath
 from fsdp2kit.parallel.context_parallel.masks import document_borders
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from tests.workers import WorkerPool

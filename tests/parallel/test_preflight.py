@@ -45,7 +45,7 @@ def check(
         preflight=PreflightConfig(allow=allow or []),
     )
     model = build_model(section)
-    check_model(model, config, path=choose_path(config, model.config, cp=cp, device_type="cpu"))
+    check_model(model, config, path=choose_path(config, model, cp=cp, device_type="cpu"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])

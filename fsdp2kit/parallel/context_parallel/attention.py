@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, get_world_size
 from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
-from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables
 from fsdp2kit.parallel.context_parallel.ulysses import (
     HeadShare,

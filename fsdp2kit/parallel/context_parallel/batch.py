@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks
 from fsdp2kit.parallel.context_parallel.masks import document_borders, full_masks, layer_windows, to_device
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
 from fsdp2kit.parallel.mesh import Mesh
 

@@ -2,72 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.twin import build_twin
 from fsdp2kit.parallel.context_parallel.layout import Method
 from fsdp2kit.parallel.context_parallel.masks import layer_windows, unknown_kinds
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
+from fsdp2kit.parallel.context_parallel.trial import find_difference
 
 LONG = 32_768
 """Tokens a sequence from which a ring's computation hides its exchanges, and gathered keys are worth avoiding."""
 
-VARLEN = "varlen"
-"""Our own attention over segments, in place of a transformers implementation."""
+Obstacle = tuple[str, str]
+"""What stands in the way of a method, and what to do about it."""
 
 
-@dataclass(frozen=True)
-class AttentionPath:
-    """What attention a model gets; `choose_path` decides it once, and everything that must agree is given it."""
-
-    method: Method | None
-    """None without context parallelism."""
-    kernel: str
-    """A transformers attention implementation, or "varlen"."""
-    reason: str = ""
-
-    def __str__(self) -> str:
-        words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]
-        return ", ".join([*words, f"attention kernel: {self.kernel}"])
-
-
-def choose_path(config: TrainingConfig, hf_config: PretrainedConfig, *, cp: int, device_type: str) -> AttentionPath:
+def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, device_type: str) -> AttentionPath:
     """The path that the config asks for, or the best one where it says "auto".
 
     Args:
-        hf_config: the model's.
+        model: on meta, or real; before it is made parallel.
         device_type: where attention will run.
 
     Raises:
         UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
-    kernel = config.model.attention
     if cp == 1:
-        return AttentionPath(None, _kernel(kernel, config, hf_config, device_type=device_type))
-    heads, kv_heads = _heads(hf_config)
-    asked = config.context_parallel.method
-    obstacles: dict[Method, tuple[str, str] | None] = {
-        "ulysses": _against_ulysses(heads, cp=cp),
-        "ring": _against_blocks(kernel, config.data.seq_len, cp=cp),
-        "allgather": _against_blocks(kernel, config.data.seq_len, cp=cp),
+        return AttentionPath(None, _local_kernel(config, model, method=None, device_type=device_type))
+    heads, kv_heads = _heads(model.config)
+    if not heads:
+        raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
+    seq_len, kernel, asked = config.data.seq_len, config.model.attention, config.context_parallel.method
+    blocks = _against_blocks(kernel, seq_len, cp=cp)
+    obstacles: dict[Method, Obstacle | None] = {
+        "ulysses": _against_ulysses(heads, seq_len, cp=cp),
+        "ring": blocks,
+        "allgather": blocks,
     }
-    if asked != "auto":
-        method, reason = asked, "as asked for"
-    else:
-        method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=config.data.seq_len, pack=config.data.pack)
-    if obstacles[method]:
+    method, reason = asked, "as asked for"
+    if method == "auto":
+        method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=seq_len, pack=config.data.pack)
+        if method != "ulysses" and not obstacles["ulysses"] and not _suits(model, VARLEN, pack=config.data.pack):
+            method, reason = "ulysses", "auto: it leaves the model its own attention, which ours is not"
+    if obstacle := obstacles[method]:
         possible = [f"context_parallel.method = {name!r}" for name, why in obstacles.items() if not why]
-        what, todo = obstacles[method] or ("", "")
+        what, todo = obstacle
         raise UserError(f"context_parallel.method {method!r}", what, " or ".join([todo, *possible]))
     if method == "ulysses":
-        return AttentionPath("ulysses", _kernel(kernel, config, hf_config, device_type=device_type), reason)
+        return AttentionPath(
+            "ulysses", _local_kernel(config, model, method="ulysses", device_type=device_type), reason
+        )
     return AttentionPath(method, VARLEN, reason)
 
 
 def _pick(
-    obstacles: dict[Method, tuple[str, str] | None], heads: int, kv_heads: int, *, cp: int, seq_len: int, pack: bool
+    obstacles: dict[Method, Obstacle | None], heads: int, kv_heads: int, *, cp: int, seq_len: int, pack: bool
 ) -> tuple[Method, str]:
     if obstacles["ulysses"]:
         return ("allgather" if pack or seq_len < LONG else "ring"), f"auto: {obstacles['ulysses'][0]}"
@@ -83,32 +74,45 @@ def _pick(
     return "ring", f"{uneven}, and {seq_len} tokens are too many to gather"
 
 
-def _against_ulysses(heads: int, *, cp: int) -> tuple[str, str] | None:
+def _against_ulysses(heads: int, seq_len: int, *, cp: int) -> Obstacle | None:
+    if seq_len % cp:
+        return f"data.seq_len {seq_len} is not divisible by mesh.cp = {cp}", _divisible(seq_len, cp)
     if cp > heads:
         return f"mesh.cp {cp} is more than the model's {heads} attention heads", f"use mesh.cp ≤ {heads}"
     return None
 
 
-def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> tuple[str, str] | None:
+def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
     """Why ring and allgather cannot be: what is wrong, and what to do."""
     if kernel not in ("sdpa", VARLEN) and not kernel.startswith("flash"):
         return f"it brings a kernel of its own, not model.attention = {kernel!r}", 'use model.attention = "sdpa"'
     if seq_len % (2 * cp):
-        below = seq_len // (2 * cp) * (2 * cp)
-        fitting = " or ".join(str(n) for n in (below, below + 2 * cp) if n)
-        return f"data.seq_len {seq_len} is not divisible by 2 × mesh.cp = {2 * cp}", f"use {fitting}"
+        return f"data.seq_len {seq_len} is not divisible by 2 × mesh.cp = {2 * cp}", _divisible(seq_len, 2 * cp)
     return None
 
 
-def _kernel(kernel: str, config: TrainingConfig, hf_config: PretrainedConfig, *, device_type: str) -> str:
-    windows = layer_windows(hf_config)
+def _divisible(seq_len: int, by: int) -> str:
+    below = seq_len // by * by
+    return "use " + " or ".join(str(length) for length in (below, below + by) if length)
+
+
+def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, method: Method | None, device_type: str) -> str:
+    """What computes attention over whole sequences."""
+    kernel, windows = config.model.attention, layer_windows(model.config)
     masked = config.data.pack or any(window is not None for window in windows.values())
-    if device_type == "cuda" and kernel == "sdpa" and masked and not unknown_kinds(hf_config):
-        return VARLEN  # sdpa would need a dense mask: 16 GiB for 128k tokens
+    if device_type == "cuda" and kernel == "sdpa" and masked and not unknown_kinds(model.config):
+        # sdpa would need a dense mask: 16 GiB for 128k tokens
+        return VARLEN if _suits(model, VARLEN, pack=config.data.pack) else kernel
     return kernel
+
+
+def _suits(model: PreTrainedModel, kernel: str, *, pack: bool) -> bool:
+    """Whether the kernel computes what the model's own attention does, tried on a tiny twin."""
+    twin = build_twin(model)
+    return twin is not None and find_difference(twin, AttentionPath(None, kernel), cp=1, pack=pack) is None
 
 
 def _heads(hf_config: PretrainedConfig) -> tuple[int, int]:
     text = hf_config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 0
     return heads, getattr(text, "num_key_value_heads", None) or heads

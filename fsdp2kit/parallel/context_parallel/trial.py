@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.parallel.context_parallel.attention import BlockwiseAttention, attend_with_share, use_attention
-from fsdp2kit.parallel.context_parallel.choose import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.masks import full_masks, layer_windows
+from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
 from fsdp2kit.parallel.context_parallel.ulysses import share_heads
 
@@ -38,7 +38,8 @@ def find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pack
             found = _logits_on(twin, path, inputs, cp=cp, called=called)
     except Exception as error:  # whatever an architecture raises, it does not run on this attention
         first_line, *_ = [*str(error).splitlines(), ""]
-        return f"its attention does not run: {type(error).__name__}: {first_line}" if called else _BYPASS
+        failure = f"{type(error).__name__}: {first_line}"
+        return f"its attention does not run: {failure}" if called else f"{_BYPASS}, or fails before it: {failure}"
     if len(called) < twin.config.get_text_config().num_hidden_layers:
         return _BYPASS
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
@@ -61,16 +62,18 @@ def _logits_on(
     attention = VARLEN if path.kernel == VARLEN else "eager"
     whole = BlockwiseAttention()
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
         called.append(1)
         if path.method != "ulysses":
-            return whole(module, query, key, value, mask, **options)
+            return whole(module, query, key, value, attention_mask, **options)
         shares = share_heads(query.shape[1], key.shape[1], min(cp, query.shape[1]))
         outputs = []
         for share in shares:
             q = query[:, share.query.start : share.query.stop]
             k, v = (tensor[:, share.key.start : share.key.stop] for tensor in (key, value))
-            outputs.append(attend_with_share(attention, module, q, k, v, mask, share=share, **options))
+            outputs.append(attend_with_share(attention, module, q, k, v, attention_mask, share=share, **options))
         return torch.cat(outputs, dim=2), None
 
     use_attention(twin, attend)
