@@ -27,7 +27,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.folder import SafetensorsFolder
-from fsdp2kit.model.random_init import draw
+from fsdp2kit.model.random_init import build_skeleton, draw
 from fsdp2kit.torch_compat import local_slices
 
 
@@ -114,7 +114,8 @@ def _reader(piece: Any) -> Any:
 
 def _plan(model: PreTrainedModel, folder: SafetensorsFolder, *, allow_unexpected: bool) -> dict[str, _Source]:
     """For every target tensor, in the model's order, the stored tensors that make it."""
-    mapping = get_model_conversion_mapping(model)
+    # Some of its entries go by the class's name, which FSDP changes.
+    mapping = get_model_conversion_mapping(build_skeleton(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
