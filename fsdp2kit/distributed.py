@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -144,18 +145,33 @@ def agreement() -> Iterator[None]:
 def one_per_machine_first(work: Callable[[], T]) -> T:
     """Run ``work`` on one rank of each machine, then on the others, which find its cache filled. Collective.
 
+    However long it takes, no collective waits for it: tokenising or downloading for hours is no hanging rank.
+
     Raises:
         UserError: it failed on any rank.
     """
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     result: list[T] = []
-    with agreement():
-        if is_first:
-            result.append(work())
-    with agreement():
-        if not is_first:
-            result.append(work())
+    for turn in (True, False):
+        future = _run_while_ranks_meet(work if is_first is turn else None)
+        with agreement():
+            if future is not None:
+                result.append(future.result())
     return result[0]
+
+
+def _run_while_ranks_meet(work: Callable[[], T] | None) -> Future[T] | None:
+    """Run ``work`` in a thread; all ranks meet in a collective every half second until nobody works any more."""
+    future: Future[T] | None = None
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        if work is not None:
+            future = thread.submit(work)
+        busy = True
+        while busy:
+            if future is not None:
+                wait([future], timeout=0.5)
+            busy = sum_over_ranks([float(future is not None and not future.done())])[0] > 0
+    return future
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """A run's position. The defaults are those of a fresh run.
 
-    Nothing here depends on the mesh: the next global batch, its random streams and the learning rate are functions
-    of the step.
+    Nothing here depends on the mesh: the next global batch (of a stream, with `data`), its random streams and the
+    learning rate are functions of the step.
     """
 
     step: int = 0
@@ -21,3 +22,11 @@ class Progress:
     """Tokens seen by the whole job, without padding."""
     wandb_id: str | None = None
     """Weights & Biases run to continue."""
+    data: dict[str, Any] | None = None
+    """Where a stream stands, and the documents that its packer holds back; None for data that is read whole."""
+    best_eval_loss: float | None = None
+    """The lowest held-out loss so far."""
+    best_step: int | None = None
+    """The step that it was measured after."""
+    stale_evaluations: int = 0
+    """Evaluations since then."""

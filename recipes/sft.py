@@ -17,6 +17,7 @@ from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import ChatDataConfig
 from fsdp2kit.data.build import build_data
+from fsdp2kit.data.check import check_first_rows
 from fsdp2kit.model.assets import save_assets, source_dtype
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -29,12 +30,14 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.preflight import check_model, check_offline
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.claim import claim_run_dir
+from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Hooks, build_plan, evaluate, train
+from fsdp2kit.train.loop import Hooks, build_plan, train
 from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.profiling import build_profiler
 from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
+from fsdp2kit.train.samples import build_sampler
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import check_wandb
 
@@ -48,7 +51,7 @@ class Config(TrainingConfig):
 def check(config: Config) -> list[str]:
     """What can be said of a config without weights, network or process group; returns what could not be checked."""
     check_wandb(config.wandb)
-    return check_offline(config)
+    return [*check_offline(config), *check_first_rows(config)]
 
 
 def main(config: Config) -> None:
@@ -85,7 +88,7 @@ def main(config: Config) -> None:
     # The model over the mesh, with the values of a checkpoint, of its source, or random ones.
     parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
     optimizer = build_optimizer(config.optimizer, model)
-    identity = run_identity(config, hf_config, source=source, data=data.documents.fingerprint)
+    identity = run_identity(config, hf_config, source=source, data=data.fingerprint)
     checkpoints = build_checkpoint_manager(
         config.checkpoint, run_dir=run_dir, identity=identity, write_assets=write_assets, export_dtype=export_dtype
     )
@@ -94,15 +97,22 @@ def main(config: Config) -> None:
         progress = checkpoints.restore(resume, model, optimizer)
     else:
         fill_weights(config.model, model, source=source, seed=config.run.seed)
-    plan = build_plan(config, steps_per_epoch=data.loader.steps_per_epoch, mesh=mesh)
+    loader = data.loader
+    plan = build_plan(config, steps_per_epoch=loader.steps_per_epoch, mesh=mesh, source_names=loader.source_names)
+    with distributed.agreement():
+        batches = data.batches(first=progress.step, stop=plan.total_steps, state=progress.data)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=plan.total_steps, step=progress.step)
 
     export = partial(ensure_export, out=run_dir / "hf", dtype=export_dtype, rank=world.rank, world_size=world.size)
-    is_exported = partial(config.checkpoint.exports_at, total_steps=plan.total_steps)
+
+    def is_exported(progress: Progress) -> bool:
+        total = progress.step if plan.is_over(progress) else plan.total_steps
+        return config.checkpoint.exports_at(progress.step, total_steps=total)
 
     def save(progress: Progress) -> None:
-        checkpoint = checkpoints.save(model, optimizer, replace(progress, wandb_id=metrics.wandb_id))
-        if is_exported(progress.step):
+        progress = replace(progress, wandb_id=metrics.wandb_id, data=batches.state(progress.step))
+        checkpoint = checkpoints.save(model, optimizer, progress)
+        if is_exported(progress):
             export(checkpoint)
 
     profiler = build_profiler(
@@ -125,21 +135,25 @@ def main(config: Config) -> None:
     with claim, metrics, profiler:
         for line in (str(sizes), str(path), str(ledger), *data.describe()):
             metrics.message(line)
+        sampler = build_sampler(
+            config.eval, model, tokenizer=tokenizer, to_device=to_device, mesh=mesh, log=metrics.log_samples
+        )
         hooks = Hooks(
             log=metrics.log,
             message=metrics.message,
             save=save,
-            evaluate=data.held_out and partial(evaluate, model, data.held_out, to_device, plan=plan),
+            evaluate=partial(evaluate, model, data.held_out, to_device, plan=plan) if data.held_out else None,
+            sample=sampler,
             profile=profiler.step,
             first_step=partial(checked, ledger, model, optimizer),
         )
-        if resume and is_exported(progress.step):
+        if resume and is_exported(progress):
             export(resume)  # the run that came this far may not have got to it, or exported in another dtype
         train(
             model,
             optimizer,
             schedule,
-            data.loader,
+            batches,
             to_device,
             plan=plan,
             progress=progress,

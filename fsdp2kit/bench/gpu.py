@@ -20,7 +20,8 @@ from fsdp2kit import distributed
 from fsdp2kit.bench.figures import provenance, provenance_lines
 from fsdp2kit.bench.trainer import Trainer, build_trainer
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.data.loader import IGNORED, Batch
+from fsdp2kit.data.batch import Batch
+from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.mesh import build_mesh

@@ -24,12 +24,12 @@ from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import ChatDataConfig
 from fsdp2kit.data.build import build_data
-from fsdp2kit.data.loader import Loader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.train.global_batch import Batches
 
 # Largest relative difference of the two losses at any step. In bfloat16 the heads round differently.
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -147,7 +147,7 @@ class _Measured:
 
 
 def _alternate(
-    trainer: Trainer, by_hand: HandWrittenLoop, loader: Loader, *, options: StepOptions, device: torch.device
+    trainer: Trainer, by_hand: HandWrittenLoop, loader: Batches, *, options: StepOptions, device: torch.device
 ) -> _Measured:
     measured = _Measured([], [], [], [], [])
 

@@ -109,9 +109,14 @@ class CheckpointLayout:
             shutil.rmtree(old)
         return path
 
-    def retain(self, keep: int) -> None:
-        """Delete all complete checkpoints but the newest `keep`. One that cannot be deleted is reported, no more."""
-        for _, path in self.complete()[:-keep]:
+    def retain(self, keep: int, *, best: int | None = None) -> None:
+        """Delete all complete checkpoints but the newest `keep` and the one of the step `best`.
+
+        One that cannot be deleted is reported, no more.
+        """
+        for step, path in self.complete()[:-keep]:
+            if step == best:
+                continue
             doomed = path.with_name(f"{TEMPORARY}{path.name}")
             try:
                 path.rename(doomed)  # whatever interrupts the deletion, the next save goes on with it

@@ -157,7 +157,7 @@ class CheckpointManager:
                 write_manifest(directory, manifest)
                 self._layout.set_aside(after=self._reached)
                 self._layout.publish(step)
-                self._layout.retain(self._keep)
+                self._layout.retain(self._keep, best=progress.best_step)
         self._reached = step
         return path
 

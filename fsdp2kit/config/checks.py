@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 
@@ -108,6 +109,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
     resolve_accumulation(config.train, dp=sizes.dp)
     _check_train_length(config)
+    check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
         raise UserError(
@@ -133,18 +135,10 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
 
 
 def _check_train_length(config: TrainingConfig) -> None:
-    train, evaluation = config.train, config.eval
+    train = config.train
     if (train.steps is None) == (train.epochs is None):
         what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
         raise UserError("train", what, "give exactly one of train.steps and train.epochs")
-    evaluates = evaluation.every > 0 or train.steps == 0
-    distinct = evaluation.path is not None or evaluation.split != config.data.split
-    if evaluates and not distinct:
-        raise UserError(
-            "eval",
-            "evaluation would run on the training data itself",
-            "give eval.path, or an eval.split other than data.split",
-        )
 
 
 def _check_model(config: TrainingConfig) -> None:

@@ -104,15 +104,34 @@ def _resolve_input_paths(schema: type[BaseModel], values: Mapping[str, Any], bas
         value = resolved.get(name)
         section = _section_of(field.annotation)
         mark = _input_path_mark(field)
+        items = _items_of(field.annotation)
         if isinstance(value, Mapping) and section is not None:
             resolved[name] = _resolve_input_paths(section, value, base)
+        elif isinstance(value, list) and items is not None:
+            resolved[name] = [_resolve_item(items, item, base) for item in value]
+        elif isinstance(value, Mapping) and items is not None:
+            resolved[name] = {key: _resolve_item(items, item, base) for key, item in value.items()}
         elif mark and value and isinstance(value, str) and value not in _keywords(field.annotation):
             resolved[name] = _resolve_input_path(value, base, hub=mark.hub)
     return resolved
 
 
+def _resolve_item(schema: type[BaseModel], value: Any, base: Path) -> Any:
+    return _resolve_input_paths(schema, value, base) if isinstance(value, Mapping) else value
+
+
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section that a field holds, be it optional."""
+    members = [member for member in (annotation, *get_args(annotation)) if isinstance(member, type)]
+    is_plain = get_origin(annotation) not in (list, dict)
+    return next((member for member in members if is_plain and issubclass(member, BaseModel)), None)
+
+
+def _items_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that every item of a list or of a table of names is."""
+    if get_origin(annotation) not in (list, dict):
+        return None
+    return _section_of(get_args(annotation)[-1])
 
 
 def _input_path_mark(field: Any) -> InputPathMark | None:
@@ -139,7 +158,8 @@ def _resolve_input_path(value: str, base: Path, *, hub: bool) -> str:
 
 
 def _explain(error: ValidationError, schema: type[BaseModel], source: Path, overrides: Sequence[str]) -> UserError:
-    problems = error.errors()
+    # A misspelt key is reported first: it may be why another one is missing.
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     locations = [_location(schema, problem["loc"]) for problem in problems]
     location = locations[0]
@@ -167,19 +187,21 @@ def _location(schema: type[BaseModel], parts: Sequence[str | int]) -> list[str]:
     """The key of an error, and the place in it if it is a list, without pydantic's names of union members."""
     location: list[str] = []
     section: type[BaseModel] | None = schema
+    items: type[BaseModel] | None = None  # the next part is an index or a name of our user's
     for part in parts:
-        if isinstance(part, int):
+        if items is not None or isinstance(part, int):
             location.append(str(part))
+            section, items = items or section, None
         elif section is not None:
             location.append(part)
             field = section.model_fields.get(part)
-            section = _section_of(field.annotation) if field else None
+            section, items = (_section_of(field.annotation), _items_of(field.annotation)) if field else (None, None)
     return location
 
 
 def _explain_unknown(schema: type[BaseModel], location: list[str], where: str, more: str) -> UserError:
     known = dict(_known_keys(schema))
-    section = ".".join(location[:-1])
+    section = _without_items(schema, location[:-1])
     siblings = [name for name, parent in known.items() if parent == section]
     name = location[-1]
     candidates = [sibling.rpartition(".")[2] for sibling in siblings]
@@ -195,22 +217,41 @@ def _explain_unknown(schema: type[BaseModel], location: list[str], where: str, m
     return UserError(where, f"unknown {kind} {name!r}{more}", todo)
 
 
+def _without_items(schema: type[BaseModel], location: list[str]) -> str:
+    """The dotted section, without the indices of lists and the names of tables in it: ``data.sources``."""
+    kept: list[str] = []
+    section: type[BaseModel] | None = schema
+    items: type[BaseModel] | None = None
+    for name in location:
+        if items is not None:
+            section, items = items, None
+            continue
+        kept.append(name)
+        field = section.model_fields.get(name) if section else None
+        section, items = (_section_of(field.annotation), _items_of(field.annotation)) if field else (None, None)
+    return ".".join(kept)
+
+
 def _known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every dotted key of a config class, with the dotted section that it is in."""
     for name, field in schema.model_fields.items():
         full = f"{prefix}.{name}" if prefix else name
         yield full, prefix
-        if section := _section_of(field.annotation):
+        if section := _section_of(field.annotation) or _items_of(field.annotation):
             yield from _known_keys(section, full)
 
 
 def _field_doc(schema: type[BaseModel], location: list[str]) -> str | None:
     section: type[BaseModel] | None = schema
+    items: type[BaseModel] | None = None
     for name in location:
+        if items is not None:
+            section, items = items, None
+            continue
         field = section.model_fields.get(name) if section else None
         if field is None:
             return None
-        section = _section_of(field.annotation)
-        if section is None:
+        section, items = _section_of(field.annotation), _items_of(field.annotation)
+        if section is None and items is None:
             return f"{name}: {field.description}" if field.description else None
     return None

@@ -6,42 +6,26 @@ A recipe composes these sections into its own ``Config``; only the sections that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+# Recipes find all sections here.
+from fsdp2kit.config.data_schema import ChatDataConfig as ChatDataConfig
+from fsdp2kit.config.data_schema import ColumnsConfig as ColumnsConfig
+from fsdp2kit.config.data_schema import DataConfig as DataConfig
+from fsdp2kit.config.data_schema import DataPathConfig as DataPathConfig
+from fsdp2kit.config.data_schema import EvalConfig as EvalConfig
+from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
+from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
+from fsdp2kit.config.section import InputPath as InputPath
+from fsdp2kit.config.section import InputPathMark as InputPathMark
+from fsdp2kit.config.section import LocalPath as LocalPath
+from fsdp2kit.config.section import Section as Section
 
 DType = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class InputPathMark:
-    """Marks a field whose value, when written in a TOML, is relative to that TOML."""
-
-    hub: bool
-    """Whether the value may be a hub id instead."""
-
-
-InputPath = Annotated[str, Field(min_length=1), InputPathMark(hub=True)]
-LocalPath = Annotated[str, Field(min_length=1), InputPathMark(hub=False)]
-
-
-class Section(BaseModel):
-    """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunConfig(Section):
@@ -138,39 +122,6 @@ class CompileConfig(Section):
     """Compile each decoder layer. The first step takes minutes, the others less time and memory."""
 
 
-class DataConfig(Section):
-    """What the model is trained on."""
-
-    path: InputPath | None = None
-    """A JSONL, JSON, parquet, CSV or text file, a glob of them, a folder, or a hub dataset id."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
-    seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens in a row of the batch: a pack, or one padded document."""
-    pack: bool = True
-    """Put several documents into one row. They do not see each other, and their positions restart at 0."""
-    overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
-    """A document longer than seq_len: truncate (counted), drop (counted), split into pieces, or stop."""
-    shuffle: bool = True
-    """Shuffle the documents anew every epoch, from `run.seed`."""
-
-
-class ChatDataConfig(DataConfig):
-    """What the model is trained on: conversations."""
-
-    format: Literal["chat"] = "chat"
-    """"chat": rows with `messages`; the loss is on the assistant's tokens and its end of turn."""
-
-
-class TextDataConfig(DataConfig):
-    """What the model is trained on: plain text or synthetic tokens."""
-
-    format: Literal["text", "synthetic"] = "text"
-    """"text": rows with `text`, every token supervised; "synthetic": random tokens, no `path` needed."""
-    overlong: Literal["truncate", "drop", "split", "error"] = "split"
-    """A document longer than seq_len: split into pieces, truncate (counted), drop (counted), or stop."""
-
-
 class TrainConfig(Section):
     """How long and in which batches."""
 
@@ -216,19 +167,6 @@ class LRScheduleConfig(Section):
     """wsd only: steps of the final decay. Default: a tenth of the run."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate over the peak (cosine and wsd)."""
-
-
-class EvalConfig(Section):
-    """Held-out loss."""
-
-    every: NonNegativeInt = 0
-    """Evaluate every n steps and at the end; 0 never does."""
-    path: InputPath | None = None
-    """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
-    steps: PositiveInt | None = None
-    """Global batches per evaluation. Default: the whole set."""
 
 
 class CheckpointConfig(Section):

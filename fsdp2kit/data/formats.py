@@ -1,285 +1,231 @@
-"""Rows from files, folders and the hub, as a memory-mapped `datasets.Dataset`.
-
-JSON is kept as the text of each row and parsed when it is read: Arrow would give every row the union of all rows'
-keys, filled with None (tool schemas suffer), and refuses rows whose types differ. All else is read by `datasets`.
-"""
+"""What a row is: from the columns of each format to token ids and masks."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp2kit.config.schema import ColumnsConfig, DataConfig
+from fsdp2kit.data.masks import Encoded, encode_chats, encode_spans, require_offsets
+from fsdp2kit.data.messages import Conversation, check_messages
+from fsdp2kit.data.spans import Span, TrainOn
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-_KINDS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# The two columns of rows that came from JSON.
-_JSON, _WHERE = "fsdp2kit_json", "fsdp2kit_where"
+Format = Literal["chat", "prompt_completion", "text", "tokens", "preference"]
+IGNORED = -100  # cross-entropy's ignore_index
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where rows come from: local files of one kind, a folder written by `save_to_disk`, or a hub dataset."""
+class RowFormat:
+    """How rows become tokens."""
 
-    path: str
-    split: str
-    kind: str
-    """A `datasets` builder ("json", "parquet", "csv", "arrow", "text"), "saved" or "hub"."""
-    files: tuple[Path, ...] = ()
+    format: Format
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    train_on: TrainOn = "assistant"
 
-    def digest(self) -> str | None:
-        """Digest of the files' bytes, whatever their names; None for a hub dataset, which has no files here yet."""
-        if not self.files:
-            return None
-        chosen = f"{self.kind}:{self.split}" if self.kind == "saved" else self.kind
-        digest = hashlib.blake2b(chosen.encode(), digest_size=16)
-        for path in self.files:
-            digest.update(path.stat().st_size.to_bytes(8, "little") + path.suffix.encode())
-            with path.open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-        return digest.hexdigest()
+    def column(self, name: str) -> str:
+        """What the data calls our column ``name``."""
+        return getattr(self.columns, name) or name
 
 
-def load_rows(path: str, *, split: str = "train") -> Dataset:
-    """The rows of a JSONL, JSON, parquet, CSV, TSV, Arrow or text file, a glob, a folder of them, or a hub dataset.
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the better and the worse, with the answers' tokens supervised."""
 
-    A line of a text file is a row. The files of a folder belong to the split that their names or folders mention
-    (``train``, ``validation``, ``test`` and the usual synonyms), or all to "train" when none mentions one. Read rows
-    with `read_row`. The result lives in the `datasets` cache; several processes may load at once.
-
-    Raises:
-        UserError: the path or the split does not exist, a suffix is unknown, a row is malformed, or there is none.
-    """
-    return load_source(find_source(path, split=split))
+    chosen: Encoded
+    rejected: Encoded
 
 
-def find_source(path: str, *, split: str) -> Source:
-    """Decide what ``path`` is, without reading it.
+def row_format(section: DataConfig, *, format: str | None = None, columns: ColumnsConfig | None = None) -> RowFormat:
+    """The format of ``[data]``, or where they are given that of one of its sources."""
+    return RowFormat(format or section.format, columns or section.columns, section.train_on)  # pyright: ignore
+
+
+def encode_rows(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], how: RowFormat, tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded]:
+    """Token ids and masks of rows, in their order.
+
+    Args:
+        names: what errors call each row.
 
     Raises:
-        UserError: as `load_rows`, except for a hub dataset, which is not looked up yet.
+        UserError: a row lacks a column of its format or holds another type; or the format is "preference".
     """
-    local = Path(path).expanduser()
-    if local.is_dir():
-        if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
-            return Source(path, split, "saved", tuple(sorted(local.rglob("*.arrow"))))
-        return _source_of_folder(path, local, split)
-    if local.is_file():
-        files = [local]
-    elif re.search(r"[*?\[]", path):
-        files = sorted(match for match in _glob(local) if match.is_file())
-        if not files:
-            raise UserError(f"data.path: {path}", "the pattern matches no file", "check the pattern")
-    elif _HUB_ID.fullmatch(path) and Path(path).suffix not in _KINDS:
-        return Source(path, split, "hub")
-    else:
-        raise UserError(
-            f"data.path: {path}",
-            "no such file or folder",
-            "check the path: in a TOML it is relative to the TOML, in an override to the working directory",
-        )
-    if split != "train":
-        raise UserError(
-            f"data.path: {path}", f"a file has no split {split!r}", 'leave the split at "train", or give another path'
-        )
-    return Source(path, split, _kind_of(path, files), tuple(files))
+    if not rows:
+        return []
+    if how.format == "chat":
+        chats = [_conversation(row, where, how) for row, where in zip(rows, names, strict=True)]
+        return encode_chats(chats, tokenizer, train_on=how.train_on)
+    if how.format == "prompt_completion":
+        pairs = [
+            (_column(row, "prompt", where, how), _column(row, "completion", where, how), row, where)
+            for row, where in zip(rows, names, strict=True)
+        ]
+        return _encode_pairs(pairs, how, tokenizer)
+    if how.format == "text":
+        return _encode_texts([_text(row, where, how) for row, where in zip(rows, names, strict=True)], tokenizer)
+    if how.format == "tokens":
+        return [_tokens(row, where, how) for row, where in zip(rows, names, strict=True)]
+    raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
 
 
-def load_source(source: Source) -> Dataset:
-    """The rows of a source that `find_source` found.
+def encode_preferences(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], how: RowFormat, tokenizer: PreTrainedTokenizerBase
+) -> list[Preference]:
+    """Rows with ``chosen`` and ``rejected``, and a ``prompt`` unless both are whole conversations that share one.
 
     Raises:
-        UserError: as `load_rows`.
+        UserError: as `encode_rows`.
     """
-    import datasets
+    sides = []
+    for name in ("chosen", "rejected"):
+        other = "rejected" if name == "chosen" else "chosen"
+        pairs = []
+        for row, where in zip(rows, names, strict=True):
+            answer = _column(row, name, where, how)
+            prompt = row.get(how.column("prompt"))
+            if prompt is None:
+                prompt, answer = _shared_prompt(answer, _column(row, other, where, how), where, name)
+            pairs.append((prompt, answer, row, where))
+        sides.append(_encode_pairs(pairs, how, tokenizer))
+    return [Preference(chosen, rejected) for chosen, rejected in zip(*sides, strict=True)]
 
+
+def _conversation(row: Mapping[str, Any], where: str, how: RowFormat) -> Conversation:
+    name = how.column("messages")
+    if name not in row and how.columns.messages is None and "conversations" in row:
+        name = "conversations"
+    messages = check_messages(_column(row, "messages", where, how, name=name), where, name=name)
+    return Conversation(messages, _tools(row, where, how), where, options=_options(row, where))
+
+
+def _tools(row: Mapping[str, Any], where: str, how: RowFormat) -> Any:
+    tools = row.get(how.column("tools")) or None
+    if not isinstance(tools, str):
+        return tools
     try:
-        with quiet():
-            rows = _load(source)
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise _unreadable(source, error.__cause__ or error) from error
-    except (OSError, ValueError) as error:  # a hub dataset that is missing is a FileNotFoundError
-        raise _unreadable(source, error) from error
-    if not len(rows):
-        raise _empty(source)
-    return rows
-
-
-def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it was written: JSON parsed, and None (which Arrow puts for missing keys) left out elsewhere."""
-    if _JSON in row:
-        return json.loads(row[_JSON])
-    return {key: _without_none(value) for key, value in row.items() if value is not None}
-
-
-def name_rows(batch: Mapping[str, list], indices: Sequence[int], path: str) -> list[str]:
-    """How errors call the rows of a batch (a list for each column): ``file:line`` where lines are known."""
-    return batch[_WHERE] if _WHERE in batch else [f"{path}: row {index}" for index in indices]
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
-
-
-def _glob(pattern: Path) -> Iterator[Path]:
-    root = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    return root.glob(str(pattern.relative_to(pattern.anchor)))
-
-
-def _source_of_folder(path: str, folder: Path, split: str) -> Source:
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix.lower() in _KINDS)
-    if not files:
-        raise UserError(f"data.path: {path}", "the folder holds no data file", f"known: {', '.join(_KINDS)}")
-    split_of = {file: _split_of(file.relative_to(folder)) for file in files}
-    known = sorted({name for name in split_of.values() if name})
-    wanted = next((name for name, synonyms in _SPLITS.items() if split in synonyms), split)
-    if not known:
-        known, split_of = ["train"], dict.fromkeys(files, "train")
-    chosen = [file for file in files if split_of[file] == wanted]
-    if not chosen:
-        raise UserError(f"data.path: {path}", f"there is no split {split!r}", f"the folder has: {', '.join(known)}")
-    return Source(path, split, _kind_of(path, chosen), tuple(chosen))
-
-
-def _split_of(relative: Path) -> str | None:
-    words = re.split(r"[^a-z0-9]+", relative.as_posix().lower())
-    return next((name for name, synonyms in _SPLITS.items() if any(word in synonyms for word in words)), None)
-
-
-def _kind_of(path: str, files: list[Path]) -> str:
-    kinds = {_KINDS.get(file.suffix.lower(), file.suffix) for file in files}
-    if unknown := sorted(kinds - set(_KINDS.values())):
-        raise UserError(f"data.path: {path}", f"unknown suffix {unknown[0]!r}", f"known: {', '.join(_KINDS)}")
-    if len(kinds) > 1:
-        raise UserError(
-            f"data.path: {path}", f"files of several kinds ({', '.join(sorted(kinds))})", "give a glob of one kind"
-        )
-    return kinds.pop()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no warnings from `datasets` within the block; every rank would print its own."""
-    import datasets
-
-    verbosity, bars = datasets.utils.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()
-
-
-def _load(source: Source) -> Dataset:
-    import datasets
-
-    if source.kind == "hub":
-        return datasets.load_dataset(source.path, split=source.split)
-    if source.kind == "saved":
-        saved = datasets.load_from_disk(str(Path(source.path).expanduser()))
-        if isinstance(saved, datasets.Dataset):
-            saved = datasets.DatasetDict({"train": saved})
-        if source.split not in saved:
-            raise ValueError(f"there is no split {source.split!r}; it has {', '.join(map(str, saved))}")
-        return saved[source.split]
-    files = [str(file) for file in source.files]
-    if source.kind == "json":
-        if next(_json_rows(files, digest=None), None) is None:
-            raise _empty(source)
-        text = datasets.Value("string")
-        # The digest is part of what `datasets` keys its cache with: an edited file is read anew.
-        return datasets.Dataset.from_generator(
-            _json_rows,
-            features=datasets.Features({_JSON: text, _WHERE: text}),
-            gen_kwargs={"files": files, "digest": source.digest()},
-        )
-    options: dict[str, Any] = {"sep": "\t"} if source.files[0].suffix.lower() == ".tsv" else {}
-    return datasets.load_dataset(source.kind, data_files=files, split="train", **options)
-
-
-def _json_rows(files: list[str], digest: str | None) -> Iterator[dict[str, str]]:
-    """Every row's JSON text and its name, each parsed once to find the malformed."""
-    for file in files:
-        with Path(file).open("rb") as lines:
-            first = lines.readline().lstrip(b"\xef\xbb\xbf \t\r\n")
-            lines.seek(0)
-            if file.lower().endswith(".json") and first[:1] in (b"[", b""):
-                yield from _json_array(file, lines.read())
-                continue
-            for number, line in enumerate(lines, start=1):
-                line = line.removeprefix(b"\xef\xbb\xbf").strip()
-                if line:
-                    row = _parse(line, f"{file}:{number}")
-                    _check_object(row, f"{file}:{number}")
-                    yield {_JSON: line.decode("utf-8"), _WHERE: f"{file}:{number}"}
-
-
-def _json_array(file: str, data: bytes) -> Iterator[dict[str, str]]:
-    rows = _parse(data, file) if data.strip() else []
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        where = f"{file}: row {number}"
-        _check_object(row, where)
-        yield {_JSON: json.dumps(row, ensure_ascii=False), _WHERE: where}
-
-
-def _parse(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(tools) or None
     except json.JSONDecodeError as error:
-        position = where if error.lineno == 1 else f"{where}:{error.lineno}"
+        raise UserError(where, f"its tools are not valid JSON ({error.msg})", "give a list of JSON schemas") from None
+
+
+def _options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Variables for the template, like ``enable_thinking``, by the name that transformers and TRL use."""
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
+    return dict(options)
+
+
+def _encode_pairs(
+    pairs: Sequence[tuple[Any, Any, Mapping[str, Any], str]], how: RowFormat, tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded]:
+    """Prompts with their answers, as texts or as messages; only the answers are learnt, unless all is."""
+    encoded: dict[int, Encoded] = {}
+    chats, texts = {}, {}
+    for at, (prompt, answer, row, where) in enumerate(pairs):
+        if isinstance(prompt, str) and isinstance(answer, str):
+            texts[at] = (prompt, answer)
+            continue
+        if isinstance(prompt, str) or isinstance(answer, str):
+            raise UserError(where, "prompt and completion are a text and a list of messages", "give two of a kind")
+        before = check_messages(prompt, where, name="prompt")
+        messages = [*before, *check_messages(answer, where, name="completion")]
+        chats[at] = Conversation(messages, _tools(row, where, how), where, len(before), _options(row, where))
+    encoded.update(zip(chats, encode_chats(list(chats.values()), tokenizer, train_on=how.train_on), strict=True))
+    encoded.update(zip(texts, _encode_text_pairs(list(texts.values()), how.train_on, tokenizer), strict=True))
+    return [encoded[at] for at in range(len(pairs))]
+
+
+def _encode_text_pairs(
+    pairs: Sequence[tuple[str, str]], train_on: TrainOn, tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded]:
+    """Each prompt with its completion as one text, and an end-of-text token, which is learnt."""
+    if not pairs:
+        return []
+    require_offsets(tokenizer)
+    texts = [prompt + completion for prompt, completion in pairs]
+    spans: list[list[Span]] = [
+        [(0 if train_on == "all" else len(prompt), len(prompt + rest))] for prompt, rest in pairs
+    ]
+    encoded = encode_spans(texts, spans, tokenizer, add_special_tokens=True)
+    return [_ended(ids, mask, tokenizer) for ids, mask in encoded]
+
+
+def _encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Special tokens as the tokenizer adds them, and an end-of-text token where there is one. All supervised."""
+    encoding = tokenizer(list(texts), truncation=False, verbose=False)
+    return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
+
+
+def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
+    """The row with the end-of-text token, learnt, whether or not the tokenizer adds one."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids, mask
+    if ids and ids[-1] == end:
+        return ids, [*mask[:-1], True]
+    return [*ids, end], [*mask, True]
+
+
+def _tokens(row: Mapping[str, Any], where: str, how: RowFormat) -> Encoded:
+    """Rows of token ids, with the labels of transformers' collators: each token itself, or −100; not shifted."""
+    ids = _integers(_column(row, "input_ids", where, how), "input_ids", where)
+    if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
+        raise UserError(where, f"input_ids holds {wrong}", "token ids are not negative, and fit into 32 bits")
+    labels = row.get(how.column("labels"))
+    if 0 in (row.get("attention_mask") or []):
+        raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
+    if labels is None or how.train_on == "all":
+        return ids, [True] * len(ids)
+    labels = _integers(labels, "labels", where)
+    if len(labels) != len(ids):
+        raise UserError(where, f"{len(labels)} labels for {len(ids)} input_ids", "give one label a token")
+    for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, IGNORED):
+            what = f"labels[{at}] is {label}, neither input_ids[{at}] = {token} nor {IGNORED}"
+            raise UserError(where, what, "labels are not shifted here: the loss shifts them")
+    return ids, [label != IGNORED for label in labels]
+
+
+def _integers(value: Any, name: str, where: str) -> list[int]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise UserError(where, f"{name} is of type {type(value).__name__}", f"give {name} as a list of integers")
+    if wrong := next((item for item in value if type(item) is not int), None):
+        raise UserError(where, f"{name} holds {wrong!r}", f"give {name} as a list of integers")
+    return list(value)
+
+
+def _text(row: Mapping[str, Any], where: str, how: RowFormat) -> str:
+    text = _column(row, "text", where, how)
+    if not isinstance(text, str):
+        raise UserError(where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
+    return text
+
+
+def _column(row: Mapping[str, Any], column: str, where: str, how: RowFormat, *, name: str | None = None) -> Any:
+    name = name or how.column(column)
+    if row.get(name) is None:
         raise UserError(
-            position, f"not valid JSON ({error.msg}, column {error.colno})", "one JSON object a line (.jsonl)"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(where, f"not UTF-8 ({error.reason} at byte {error.start})", "save the file as UTF-8") from None
+            where,
+            f"the row has no {name!r} (it has: {', '.join(map(str, row)) or 'nothing'})",
+            f'say what the column is called with data.columns.{column} = "…", or set data.format to what the data is',
+        )
+    return row[name]
 
 
-def _check_object(row: Any, where: str) -> None:
-    if not isinstance(row, dict):
-        raise UserError(where, f"a row is a JSON {type(row).__name__}, not an object", 'write {"messages": […]}')
-
-
-def _empty(source: Source) -> UserError:
-    return UserError(f"data.path: {source.path}", "there are no rows", "give data with at least one row")
-
-
-def _unreadable(source: Source, error: BaseException) -> UserError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return UserError(
-        f"data.path: {source.path}",
-        f"cannot be read as {source.kind} ({reason})",
-        "check the path, the split and the file",
-    )
+def _shared_prompt(answer: Any, other: Any, where: str, name: str) -> tuple[Any, Any]:
+    """The messages that two conversations share, and the rest of the first."""
+    mine, theirs = (check_messages(messages, where, name=label) for messages, label in ((answer, name), (other, "it")))
+    shared = 0
+    while shared < min(len(mine), len(theirs)) - 1 and mine[shared] == theirs[shared]:
+        shared += 1
+    if not shared:
+        raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
+    return mine[:shared], mine[shared:]

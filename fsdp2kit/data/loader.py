@@ -1,74 +1,76 @@
-"""Global batches, and the share of them that one data-parallel rank reads.
+"""Global batches of data that is read whole, and the share of them that one data-parallel rank reads.
 
 A global batch is a pure function of (documents, seed, index): neither the mesh nor the micro-batch size takes part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from fsdp2kit.data.batch import Batch, Row, Share
 from fsdp2kit.data.documents import Documents
+from fsdp2kit.data.mixing import Mix, plan_mix
 from fsdp2kit.data.packing import PackPlan, plan_packs, plan_single
-from fsdp2kit.errors import UserError
-
-IGNORED = -100  # cross-entropy's ignore_index
-_EMPTY = -1  # a row that fills up the last batch of an epoch
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one data-parallel rank, on the CPU."""
+class Part:
+    """One source's documents, packed into rows."""
 
-    input_ids: Tensor
-    """int64 [B, S]."""
-    labels: Tensor
-    """int64 [B, S], shifted: ``labels[:, t]`` is the target after token ``t``; −100 is ignored."""
-    position_ids: Tensor
-    """int64 [B, S], from 0 at every document; padding is a document of its own."""
-    supervised_tokens: int
-    """Labels other than −100."""
-    input_tokens: int
-    """Tokens that are not padding."""
-    attention_pairs: int
-    """Sum over documents of length², for counting floating-point operations; padding is left out."""
+    documents: Documents
+    plan: PackPlan
+    """Rows of documents, as positions in ``order``."""
+    order: np.ndarray
+    """int64 [documents]: the order in which documents were packed."""
+    name: str = ""
+
+    def read(self, row: int, source: int) -> Row:
+        """The documents of a row."""
+        return Row([self.documents[document] for document in self.order[self.plan[row]].tolist()], source)
 
 
 @dataclass(frozen=True)
 class Loader:
     """One data-parallel rank's view of the global batches; see `build_loader`."""
 
-    documents: Documents
-    plan: PackPlan
-    """Rows of documents, as positions in ``document_order``."""
-    document_order: np.ndarray
-    """int64 [documents]: the order in which documents were packed."""
-    seq_len: int
+    parts: tuple[Part, ...]
+    mix: Mix
+    share: Share
     shuffle: bool
-    global_batch_size: int
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
     seed: int
-    pad_id: int
+
+    @property
+    def seq_len(self) -> int:
+        return self.share.seq_len
 
     @property
     def rows_per_epoch(self) -> int:
-        return len(self.plan)
+        return len(self.mix)
 
     @property
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch, the last one filled up with fully masked rows."""
-        return -(-len(self.plan) // self.global_batch_size)
+        return -(-len(self.mix) // self.share.global_batch_size)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens in an epoch, without padding; for a mix with fractions, the mean over epochs."""
+        tokens = [int(part.documents.lengths.sum()) / len(part.plan) for part in self.parts]
+        return round(float(np.dot(tokens, self.mix.counts)))
 
     @property
     def packing_efficiency(self) -> float:
         """Tokens over places: 1 without any padding."""
-        return float(self.documents.lengths.sum()) / (len(self.plan) * self.seq_len)
+        return self.tokens_per_epoch / (len(self.mix) * self.seq_len)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources of a mix; empty without a mix."""
+        return tuple(part.name for part in self.parts) if len(self.parts) > 1 else ()
 
     def batch(self, index: int) -> list[Batch]:
         """This rank's micro-batches of global batch ``index`` (0-based, running on over epochs), in order.
@@ -76,43 +78,20 @@ class Loader:
         Only this rank's documents are read.
         """
         epoch, step = divmod(index, self.steps_per_epoch)
-        share = self.global_batch_size // self.dp_size
-        first = step * self.global_batch_size + self.dp_rank * share
-        rows = self._epoch_order(epoch)[first : first + share].tolist()
-        rows += [_EMPTY] * (share - len(rows))
-        return [
-            self._micro_batch(rows[at : at + self.micro_batch_size]) for at in range(0, share, self.micro_batch_size)
-        ]
+        first = step * self.share.global_batch_size
+        return self.share.batches([self._row(epoch, first + at) for at in self.share.rows])
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.plan))
-        return _permutation(len(self.plan), self.seed, 1 + epoch)  # 0 is the order of the documents
-
-    def _micro_batch(self, rows: list[int]) -> Batch:
-        shape = len(rows), self.seq_len
-        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
-        position_ids = np.zeros(shape, dtype=np.int64)
-        tokens = pairs = 0
-        for line, row in enumerate(rows):
-            start = 0
-            for document in self.document_order[self.plan[row]].tolist() if row != _EMPTY else []:
-                ids, supervised = self.documents[document]
-                stop = start + len(ids)
-                input_ids[line, start:stop] = ids
-                labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORED)
-                position_ids[line, start:stop] = np.arange(len(ids))
-                tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
-            position_ids[line, start:] = np.arange(self.seq_len - start)
-        return Batch(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            torch.from_numpy(position_ids),
-            supervised_tokens=int((labels != IGNORED).sum()),
-            input_tokens=tokens,
-            attention_pairs=pairs,
-        )
+    def _row(self, epoch: int, position: int) -> Row:
+        if position >= len(self.mix):
+            return Row()  # fills up the last batch of an epoch
+        source = int(self.mix.sources[position])
+        part = self.parts[source]
+        # How many rows of this source came before, in all epochs: its own passes go on where the last epoch stopped.
+        turn = epoch * int(self.mix.counts[source]) + int(self.mix.turns[position])
+        own_epoch, place = divmod(turn, len(part.plan))
+        if self.shuffle:
+            place = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[place])  # 0 is that of documents
+        return part.read(place, source)
 
 
 def build_loader(
@@ -142,32 +121,40 @@ def build_loader(
         UserError: ``global_batch_size`` is not a multiple of ``dp_size × micro_batch_size``.
         ValueError: a document is longer than ``seq_len``.
     """
-    if global_batch_size % (dp_size * micro_batch_size):
-        raise UserError(
-            "train.global_batch_size",
-            f"{global_batch_size} is not a multiple of dp {dp_size} × micro_batch_size {micro_batch_size}",
-            f"use a multiple of {dp_size * micro_batch_size}",
-        )
-    order = _permutation(len(documents), seed, 0) if shuffle else np.arange(len(documents))
+    share = Share(seq_len, global_batch_size, micro_batch_size, dp_rank, dp_size, pad_id)
+    part = build_part(documents, seq_len=seq_len, pack=pack, shuffle=shuffle, seed=seed)
+    return build_mixed_loader([part], [1.0], share=share, shuffle=shuffle, seed=seed)
+
+
+def build_part(
+    documents: Documents, *, seq_len: int, pack: bool, shuffle: bool, seed: int, name: str = "", source: int = 0
+) -> Part:
+    """Pack one source's documents.
+
+    Args:
+        source: its number in the mix.
+    """
+    order = permutation(len(documents), seed, 0, source) if shuffle else np.arange(len(documents))
     lengths = documents.lengths[order]
-    return Loader(
-        documents=documents,
-        plan=plan_packs(lengths, seq_len=seq_len) if pack else plan_single(lengths),
-        document_order=order,
-        seq_len=seq_len,
-        shuffle=shuffle,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        pad_id=pad_id,
-    )
+    return Part(documents, plan_packs(lengths, seq_len=seq_len) if pack else plan_single(lengths), order, name)
 
 
-@lru_cache(maxsize=8)
-def _permutation(count: int, seed: int, stream: int) -> np.ndarray:
+def build_mixed_loader(
+    parts: Sequence[Part], epochs: Sequence[float], *, share: Share, shuffle: bool, seed: int
+) -> Loader:
+    """The loader of a mix.
+
+    Args:
+        epochs: how often one pass over the mix goes through each part.
+    """
+    counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]
+    return Loader(tuple(parts), plan_mix(counts), replace(share, sources=len(parts)), shuffle, seed)
+
+
+@lru_cache(maxsize=32)
+def permutation(count: int, seed: int, stream: int, source: int = 0) -> np.ndarray:
     """A permutation of ``range(count)``, the same on every machine and numpy: PCG64's raw bits never change."""
-    permutation = np.argsort(np.random.PCG64([seed, stream]).random_raw(count), kind="stable")
-    permutation.flags.writeable = False  # it is shared
-    return permutation
+    entropy = [seed, stream, source] if source else [seed, stream]
+    shuffled = np.argsort(np.random.PCG64(entropy).random_raw(count), kind="stable")
+    shuffled.flags.writeable = False  # it is shared
+    return shuffled

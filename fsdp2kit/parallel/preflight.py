@@ -57,10 +57,10 @@ def check_model(
 
 
 def check_offline(config: TrainingConfig) -> list[str]:
-    """All that can be said of a config on this machine, without a network: its model and its data, if they are here.
+    """All that can be said of a config's model on this machine, without a network.
 
     Returns:
-        What could not be checked because it is not on this machine: "model", "data".
+        What could not be checked because it is not on this machine: "model".
 
     Raises:
         UserError: as `build_model` and `check_model` do.
@@ -75,8 +75,6 @@ def check_offline(config: TrainingConfig) -> list[str]:
     else:
         path = choose_path(config, hf_config, cp=config.mesh.cp, device_type="cpu")
         check_model(build_model(config.model, hf_config=hf_config), config, path=path)
-    if config.data.path is not None and not Path(config.data.path).exists():
-        unchecked.append("data")
     return unchecked
 
 

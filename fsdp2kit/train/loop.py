@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,38 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.distributed import agree, gather_objects, sum_over_ranks
-from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.distributed import gather_objects
+from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
+from fsdp2kit.train.global_batch import Batches, GlobalBatch, next_batch
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm, sum_loss
 from fsdp2kit.train.signals import StopRequest
 from fsdp2kit.train.throughput import Throughput
-
-
-class Batches(Protocol):
-    """What the loop needs of a loader."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    def batch(self, index: int, /) -> Sequence[Any]:
-        """This data-parallel rank's micro-batches of a global batch."""
-        ...
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """This rank's micro-batches of one global batch, and the token counts of the whole of it."""
-
-    micro_batches: Sequence[Any]
-    supervised_tokens: int
-    input_tokens: int
-    attention_pairs: int
-    stop: bool
-    seconds: float
-    """How long this rank waited for the data."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +46,30 @@ class Plan:
     save_every: int = 0
     evaluate_every: int = 0
     evaluate_steps: int | None = None
+    patience: int | None = None
+    min_delta: float = 0.0
+    keep_best: bool = False
+    source_names: tuple[str, ...] = ()
     max_minutes: float | None = None
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether there is nothing left to train: all steps are done, or evaluations no longer get better."""
+        is_stale = self.patience is not None and progress.stale_evaluations >= self.patience
+        return is_stale or progress.step >= self.total_steps
 
     def is_due(self, every: int, step: int, *, also_last: bool = False) -> bool:
         """Whether something that happens every ``every`` steps (0: never) happens after ``step``."""
         return every > 0 and (step % every == 0 or (also_last and step == self.total_steps))
 
 
-def build_plan(config: TrainingConfig, *, steps_per_epoch: int, mesh: Mesh) -> Plan:
-    """The plan of ``[train]`` and of what is due when, with ``epochs`` turned into steps."""
+def build_plan(
+    config: TrainingConfig, *, steps_per_epoch: int, mesh: Mesh, source_names: tuple[str, ...] = ()
+) -> Plan:
+    """The plan of ``[train]`` and of what is due when, with ``epochs`` turned into steps.
+
+    Args:
+        source_names: of the sources of a mix.
+    """
     steps = config.train.steps
     return Plan(
         total_steps=steps if steps is not None else (config.train.epochs or 0) * steps_per_epoch,
@@ -93,6 +83,10 @@ def build_plan(config: TrainingConfig, *, steps_per_epoch: int, mesh: Mesh) -> P
         save_every=config.checkpoint.every,
         evaluate_every=config.eval.every,
         evaluate_steps=config.eval.steps,
+        patience=config.eval.patience,
+        min_delta=config.eval.min_delta,
+        keep_best=config.eval.keep_best,
+        source_names=source_names,
         max_minutes=config.run.max_minutes,
     )
 
@@ -103,7 +97,10 @@ class Hooks:
 
     log: Callable[[dict[str, Any]], None] = lambda record: None
     save: Callable[[Progress], object] | None = None
-    evaluate: Callable[[], float] | None = None
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    """Metrics of the held-out data; ``eval_loss`` among them."""
+    sample: Callable[[int], None] = lambda step: None
+    """Lets the model answer, after an evaluation at a step."""
     profile: Callable[[], None] = lambda: None
     first_step: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     message: Callable[[str], None] = field(default=print)
@@ -137,13 +134,20 @@ def train(
     """
     saved_at = first = progress.step
     if plan.total_steps == 0 and hooks.evaluate:
-        hooks.log({"step": progress.step, "eval_loss": hooks.evaluate()})
-    elif progress.step >= plan.total_steps:
+        hooks.log({"step": progress.step, **hooks.evaluate()})
+        hooks.sample(progress.step)
+    elif plan.is_over(progress):
         hooks.message(f"nothing left to train: step {progress.step} of {plan.total_steps} is done")
     throughput.restart()
     with StopRequest(max_minutes=plan.max_minutes) as stop:
-        while progress.step < plan.total_steps:
-            batch = next_batch(batches, progress.step, stop=stop.requested, cp_size=plan.cp_size)
+        while not plan.is_over(progress):
+            batch = next_batch(
+                batches,
+                progress.step,
+                stop=stop.requested,
+                cp_size=plan.cp_size,
+                source_names=plan.source_names,
+            )
             if batch.stop:
                 hooks.message(f"asked to stop ({stop.reason or 'on another rank'}) after step {progress.step}")
                 break
@@ -163,14 +167,30 @@ def train(
             )
             throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
             hooks.profile()
-            report(record, batch, plan=plan, progress=progress, throughput=throughput, hooks=hooks)
-            if hooks.save and plan.is_due(plan.save_every, progress.step):
+            eval_loss = report(record, batch, plan=plan, progress=progress, throughput=throughput, hooks=hooks)
+            progress = judge(progress, eval_loss, plan=plan)
+            is_best = plan.keep_best and progress.best_step == progress.step
+            if hooks.save and (is_best or plan.is_due(plan.save_every, progress.step)):
                 hooks.save(progress)
                 saved_at = progress.step
                 throughput.restart()
+        if plan.is_over(progress) and first < progress.step < plan.total_steps:
+            hooks.message(
+                f"stopped early: eval_loss was lowest ({progress.best_eval_loss:.4f}) at {progress.best_step}"
+            )
         if hooks.save and saved_at != progress.step:
             hooks.save(progress)
     return progress
+
+
+def judge(progress: Progress, eval_loss: float | None, *, plan: Plan) -> Progress:
+    """The progress after an evaluation (None: there was none): is it the best, or how many were better ago."""
+    if eval_loss is None:
+        return progress
+    best = progress.best_eval_loss
+    if best is None or eval_loss < best - plan.min_delta:
+        return replace(progress, best_eval_loss=eval_loss, best_step=progress.step, stale_evaluations=0)
+    return replace(progress, stale_evaluations=progress.stale_evaluations + 1)
 
 
 def report(
@@ -181,18 +201,23 @@ def report(
     progress: Progress,
     throughput: Throughput,
     hooks: Hooks,
-) -> None:
-    """Log this step where it is due, with the held-out loss where that is due."""
+) -> float | None:
+    """Log this step where it is due, with the held-out loss where that is due, which is returned."""
     evaluates = hooks.evaluate is not None and plan.is_due(plan.evaluate_every, progress.step, also_last=True)
     if not evaluates and not plan.is_due(plan.log_every, progress.step, also_last=True):
-        return
+        return None
     line: dict[str, Any] = {"step": progress.step, **record}
     line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
+    line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
+    line |= {"packing_efficiency": batch.input_tokens / batch.places}
     line |= {"tokens_total": progress.tokens_total, **throughput.record()}
     if evaluates and hooks.evaluate is not None:
-        line["eval_loss"] = hooks.evaluate()
-        throughput.restart()
+        line |= hooks.evaluate()
     hooks.log(line)
+    if evaluates:
+        hooks.sample(progress.step)
+        throughput.restart()
+    return line.get("eval_loss")
 
 
 def train_step(
@@ -232,52 +257,6 @@ def train_step(
 def is_finite(record: dict[str, float]) -> bool:
     """Whether the step of this record changed the parameters: where loss or gradient norm is not finite, none does."""
     return math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-
-
-def next_batch(batches: Batches, index: int, *, stop: bool, cp_size: int) -> GlobalBatch:
-    """Read this rank's share of global batch ``index`` and settle errors, stops and counts over all ranks.
-
-    Raises:
-        UserError: a rank could not read its rows, or the batch has no supervised token.
-    """
-    start = time.perf_counter()
-    micro_batches: Sequence[Any] = []
-    error: Exception | None = None
-    try:
-        micro_batches = batches.batch(index)
-    except Exception as problem:
-        error = problem
-    seconds = time.perf_counter() - start
-    names = ("supervised_tokens", "input_tokens", "attention_pairs")
-    counts = [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
-    failed, stops, *sums = sum_over_ranks([float(error is not None), float(stop), *counts])
-    if failed:
-        agree(error)
-    # Context-parallel ranks read the same rows, each of which was therefore counted cp_size times.
-    supervised, inputs, pairs = (round(value / cp_size) for value in sums)
-    if not supervised:
-        raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
-    return GlobalBatch(micro_batches, supervised, inputs, pairs, bool(stops), seconds)
-
-
-@torch.no_grad()
-def evaluate(model: Any, batches: Batches, to_device: Callable[[Any], dict[str, Any]], *, plan: Plan) -> float:
-    """Mean loss over the supervised tokens of the held-out batches, the same for every mesh."""
-    model.eval()
-    total: Tensor | None = None
-    tokens = 0
-    steps = batches.steps_per_epoch
-    for index in range(min(steps, plan.evaluate_steps or steps)):
-        batch = next_batch(batches, index, stop=False, cp_size=plan.cp_size)
-        tokens += batch.supervised_tokens
-        for micro in batch.micro_batches:
-            loss = model.loss_sum(**to_device(micro)).double()
-            total = loss if total is None else total + loss
-    assert total is not None, "an evaluation has at least one batch"
-    # Units that keep their parameters for a backward that never comes would hide the shards from checkpoints.
-    reshard_all(model)
-    model.train()
-    return sum_loss(total).item() / tokens
 
 
 def stream_seed(seed: int, step: int, dp_rank: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -47,18 +48,26 @@ def build_metrics(
     path = run_dir / "metrics.jsonl"
     if aside := move_aside(path, resume_step=resume_step):
         console.message(f"metrics of an earlier attempt after step {resume_step} are kept in {aside}")
+    samples = run_dir / "samples.jsonl"
+    move_aside(samples, resume_step=resume_step)
     lines = JsonLines(path)
     wandb = start_wandb(wandb_section, run_dir=run_dir, config=config, wandb_id=wandb_id, message=console.message)
-    return Metrics(console=console, lines=lines, wandb=wandb, wandb_id=wandb.id)
+    return Metrics(console=console, lines=lines, wandb=wandb, wandb_id=wandb.id, samples=samples)
 
 
 class Metrics:
     """One call, three places. Use it in a ``with``, which closes it, or `close` it in a ``finally``."""
 
     def __init__(
-        self, *, console: Console | None, lines: JsonLines | None, wandb: WandbRun | None, wandb_id: str | None
+        self,
+        *,
+        console: Console | None,
+        lines: JsonLines | None,
+        wandb: WandbRun | None,
+        wandb_id: str | None,
+        samples: Path | None = None,
     ) -> None:
-        self._console, self._lines, self._wandb = console, lines, wandb
+        self._console, self._lines, self._wandb, self._samples = console, lines, wandb, samples
         self.wandb_id = wandb_id
         """Id of the wandb run, to be kept in the checkpoint; None without one."""
 
@@ -79,6 +88,15 @@ class Metrics:
             self._console.log(record)
         if self._wandb is not None:
             self._wandb.log(record)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what the model answered after a step, in ``samples.jsonl`` and as a table in wandb."""
+        if self._samples is not None:
+            with contextlib.closing(JsonLines(self._samples)) as lines:
+                for sample in samples:
+                    lines.write({"step": step, **sample})
+        if self._wandb is not None:
+            self._wandb.log_samples(step, samples)
 
     def message(self, text: str) -> None:
         """Print a line, above the progress line where there is one."""

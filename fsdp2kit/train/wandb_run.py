@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import netrc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -100,6 +100,17 @@ class WandbRun:
         """
         values = {key: value for key, value in record.items() if key != "step" and value is not None}
         self._attempt(lambda run: run.log(values, step=record["step"]))
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples as a table, a column for each of their keys."""
+
+        def log_table(run: Any) -> None:
+            import wandb
+
+            columns: list[Any] = list(samples[0])
+            run.log({"samples": wandb.Table(columns, [[one[name] for name in columns] for one in samples])}, step=step)
+
+        self._attempt(log_table)
 
     def close(self, ok: bool) -> None:
         """Finish the run, as failed unless ``ok``; uploading what is left is given up after two minutes."""

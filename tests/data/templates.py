@@ -65,14 +65,16 @@ SPECIAL += ["<|eot_id|>", "[INST]", "[/INST]", "</s>", "<start_of_turn>", "<end_
 CORPUS = ["Is water wet? Yes, water is wet.", "the user and the assistant think, then the assistant says hello there"]
 
 
-def make_tokenizer(template: str | None, *, eos: str = "<|im_end|>", trim_offsets: bool = False):
+def make_tokenizer(
+    template: str | None, *, eos: str = "<|im_end|>", trim_offsets: bool = False, special: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE that adds a BOS to plain text, as Llama's does; ``<think>`` is a token, but not a special one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, *(token for token in special if token not in SPECIAL)],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

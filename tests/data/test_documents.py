@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import datasets
@@ -63,11 +64,11 @@ def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
 def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, monkeypatch) -> None:
     path = write(tmp_path / "a.jsonl", CHAT)
     first = chat(path, seq_len=64)
-    original = tokens.encode_chats
-    monkeypatch.setattr(tokens, "encode_chats", lambda *_: pytest.fail("tokenised again"))
+    original = tokens.encode_rows
+    monkeypatch.setattr(tokens, "encode_rows", lambda *_: pytest.fail("tokenised again"))
     assert contents(chat(path, seq_len=64)) == contents(first)
     chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
-    monkeypatch.setattr(tokens, "encode_chats", original)
+    monkeypatch.setattr(tokens, "encode_rows", original)
     stat = Path(path).stat()
     write(Path(path), [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # not even the time may hide an edit
@@ -88,16 +89,57 @@ def test_the_fingerprint_is_of_what_the_model_sees(tmp_path: Path) -> None:
     assert chat(str(tmp_path / "a.jsonl"), tokenizer=wide).fingerprint != here.fingerprint
 
 
-def test_truncation_cuts_and_invents_nothing(tmp_path: Path) -> None:
+def test_a_cut_answer_keeps_its_end_of_turn(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", CHAT)
     whole = chat(path)
-    first_target = int(np.flatnonzero(whole[1][1])[0])
+    ids, supervised = whole[1]
+    [ending] = make_tokenizer(None).convert_tokens_to_ids(["<|im_end|>"])
+    assert ids[supervised][-1] == ending
+    first_target = int(np.flatnonzero(supervised)[0])
     cut = chat(path, seq_len=first_target + 3)
     assert cut.report.truncated == 1
-    assert [part.tolist() for part in cut[1]] == [part[: first_target + 3].tolist() for part in whole[1]]
+    assert cut[1][0].tolist() == [*ids[: first_target + 2], ending]
+    assert cut[1][1].tolist() == [*supervised[: first_target + 2], True]
     assert cut.report.supervised_tokens == whole[0][1].sum() + 3
+    assert cut.fingerprint != chat(path, seq_len=first_target + 3, overlong="split").fingerprint
+
+
+def test_a_cut_elsewhere_invents_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT)
+    first_target = int(np.flatnonzero(chat(path)[1][1])[0])
     gone = chat(path, seq_len=first_target)
     assert (len(gone), gone.report.truncated, gone.report.unsupervised) == (1, 1, 2)
+    # In the question that follows an answer, nothing is learnt: the document ends as it is.
+    turns = [*CHAT[0]["messages"], {"role": "user", "content": "Is water wet? " * 8}, CHAT[0]["messages"][1]]
+    path = write(tmp_path / "b.jsonl", [{"messages": turns}])
+    [(ids, mask)] = contents(chat(path))
+    inside = int(np.flatnonzero(mask)[len(np.flatnonzero(mask)) // 2 - 1]) + 12
+    assert contents(chat(path, seq_len=inside)) == [(ids[:inside], mask[:inside])]
+
+
+def test_cut_text_ends(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None, eos="<|end|>")
+    path = write(tmp_path / "a.jsonl", [{"text": "Is water wet? " * 8}])
+    [(ids, mask)] = contents(text(path, tokenizer, seq_len=9, overlong="truncate"))
+    assert tokenizer.decode(ids).endswith("<|end|>")
+    assert (len(ids), all(mask)) == (9, True)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_change_nothing(workers: int, tmp_path: Path, datasets_cache: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CHAT * 5)
+    with_workers = chat(path, workers=workers)
+    assert contents(chat(path)) == contents(with_workers), "read from the cache that they filled"
+    tokens_of = [(documents.fingerprint, contents(documents)) for documents in (with_workers,)]
+    shutil.rmtree(datasets_cache)
+    alone = chat(path, workers=0)
+    assert tokens_of == [(alone.fingerprint, contents(alone))]
+
+
+def test_a_worker_that_meets_a_mistake_names_the_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*CHAT, {"messages": [{"role": "user"}]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:4: messages\[0\] has no content"):
+        chat(path, workers=2)
 
 
 def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
@@ -134,8 +176,8 @@ def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_format(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [CHAT[0], {"conversations": []}])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the row has no 'messages' \(it has: conversations\)"):
+    path = write(tmp_path / "a.jsonl", [CHAT[0], {"dialog": []}])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the row has no 'messages' \(it has: dialog\)"):
         chat(path)
     with pytest.raises(UserError, match=r"a\.jsonl:1: the row has no 'text'"):
         text(path, make_tokenizer(None))
@@ -183,14 +225,14 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
     """Runs in a worker: rank 0 tokenises, rank 1 only reads what it finds."""
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    calls, original = [], tokens.encode_chats
-    tokens.encode_chats = lambda *args: (calls.append(1), original(*args))[1]
+    calls, original = [], tokens.encode_rows
+    tokens.encode_rows = lambda *args: (calls.append(1), original(*args))[1]
     try:
         return chat(path).fingerprint, len(calls)
     except UserError as error:
         return str(error), len(calls)
     finally:
-        tokens.encode_chats = original
+        tokens.encode_rows = original
 
 
 def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,154 +1,186 @@
-"""Rows come back as they were written, from every kind of file; mistakes name file and line."""
+"""Every format's columns become the tokens that are meant, and what is malformed names its row."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import datasets
+import fsspec
 import pytest
 
-from fsdp2kit.data.formats import load_rows, read_row
+from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig
+from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows
 from fsdp2kit.errors import UserError
-
-ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
-
-
-def write(path: Path, rows: list) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
+from tests.data import families, templates
+from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
+from tests.data.templates import make_tokenizer
 
 
-def read(path: Path | str, split: str = "train") -> list[dict]:
-    return [read_row(row) for row in load_rows(str(path), split=split)]
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(families.TOOL_CALLING.source(marked=False))
 
 
-def save(kind: str, folder: Path) -> Path:
-    rows, path = datasets.Dataset.from_list(ROWS), folder / f"data.{kind}"
-    if kind == "saved":
-        rows.save_to_disk(str(path))
-    elif kind == "arrow":
-        rows.save_to_disk(str(folder / "saved"))
-        (folder / "saved" / "data-00000-of-00001.arrow").rename(path)
-    elif kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "jsonl":
-        write(path, ROWS)
-    elif kind == "tsv":
-        rows.to_csv(str(path), sep="\t")
+def learnt(row: dict, tokenizer, how: RowFormat) -> tuple[str, str]:
+    """The whole row and what is learnt of it, as text."""
+    [(ids, mask)] = encode_rows([row], ["x.jsonl:1"], how, tokenizer)
+    return tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+
+
+def refused(row: dict, tokenizer, how: RowFormat) -> str:
+    with pytest.raises(UserError) as caught:
+        encode_rows([row], ["x.jsonl:1"], how, tokenizer)
+    assert caught.value.where == "x.jsonl:1"
+    return caught.value.what
+
+
+def test_sharegpt_conversations(tokenizer) -> None:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    rows = [{"role": "system", "content": "Be brief."}, *MULTI]
+    sharegpt = [{"from": names[message["role"]], "value": message["content"]} for message in rows]
+    expected = learnt({"messages": rows}, tokenizer, RowFormat("chat"))
+    assert learnt({"conversations": sharegpt}, tokenizer, RowFormat("chat")) == expected
+    mapped = RowFormat("chat", ColumnsConfig(messages="dialog"))
+    assert learnt({"dialog": sharegpt}, tokenizer, mapped) == expected
+    assert expected[1] == f"{ANSWER}<|im_end|>{SECOND}<|im_end|>"
+
+
+def test_tools_as_a_list_or_as_json(tokenizer) -> None:
+    whole, mine = learnt({"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, RowFormat("chat"))
+    assert "<tools>" in whole
+    assert mine.startswith("<tool_call>")
+    as_text = {"messages": WITH_TOOLS, "functions": json.dumps(TOOLS)}
+    assert learnt(as_text, tokenizer, RowFormat("chat", ColumnsConfig(tools="functions"))) == (whole, mine)
+    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, RowFormat("chat"))
+
+
+def test_variables_for_the_template() -> None:
+    template = "{% if shout %}LOUD{% endif %}" + templates.CHATML
+    row = {"messages": SINGLE, "chat_template_kwargs": {"shout": True}}
+    assert learnt(row, make_tokenizer(template), RowFormat("chat"))[0].startswith("LOUD")
+    assert "no object" in refused({**row, "chat_template_kwargs": "x"}, make_tokenizer(template), RowFormat("chat"))
+
+
+def test_a_prompt_and_its_completion_as_text(tokenizer) -> None:
+    row = {"prompt": "Is water wet?", "completion": " Yes."}
+    whole, mine = learnt(row, tokenizer, RowFormat("prompt_completion"))
+    assert (whole, mine) == ("<|begin|>Is water wet? Yes.<|im_end|>", " Yes.<|im_end|>")
+    assert learnt(row, tokenizer, RowFormat("prompt_completion", train_on="all"))[1] == whole
+    mapped = RowFormat("prompt_completion", ColumnsConfig(prompt="q", completion="a"))
+    assert learnt({"q": "Is water wet?", "a": " Yes."}, tokenizer, mapped) == (whole, mine)
+    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, RowFormat("prompt_completion"))
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
+def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
+    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    row = {"prompt": MULTI[:3], "completion": MULTI[3:]}
+    whole, mine = learnt(row, tokenizer, RowFormat("prompt_completion"))
+    assert whole == tokenizer.apply_chat_template(MULTI, tokenize=False)
+    assert mine == f"{SECOND}<|im_end|>"
+    mixed = {"prompt": "x", "completion": MULTI[3:]}
+    assert "a text and a list" in refused(mixed, tokenizer, RowFormat("prompt_completion"))
+
+
+def test_tokens_as_they_are(tokenizer) -> None:
+    how = RowFormat("tokens")
+    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}
+    assert encode_rows([row], ["x"], how, tokenizer) == [([5, 6, 7, 8], [False, True, False, True])]
+    assert encode_rows([{"input_ids": [5, 6]}], ["x"], how, tokenizer) == [([5, 6], [True, True])]
+    assert "labels[1] is 7" in refused({"input_ids": [5, 6], "labels": [5, 7]}, tokenizer, how)
+    assert "1 labels for 2" in refused({"input_ids": [5, 6], "labels": [5]}, tokenizer, how)
+    assert "holds '6'" in refused({"input_ids": [5, "6"]}, tokenizer, how)
+    assert "holds -1" in refused({"input_ids": [5, -1]}, tokenizer, how)
+    assert "of type str" in refused({"input_ids": "5 6"}, tokenizer, how)
+    assert "padded" in refused({"input_ids": [5, 6], "attention_mask": [1, 0]}, tokenizer, how)
+
+
+def test_preferences(tokenizer) -> None:
+    how = RowFormat("preference")
+    implicit = {"chosen": MULTI, "rejected": [*MULTI[:3], {"role": "assistant", "content": "No."}]}
+    explicit = {"prompt": MULTI[:3], "chosen": MULTI[3:], "rejected": [{"role": "assistant", "content": "No."}]}
+    pairs = encode_preferences([implicit, explicit], ["a", "b"], how, tokenizer)
+    assert pairs[0] == pairs[1]
+    for side, answer in ((pairs[0].chosen, SECOND), (pairs[0].rejected, "No.")):
+        ids, mask = side
+        text = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+        assert text == f"{answer}<|im_end|>"
+    [text] = encode_preferences([{"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}], ["c"], how, tokenizer)
+    assert tokenizer.decode(text.rejected[0]) == "<|begin|>Wet? No<|im_end|>"
+    with pytest.raises(UserError, match="share no prompt"):
+        encode_preferences([{"chosen": SINGLE, "rejected": MULTI[2:]}], ["d"], how, tokenizer)
+
+
+def documents_of(path: str, **options):
+    tokenizer = make_tokenizer(templates.MARKED_WIDE)
+    extra = {name: options.pop(name) for name in ("key", "columns", "format") if name in options}
+    return build_documents(ChatDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0, **extra)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
+def test_files_behind_a_url(suffix: str, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    local = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        datasets.Dataset.from_list([{"messages": SINGLE}, {"messages": MULTI}]).to_parquet(str(local))
     else:
-        getattr(rows, f"to_{kind}")(str(path))
-    return path
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "tsv", "arrow", "saved"])
-def test_every_kind_of_file(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    datasets.disable_progress_bars()
-    path = save(kind, tmp_path)
-    datasets.enable_progress_bars()
-    capfd.readouterr()
-    assert read(path) == ROWS
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
-    assert not datasets.are_progress_bars_disabled()
-
-
-def test_a_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert read(tmp_path / "a.txt") == [{"text": "one"}, {"text": "two"}]
-
-
-def test_json_rows_keep_their_own_keys_types_and_nulls(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": "x", "name": None}], "tools": [{"p": {"a": 1}}]},
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}], "tools": [{"p": {"b": [None]}}], "id": 1},
-        {"messages": "not a list", "id": "one"},
-    ]
-    assert read(write(tmp_path / "a.jsonl", rows)) == rows
-
-
-def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
-    rows = [{"m": [{"a": 1}, {"b": "x"}], "n": 1}, {"m": [{"a": 2}]}]
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    assert read(tmp_path / "a.parquet") == rows
-
-
-def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "one"}])
-    assert read(path) == [{"text": "one"}]
-    assert read(write(path, [{"text": "two"}])) == [{"text": "two"}]
-
-
-def test_folders_globs_and_splits(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "train-0.jsonl", [{"n": 0}])
-    write(tmp_path / "data" / "train-1.jsonl", [{"n": 1}])
-    write(tmp_path / "data" / "dev.jsonl", [{"n": 2}])
-    assert read(tmp_path) == [{"n": 0}, {"n": 1}]
-    assert read(tmp_path, "validation") == [{"n": 2}]
-    assert read(f"{tmp_path}/data/*.jsonl") == [{"n": 2}, {"n": 0}, {"n": 1}]
-    with pytest.raises(UserError, match=r"no split 'test'; the folder has: train, validation"):
-        load_rows(str(tmp_path), split="test")
-    write(tmp_path / "plain" / "x.jsonl", [{"n": 3}])
-    assert read(tmp_path / "plain") == [{"n": 3}]
-
-
-def test_a_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
-    datasets.disable_progress_bars()
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "d"))
-    assert read(tmp_path / "d", "test") == ROWS
-    with pytest.raises(UserError, match="no split 'train'; it has test"):
-        load_rows(str(tmp_path / "d"), split="train")
+        with fsspec.open(str(local), "wb", compression="infer") as file:
+            file.write("".join(json.dumps({"messages": one}) + "\n" for one in (SINGLE, MULTI)).encode())
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/bucket/data/train-0.{suffix}", local.read_bytes())
+    expected = documents_of(str(local)).fingerprint
+    for url in (f"memory://bucket/data/train-0.{suffix}", "memory://bucket/data", f"memory://bucket/*/*.{suffix}"):
+        assert documents_of(url).fingerprint == expected, url
+    memory.rm("/bucket", recursive=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "what"),
+    ("url", "what"),
     [
-        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not valid JSON"),
-        ("a.jsonl", '{"a": 1}\n[1]\n', r"a\.jsonl:2: a row is a JSON list"),
-        ("a.jsonl", "\n \n", "there are no rows"),
-        ("a.json", "", "there are no rows"),
-        ("a.json", "[]", "there are no rows"),
-        ("a.json", '[\n{"a": 1},\n{"a" 2}\n]', r"a\.json:3: not valid JSON"),
-        ("a.json", "[1]", r"a\.json: row 0: a row is a JSON int"),
-        ("a.csv", "", "cannot be read as csv"),
-        ("a.parquet", "no parquet", "cannot be read as parquet"),
-        ("a.xlsx", "x", r"unknown suffix '.xlsx'; known: .jsonl"),
+        ("memory://bucket/missing.jsonl", "data.path: memory://bucket/missing.jsonl: no such file or folder"),
+        ("memory://bucket/*.jsonl", "matches no file"),
+        ("nosuch://bucket/a.jsonl", "cannot be opened"),
     ],
 )
-def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=what):
-        load_rows(str(tmp_path / name), split="train")
+def test_urls_that_lead_nowhere(url: str, what: str) -> None:
+    with pytest.raises(UserError, match=what.replace("*", r"\*")):
+        documents_of(url)
 
 
-def test_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: not UTF-8"):
-        load_rows(str(tmp_path / "a.jsonl"))
+def test_the_key_that_named_the_data_is_named() -> None:
+    with pytest.raises(UserError, match=r"^eval\.path: /missing\.jsonl: no such file"):
+        documents_of("/missing.jsonl", key="eval.path")
 
 
-@pytest.mark.parametrize("path", ["no/such/file.jsonl", "./missing", "/missing", "a/b/c", "missing.parquet"])
-def test_a_missing_path_is_not_looked_for_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(UserError, match="no such file"):
-        load_rows(path)
+@pytest.mark.parametrize("cell", ["NA", "null", "", "None", "nan", "1"])
+def test_cells_of_a_csv_are_text(cell: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f'prompt,completion\n"Is it\nwet?",{cell or chr(34) * 2}\n')
+    documents = documents_of(str(tmp_path / "a.csv"), format="prompt_completion")
+    ids, mask = documents[0]
+    assert make_tokenizer(None).decode(ids[mask]) == f"{cell}<|im_end|>"
 
 
-def test_paths_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no data file"):
-        load_rows(str(tmp_path))
-    with pytest.raises(UserError, match="matches no file"):
-        load_rows(f"{tmp_path}/*.jsonl")
-    with pytest.raises(UserError, match="a file has no split 'test'"):
-        load_rows(str(write(tmp_path / "a.jsonl", ROWS)), split="test")
-    write(tmp_path / "b.jsonl", ROWS)
-    (tmp_path / "b.csv").write_text("x\n1\n")
-    with pytest.raises(UserError, match="several kinds"):
-        load_rows(f"{tmp_path}/b.*")
+def test_rows_of_a_csv_are_named_by_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,completion\n"Is it\nwet?",yes\na,b,c\n')
+    with pytest.raises(UserError, match=r"a\.csv:4: 3 cells, but the header names 2 columns"):
+        documents_of(str(tmp_path / "a.csv"), format="prompt_completion")
 
 
-def test_a_hub_dataset_that_cannot_be_reached() -> None:
-    with pytest.raises(UserError, match="cannot be read as hub"):
-        load_rows("fsdp2kit/there-is-no-such-dataset")
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    good = json.dumps({"messages": [SINGLE[0], {"role": "assistant", "content": "🌊"}]})
+    (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("\\ud83c\\udf0a", "\\ud83c") + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:2: holds \\ud83c, half of a surrogate pair"):
+        documents_of(str(tmp_path / "a.jsonl"))
+
+
+def test_rows_of_parquet_are_named_by_their_file(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    for number, rows in enumerate(([{"text": "a"}] * 3, [{"text": "b"}, {"text": None}])):
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"{number}.parquet"))
+    with pytest.raises(UserError, match=r"1\.parquet: row 1: the row has no 'text'"):
+        documents_of(str(tmp_path / "*.parquet"), format="text")

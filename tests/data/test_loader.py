@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp2kit.data.batch import Batch
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.loader import IGNORED, Batch, build_loader
+from fsdp2kit.data.formats import IGNORED
+from fsdp2kit.data.loader import build_loader
 from fsdp2kit.errors import UserError
 
 PAD = 7

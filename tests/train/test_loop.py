@@ -32,7 +32,8 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, Plan, build_plan, evaluate, next_batch, stream_seed, train
+from fsdp2kit.train.evaluation import evaluate
+from fsdp2kit.train.loop import Hooks, Plan, build_plan, next_batch, stream_seed, train
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.signals import StopRequest
@@ -240,12 +241,13 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
         share = (mesh.dp_rank, mesh.sizes.dp)
         records: list[dict[str, Any]] = []
 
-        def run_evaluation(model=model, to_device=to_device, plan=plan, share=share, optimizer=optimizer) -> float:
+        def run_evaluation(model=model, to_device=to_device, plan=plan, share=share, optimizer=optimizer) -> dict:
             def without_dropout(micro: Any) -> dict[str, Any]:
                 assert not model.training
                 return to_device(micro)
 
-            loss = evaluate(model, DealtOut(held_out, 2 // share[1], *share), without_dropout, plan=plan)
+            held = {"": DealtOut(held_out, 2 // share[1], *share)}
+            loss = evaluate(model, held, without_dropout, plan=plan)
             assert model.training
             # Parameters are shards again: what an optimizer or a checkpoint would be made of.
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -254,7 +256,7 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
             return loss
 
         if evaluates:
-            first = run_evaluation()
+            first = run_evaluation()["eval_loss"]
         train(
             model,
             optimizer,
@@ -369,9 +371,9 @@ def _events(
 ) -> tuple[list[str], Progress]:
     events: list[str] = []
 
-    def evaluated() -> float:
+    def evaluated() -> dict[str, float]:
         events.append("evaluate")
-        return 1.0
+        return {"eval_loss": 1.0}
 
     hooks = Hooks(
         log=lambda record: events.append(f"log {record['step']}"),

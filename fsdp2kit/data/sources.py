@@ -1,0 +1,190 @@
+"""Where rows come from: files on this machine or behind an fsspec URL, a saved dataset, or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from fsdp2kit.errors import UserError
+
+_KINDS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind, a folder written by `save_to_disk`, or a hub dataset."""
+
+    path: str
+    split: str
+    kind: str
+    """A kind of file ("json", "csv", "text", "parquet", "arrow"), "saved" or "hub"."""
+    files: tuple[str, ...] = ()
+    """Paths or URLs, in the order in which they are read."""
+    key: str = "data.path"
+    """The TOML key that names it, for errors."""
+
+    @property
+    def where(self) -> str:
+        """How errors call it."""
+        return f"{self.key}: {self.path}"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is files whose rows are written as text, which know their line."""
+        return self.kind in ("json", "csv", "text")
+
+    def digest(self) -> str | None:
+        """Digest of the content, whatever the files' names; None for a hub dataset, which has no files here yet.
+
+        Files behind a URL are not read for it: their filesystem says by size, time or tag whether they changed.
+        """
+        if not self.files:
+            return None
+        chosen = f"{self.kind}:{self.split}" if self.kind == "saved" else self.kind
+        digest = hashlib.blake2b(chosen.encode(), digest_size=16)
+        for file in self.files:
+            digest.update(suffix_of(file).encode())
+            if is_url(file):
+                digest.update(_remote_key(file).encode())
+                continue
+            with Path(file).open("rb") as content:
+                digest.update(Path(file).stat().st_size.to_bytes(8, "little"))
+                while block := content.read(1 << 22):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
+    """Decide what ``path`` is, without reading it.
+
+    The files of a folder belong to the split that their names or folders mention (``train``, ``validation``,
+    ``test`` and the usual synonyms), or all to "train" when none mentions one.
+
+    Raises:
+        UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up yet.
+    """
+    if is_url(path):
+        return _find_url(path, split, key)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
+            saved = tuple(map(str, sorted(local.rglob("*.arrow"))))
+            return Source(path, split, "saved", saved, key)
+        return _of_folder(path, [str(file) for file in local.rglob("*") if file.is_file()], str(local), split, key)
+    if local.is_file():
+        return _of_files(path, [str(local)], split, key)
+    if re.search(r"[*?\[]", path):
+        return _of_files(path, sorted(str(match) for match in _glob(local) if match.is_file()), split, key)
+    if _HUB_ID.fullmatch(path) and Path(path).suffix not in _KINDS:
+        return Source(path, split, "hub", (), key)
+    raise UserError(
+        f"{key}: {path}",
+        "no such file or folder",
+        "check the path: in a TOML it is relative to the TOML, in an override to the working directory",
+    )
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is an fsspec URL, ``s3://bucket/data.jsonl``."""
+    return "://" in path
+
+
+def suffix_of(file: str) -> str:
+    """The suffix that tells the kind of a file, without that of its compression: ``.jsonl``."""
+    path = PurePosixPath(file.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+
+
+def _find_url(path: str, split: str, key: str) -> Source:
+    import fsspec
+
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path)
+        if re.search(r"[*?\[]", path):
+            return _of_files(path, sorted(map(filesystem.unstrip_protocol, filesystem.glob(root))), split, key)
+        if filesystem.isfile(root):
+            return _of_files(path, [path], split, key)
+        found = filesystem.find(root)
+        names = [filesystem.unstrip_protocol(name) for name in found]
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{key}: {path}", f"cannot be opened ({reason})", "check the URL and its credentials"
+        ) from None
+    if not names:
+        raise UserError(f"{key}: {path}", "no such file or folder", "check the URL")
+    return _of_folder(path, names, filesystem.unstrip_protocol(root), split, key)
+
+
+def _remote_key(file: str) -> str:
+    import fsspec
+
+    filesystem, name = fsspec.core.url_to_fs(file)
+    return str(filesystem.ukey(name))
+
+
+def _glob(pattern: Path) -> Iterator[Path]:
+    root = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return root.glob(str(pattern.relative_to(pattern.anchor)))
+
+
+def _of_files(path: str, files: list[str], split: str, key: str) -> Source:
+    if not files:
+        raise UserError(f"{key}: {path}", "the pattern matches no file", "check the pattern")
+    if split != "train":
+        todo = f'leave {_split_key(key)} at "train", or give another path'
+        raise UserError(f"{key}: {path}", f"a file has no split {split!r}", todo)
+    return Source(path, split, _kind_of(path, files, key), tuple(files), key)
+
+
+def _split_key(key: str) -> str:
+    return key.removesuffix("path") + "split" if key.endswith(".path") else "the split"
+
+
+def _of_folder(path: str, files: list[str], root: str, split: str, key: str) -> Source:
+    files = sorted(file for file in files if suffix_of(file) in _KINDS)
+    if not files:
+        raise UserError(f"{key}: {path}", "the folder holds no data file", f"known: {', '.join(_KINDS)}")
+    split_of = {file: _split_of(file.removeprefix(root)) for file in files}
+    known = sorted({name for name in split_of.values() if name})
+    wanted = next((name for name, synonyms in _SPLITS.items() if split in synonyms), split)
+    if not known:
+        known, split_of = ["train"], dict.fromkeys(files, "train")
+    chosen = [file for file in files if split_of[file] == wanted]
+    if not chosen:
+        raise UserError(f"{key}: {path}", f"there is no split {split!r}", f"the folder has: {', '.join(known)}")
+    return Source(path, split, _kind_of(path, chosen, key), tuple(chosen), key)
+
+
+def _split_of(relative: str) -> str | None:
+    words = re.split(r"[^a-z0-9]+", relative.lower())
+    return next((name for name, synonyms in _SPLITS.items() if any(word in synonyms for word in words)), None)
+
+
+def _kind_of(path: str, files: list[str], key: str) -> str:
+    kinds = {_KINDS.get(suffix_of(file), suffix_of(file)) for file in files}
+    if unknown := sorted(kinds - set(_KINDS.values())):
+        raise UserError(f"{key}: {path}", f"unknown suffix {unknown[0]!r}", f"known: {', '.join(_KINDS)}")
+    if len(kinds) > 1:
+        what = f"files of several kinds ({', '.join(sorted(kinds))})"
+        raise UserError(f"{key}: {path}", what, "give a glob of one kind")
+    return kinds.pop()

@@ -1,0 +1,81 @@
+"""Contradictions in ``[data]`` and ``[eval]`` are refused before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit.config import load_config
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
+from fsdp2kit.errors import UserError
+
+
+class Chat(TrainingConfig):
+    data: ChatDataConfig = ChatDataConfig()
+
+
+class Text(TrainingConfig):
+    data: TextDataConfig = TextDataConfig()
+
+
+def config_of(folder: Path, schema: type[TrainingConfig] = Chat, **sections):
+    values = {"recipe": "x", "model": {"config": {"model_type": "llama"}, "weights": "random"}, "train": {"steps": 1}}
+    return load_config(schema, {**values, **sections}, source=folder / "x.toml")
+
+
+A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
+CASES = {
+    "preference": ({"data": {"format": "preference", "path": "a"}}, 'data.columns.messages = "chosen"'),
+    "path and sources": ({"data": {"path": "a", "sources": [A]}}, "make data.path one of the sources"),
+    "one weight of two": ({"data": {"sources": [{**A, "weight": 1}, B]}}, "1 of 2 have a weight"),
+    "weights and epochs": ({"data": {"sources": [{**A, "weight": 1}, {**B, "epochs": 2}]}}, "1 of 2 have epochs"),
+    "two of a name": ({"data": {"sources": [{**A, "name": "x"}, {**B, "name": "x"}]}}, "two are named 'x'"),
+    "stream for epochs": ({"data": {**A, "streaming": True}, "train": {"epochs": 1}}, "give train.steps"),
+    "stream of nothing": ({"data": {"streaming": True}}, "data.path: is required"),
+    "stream with epochs": ({"data": {"streaming": True, "sources": [{**A, "epochs": 1}]}}, "give weights"),
+    "stream's split": ({"data": {**A, "streaming": True}, "eval": {"every": 1, "split": "test"}}, "give eval.path"),
+    "same set": ({"data": A, "eval": {"every": 1, "sets": {"a": A}}}, "on the training data itself"),
+    "same source": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "path": "b.jsonl"}}, "training data itself"),
+    "split of a mix": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "split": "test"}}, "of which"),
+    "patience without": ({"data": A, "eval": {"patience": 2}}, "set eval.every"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_contradictions(name: str, tmp_path: Path) -> None:
+    sections, what = CASES[name]
+    with pytest.raises(UserError, match=what):
+        check_config(config_of(tmp_path, **sections), world_size=1, local_world_size=1)
+
+
+def test_a_synthetic_stream(tmp_path: Path) -> None:
+    sections = {"data": {"format": "synthetic", "streaming": True}}
+    with pytest.raises(UserError, match="which is not read"):
+        check_config(config_of(tmp_path, Text, **sections), world_size=1, local_world_size=1)
+
+
+def test_paths_in_lists_and_tables_are_relative_to_the_toml(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        data={"sources": [{"path": "data/a.jsonl"}, {"path": "s3://bucket/b.jsonl"}]},
+        eval={"every": 1, "sets": {"code": {"path": "held/c.jsonl"}}},
+    )
+    assert [part.path for part in config.data.sources] == [str(tmp_path / "data/a.jsonl"), "s3://bucket/b.jsonl"]
+    assert config.eval.sets["code"].path == str(tmp_path / "held/c.jsonl")
+    check_config(config, world_size=1, local_world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        ({"data": {"sources": [{"paht": "a"}]}}, r"data\.sources\.0\.paht: unknown key 'paht'.*did you mean .*path"),
+        ({"data": {"sources": [{"path": "a", "weight": "x"}]}}, r"data\.sources\.0\.weight.*Share of the mix"),
+        ({"eval": {"sets": {"code": {"pth": "a"}}}}, r"eval\.sets\.code\.pth: unknown key"),
+        ({"data": {"columns": {"mesages": "a"}}}, r"did you mean data\.columns\.messages"),
+    ],
+)
+def test_typos_in_them_are_named(sections: dict, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        config_of(tmp_path, **sections)

@@ -1,0 +1,68 @@
+"""Batches made ahead are the loader's own, errors come when their batch does, and states stay with their batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit.data.prefetch import Prefetch
+from fsdp2kit.data.streamloader import StreamLoader
+from tests.data.test_stream import rows_of, stream, write
+
+
+class Slow:
+    """Batch i is [i]; number 5 cannot be made."""
+
+    source_names = ()
+    steps_per_epoch = 10
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.threads: set[str] = set()
+
+    def batch(self, index: int) -> list:
+        self.threads.add(threading.current_thread().name)
+        if index == 5:
+            raise ValueError("no fifth")
+        time.sleep(0.02)
+        self.made.append(index)
+        return [index]
+
+
+def test_the_next_batches_are_made_while_one_is_used() -> None:
+    slow = Slow()
+    batches = Prefetch(slow, ahead=2, stop=10)
+    assert batches.batch(0) == [0]
+    time.sleep(0.1)
+    assert slow.made == [0, 1, 2], "two ahead and no more"
+    started = time.perf_counter()
+    assert [batches.batch(1), batches.batch(2)] == [[1], [2]]
+    assert time.perf_counter() - started < 0.015
+    assert [batches.batch(3), batches.batch(4)] == [[3], [4]]
+    with pytest.raises(ValueError, match="no fifth"):
+        batches.batch(5)
+    assert len(slow.threads) == 1
+
+
+def test_nothing_is_made_beyond_the_end() -> None:
+    slow = Slow()
+    batches = Prefetch(slow, ahead=3, stop=2)
+    batches.batch(0)
+    batches.batch(1)
+    batches.close()
+    assert slow.made == [0, 1]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_streams_state_is_that_of_the_batch_that_was_used(ahead: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of([3 + at % 9 for at in range(200)]))
+    plain = stream(path).loader
+    assert isinstance(plain, StreamLoader)
+    batches = stream(path, prefetch=ahead).batches(first=0, stop=20)
+    for index in range(20):
+        [one, *_], [other, *_] = batches.batch(index), plain.batch(index)
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert batches.state(index + 1) == plain.state(index + 1)

@@ -1,0 +1,154 @@
+"""Rows come back as they were written, from every kind of file; mistakes name file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from fsdp2kit.data.rows import load_rows, read_row
+from fsdp2kit.errors import UserError
+
+ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
+
+
+def write(path: Path, rows: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(path: Path | str, split: str = "train") -> list[dict]:
+    return [read_row(row) for row in load_rows(str(path), split=split)]
+
+
+def save(kind: str, folder: Path) -> Path:
+    rows, path = datasets.Dataset.from_list(ROWS), folder / f"data.{kind}"
+    if kind == "saved":
+        rows.save_to_disk(str(path))
+    elif kind == "arrow":
+        rows.save_to_disk(str(folder / "saved"))
+        (folder / "saved" / "data-00000-of-00001.arrow").rename(path)
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "jsonl":
+        write(path, ROWS)
+    elif kind == "tsv":
+        rows.to_csv(str(path), sep="\t")
+    else:
+        getattr(rows, f"to_{kind}")(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "tsv", "arrow", "saved"])
+def test_every_kind_of_file(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    datasets.disable_progress_bars()
+    path = save(kind, tmp_path)
+    datasets.enable_progress_bars()
+    capfd.readouterr()
+    assert read(path) == ROWS
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_a_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert read(tmp_path / "a.txt") == [{"text": "one"}, {"text": "two"}]
+
+
+def test_json_rows_keep_their_own_keys_types_and_nulls(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "x", "name": None}], "tools": [{"p": {"a": 1}}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}], "tools": [{"p": {"b": [None]}}], "id": 1},
+        {"messages": "not a list", "id": "one"},
+    ]
+    assert read(write(tmp_path / "a.jsonl", rows)) == rows
+
+
+def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
+    rows = [{"m": [{"a": 1}, {"b": "x"}], "n": 1}, {"m": [{"a": 2}]}]
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    assert read(tmp_path / "a.parquet") == rows
+
+
+def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "one"}])
+    assert read(path) == [{"text": "one"}]
+    assert read(write(path, [{"text": "two"}])) == [{"text": "two"}]
+
+
+def test_folders_globs_and_splits(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train-0.jsonl", [{"n": 0}])
+    write(tmp_path / "data" / "train-1.jsonl", [{"n": 1}])
+    write(tmp_path / "data" / "dev.jsonl", [{"n": 2}])
+    assert read(tmp_path) == [{"n": 0}, {"n": 1}]
+    assert read(tmp_path, "validation") == [{"n": 2}]
+    assert read(f"{tmp_path}/data/*.jsonl") == [{"n": 2}, {"n": 0}, {"n": 1}]
+    with pytest.raises(UserError, match=r"no split 'test'; the folder has: train, validation"):
+        load_rows(str(tmp_path), split="test")
+    write(tmp_path / "plain" / "x.jsonl", [{"n": 3}])
+    assert read(tmp_path / "plain") == [{"n": 3}]
+
+
+def test_a_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "d"))
+    assert read(tmp_path / "d", "test") == ROWS
+    with pytest.raises(UserError, match="no split 'train'; it has test"):
+        load_rows(str(tmp_path / "d"), split="train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not valid JSON"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', r"a\.jsonl:2: a row is a JSON list"),
+        ("a.jsonl", "\n \n", "there are no rows"),
+        ("a.json", "", "there are no rows"),
+        ("a.json", "[]", "there are no rows"),
+        ("a.json", '[\n{"a": 1},\n{"a" 2}\n]', r"a\.json:3: not valid JSON"),
+        ("a.json", "[1]", r"a\.json: row 0: a row is a JSON int"),
+        ("a.csv", "", "there are no rows"),
+        ("a.parquet", "no parquet", "cannot be read as parquet"),
+        ("a.xlsx", "x", r"unknown suffix '.xlsx'; known: .jsonl"),
+    ],
+)
+def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=what):
+        load_rows(str(tmp_path / name), split="train")
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: not UTF-8"):
+        load_rows(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("path", ["no/such/file.jsonl", "./missing", "/missing", "a/b/c", "missing.parquet"])
+def test_a_missing_path_is_not_looked_for_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(UserError, match="no such file"):
+        load_rows(path)
+
+
+def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no data file"):
+        load_rows(str(tmp_path))
+    with pytest.raises(UserError, match="matches no file"):
+        load_rows(f"{tmp_path}/*.jsonl")
+    with pytest.raises(UserError, match="a file has no split 'test'"):
+        load_rows(str(write(tmp_path / "a.jsonl", ROWS)), split="test")
+    write(tmp_path / "b.jsonl", ROWS)
+    (tmp_path / "b.csv").write_text("x\n1\n")
+    with pytest.raises(UserError, match="several kinds"):
+        load_rows(f"{tmp_path}/b.*")
+
+
+def test_a_hub_dataset_that_cannot_be_reached() -> None:
+    with pytest.raises(UserError, match="cannot be read as hub"):
+        load_rows("fsdp2kit/there-is-no-such-dataset")

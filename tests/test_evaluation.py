@@ -1,0 +1,145 @@
+"""Evaluation in whole runs: named sets, early stopping, the best checkpoint, answers; streams and mixes resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp2kit.progress import Progress
+from fsdp2kit.run import load
+from fsdp2kit.train.loop import Plan, judge
+from tests.reference import tiny_model
+from tests.workers import WorkerPool
+
+DEMO = Path(__file__).parent.parent / "toml" / "demo"
+CP2 = ("mesh.cp=2", "train.micro_batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied")
+    model = tiny_model("smollm2")
+    model.resize_token_embeddings(1024, mean_resizing=False)
+    model.save_pretrained(folder)
+    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
+    path = folder / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "sft"
+        model.path = "{folder}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 6, global_batch_size = 4 }}
+        optimizer.lr = 1e-3
+        checkpoint = {{ every = 3, keep = 1, export_dtype = "float32" }}
+        wandb.mode = "disabled"
+        """
+    )
+    return path
+
+
+def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
+    pool.run(size, _run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
+    recipe, config = load(toml, overrides)
+    recipe.main(config)
+
+
+def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    lines = (DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines[:5]))
+    (tmp_path / "b.jsonl").write_text("".join(lines[5:]))
+    sets = f'eval.sets={{a={{path="{tmp_path}/a.jsonl"}}, b={{path="{tmp_path}/b.jsonl"}}}}'
+    [split] = run(pool, toml, tmp_path / "split", 2, "train.steps=0", sets, *CP2)
+    [whole] = run(pool, toml, tmp_path / "whole", 1, "train.steps=0", f"eval.path='{DEMO / 'heldout.jsonl'}'")
+    assert split["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
+    assert split["eval_perplexity"] == pytest.approx(math.exp(split["eval_loss"]))
+    assert min(split["eval_loss/a"], split["eval_loss/b"]) < split["eval_loss"]
+    assert max(split["eval_loss/a"], split["eval_loss/b"]) > split["eval_loss"]
+
+
+def test_judging() -> None:
+    plan, progress = Plan(total_steps=9, seed=0, patience=2, min_delta=0.1), Progress()
+    for step, (loss, best, stale) in enumerate([(3.0, 1, 0), (2.95, 1, 1), (2.8, 3, 0), (None, 3, 0), (2.9, 3, 1)], 1):
+        progress = judge(Progress(**{**vars(progress), "step": step}), loss, plan=plan)
+        assert (progress.best_step, progress.stale_evaluations) == (best, stale)
+        assert not plan.is_over(progress)
+    assert plan.is_over(judge(progress, 5.0, plan=plan))
+
+
+def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
+    # With such a rate the model gets worse, so the first evaluation stays the best.
+    options = [
+        held_out,
+        "eval.every=1",
+        "eval.patience=3",
+        "eval.keep_best=true",
+        "optimizer.lr=3",
+        "checkpoint.every=0",
+    ]
+    lines = run(pool, toml, tmp_path / "run", 2, *options)
+    losses = [line["eval_loss"] for line in lines]
+    best = losses.index(min(losses)) + 1
+    assert len(losses) == best + 3 < 6
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{best:06d}", f"step-{best + 3:06d}"]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert len(run(pool, toml, tmp_path / "run", 2, *options)) == len(losses), "nothing is left to train"
+
+
+@pytest.mark.parametrize("mesh", [(), CP2])
+def test_answers_are_those_of_plain_transformers(mesh, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    prompts = ["What is the opposite of wet?", "Tell me the month after June."]
+    held_out = (f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=3", "eval.max_new_tokens=6")
+    directory = tmp_path / "run"
+    run(pool, toml, directory, 2 if mesh else 1, f"eval.prompts={json.dumps(prompts)}", *held_out, *mesh)
+    found = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in found] == [(step, one) for step in (3, 6) for one in prompts]
+    model, tokenizer = (kind.from_pretrained(directory / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for prompt, line in zip(prompts, found[2:], strict=True):
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert line["answer"] == expected.strip()
+
+
+MIX = 'sources=[{path="CHAT", weight=1}, {path="HELD", weight=2}]'
+DATA = {
+    "stream": 'data={seq_len=64, path="CHAT", streaming=true}',
+    "stream of a mix": f"data={{seq_len=64, streaming=true, {MIX}}}",
+    "mix": f"data={{seq_len=64, {MIX}}}",
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_resumed_on_another_mesh_the_numbers_agree(name: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    files = {"CHAT": str(DEMO / "chat.jsonl"), "HELD": str(DEMO / "heldout.jsonl")}
+    data = [DATA[name].replace("CHAT", files["CHAT"]).replace("HELD", files["HELD"])]
+    straight = run(pool, toml, tmp_path / "straight", 2, *data)
+    half = run(pool, toml, tmp_path / "half", 1, *data, "train.steps=3", "lr_schedule.name=constant")
+    resumed = run(pool, toml, tmp_path / "half", 2, *data, *CP2, "lr_schedule.name=constant")
+    steady = run(pool, toml, tmp_path / "steady", 2, *data, "lr_schedule.name=constant")
+    assert len(half) == 3
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in resumed] == pytest.approx([line[key] for line in steady], rel=2e-5)
+    names = [key for key in straight[0] if key.startswith("tokens/")]
+    assert names == ([] if name == "stream" else ["tokens/chat", "tokens/heldout"])
+    for key in ("tokens", "input_tokens", "packing_efficiency", *names):
+        assert [line[key] for line in resumed] == [line[key] for line in straight]
+    for line in straight:
+        assert not names or sum(line[key] for key in names) == line["tokens"]
