@@ -90,11 +90,25 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def agree(error: BaseException | None = None) -> None:
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for a thread's own collectives; None where there is one process. Collective.
+
+    Beside training's, on the default group, they would come in another order on every rank, and hang.
+    """
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Settle an error over all ranks: every rank calls this, and all return or all raise.
 
     A `UserError` on any rank is raised on every rank, that of the lowest rank winning. Any other error is raised
     as it is on the rank that had it, and as a `RunFailure` naming that rank on the others.
+
+    Args:
+        group: of all ranks, for work beside the training's own collectives. Default: the default group.
 
     Raises:
         UserError: a rank reported one.
@@ -106,7 +120,9 @@ def agree(error: BaseException | None = None) -> None:
         return
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, picklable)  # on gloo: the group has a CPU half wherever it has a CUDA one
+    dist.all_gather_object(
+        reports, picklable, group=group
+    )  # on gloo: the group has a CPU half wherever it has a CUDA one
     for report in reports:
         if isinstance(report, UserError):
             raise report from (error if report is not error else None)
@@ -132,14 +148,14 @@ def leave(problem: UserError) -> NoReturn:
 
 
 @contextlib.contextmanager
-def agreement() -> Iterator[None]:
+def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run rank-local work that may fail, then `agree`. No collective belongs inside the block."""
     try:
         yield
     except Exception as error:
-        agree(error)
+        agree(error, group=group)
     else:
-        agree()
+        agree(group=group)
 
 
 def one_per_machine_first(work: Callable[[], T]) -> T:
@@ -183,10 +199,10 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
-def gather_objects(value: object) -> list:
-    """``value`` of every rank, on every rank, in rank order."""
+def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:
+    """``value`` of every rank, on every rank, in rank order. `group`: as in `agree`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values

@@ -38,6 +38,7 @@ from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.profiling import build_profiler
 from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
 from fsdp2kit.train.samples import build_sampler
+from fsdp2kit.train.saving import Saving
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import check_wandb
 
@@ -112,9 +113,7 @@ def main(config: Config) -> None:
 
     def save(progress: Progress) -> None:
         progress = replace(progress, wandb_id=metrics.wandb_id, data=batches.state(progress.step))
-        checkpoint = checkpoints.save(model, optimizer, progress)
-        if is_exported(progress):
-            export(checkpoint)
+        checkpoints.save(model, optimizer, progress, export=export if is_exported(progress) else None)
 
     profiler = build_profiler(
         config.profile,
@@ -133,7 +132,7 @@ def main(config: Config) -> None:
             resume_step=progress.step,
             wandb_id=progress.wandb_id,
         )
-    with claim, metrics, profiler:
+    with claim, metrics, profiler, checkpoints:
         for line in (str(sizes), str(path), str(ledger), *data.describe()):
             metrics.message(line)
         sampler = build_sampler(
@@ -143,6 +142,7 @@ def main(config: Config) -> None:
             log=metrics.log,
             message=metrics.message,
             save=save,
+            saving=Saving(checkpoints.wait_until_staged, checkpoints.has_failed, checkpoints.finish_save),
             evaluate=partial(evaluate, model, data.held_out, to_device, plan=plan) if data.held_out else None,
             sample=sampler,
             profile=profiler.step,

@@ -10,9 +10,11 @@ import contextlib
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.conversion import conversion_groups, model_on_meta, to_file_names
 from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, write_record
-from fsdp2kit.checkpoint.files import sync, sync_tree, write_json
+from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
 from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_sizes, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
@@ -75,31 +77,42 @@ def dcp_to_hf(
     config_dir: Path | None = None,
     rank: int = 0,
     world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory; no rank holds more than about a file and a tensor in memory.
 
-    With `world_size` > 1 this is a collective of the default process group, and every rank writes its share of files.
+    With `world_size` > 1 this is a collective of `group`, and every rank writes its share of files.
 
     Args:
         dtype: of floating-point tensors. Default: the manifest's export dtype, else float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
+        group: of all ranks. Default: the default group.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
-    settle = agreement if world_size > 1 else contextlib.nullcontext
-    with settle():
-        plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
-    with settle():
-        write_shards(plan, rank=rank, world_size=world_size)
-    with settle():
-        if rank == 0:
-            publish(plan)
+    settle = partial(agreement, group) if world_size > 1 else contextlib.nullcontext
+    with in_use(checkpoint / MANIFEST):
+        with settle():
+            plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
+        with settle():
+            write_shards(plan, rank=rank, world_size=world_size)
+        with settle():
+            if rank == 0:
+                publish(plan)
 
 
-def ensure_export(checkpoint: Path, out: Path, *, dtype: str, rank: int = 0, world_size: int = 1) -> bool:
+def ensure_export(
+    checkpoint: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    out: Path,
+    dtype: str,
+    rank: int = 0,
+    world_size: int = 1,
+) -> bool:
     """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
 
     A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
@@ -107,9 +120,9 @@ def ensure_export(checkpoint: Path, out: Path, *, dtype: str, rank: int = 0, wor
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = not is_export_of(checkpoint, out, dtype=dtype) if rank == 0 else None
     if world_size > 1:
-        stale = gather_objects(stale)[0]
+        stale = gather_objects(stale, group=group)[0]
     if stale:
-        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size)
+        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size, group=group)
     return bool(stale)
 
 

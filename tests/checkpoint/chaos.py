@@ -27,23 +27,27 @@ import torch.distributed as dist
 
 import fsdp2kit.train.loop
 from fsdp2kit.checkpoint import convert
+from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.writer import CheckpointWriter
 from fsdp2kit.run import load
 
-# What is marked while it runs: (phase, where the function is kept, its name). A phase's place here is its byte.
+# What is marked while it runs: (phase, where the function is kept, its name).
 MARKS: tuple[tuple[str, Any, str], ...] = (
     ("step", fsdp2kit.train.loop, "train_step"),
     ("staging", CheckpointManager, "stage"),
-    ("writing", CheckpointManager, "write"),
-    ("completing", CheckpointManager, "publish"),
+    ("staging", BackgroundSave, "collect"),
+    ("writing", CheckpointWriter, "write"),
+    ("completing", CheckpointWriter, "publish"),
     ("rename", CheckpointLayout, "publish"),
     ("retention", CheckpointLayout, "retain"),
+    ("retention", CheckpointLayout, "sweep"),
     ("export", convert, "dcp_to_hf"),
 )
-PHASES = tuple(phase for phase, _, _ in MARKS)
+PHASES = tuple(dict.fromkeys(phase for phase, _, _ in MARKS))
 SAVING = ("staging", "writing", "completing", "rename", "retention")
 _RANK_BYTES = 64
 
@@ -221,7 +225,7 @@ def complete_steps(run_dir: Path) -> list[int]:
     """Steps of all checkpoints with a manifest, each of which must be whole."""
     steps = []
     for path in (run_dir / "checkpoints").glob("*step-*"):
-        if (path / MANIFEST).is_file() and not path.name.startswith(".tmp-"):
+        if (path / MANIFEST).is_file() and not path.name.startswith((".tmp-", ".trash-")):
             verify(path)
             steps.append(int(path.name.rpartition("-")[2]))
     return steps

@@ -78,9 +78,11 @@ def write_assets(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def manager_of(run_dir: Path, *, keep: int = 2, identity: dict[str, str] | None = None) -> CheckpointManager:
+def manager_of(
+    run_dir: Path, *, keep: int = 2, keep_every: int = 0, identity: dict[str, str] | None = None
+) -> CheckpointManager:
     return build_checkpoint_manager(
-        CheckpointConfig(keep=keep, export_dtype="bfloat16"),
+        CheckpointConfig(keep=keep, keep_every=keep_every, export_dtype="bfloat16"),
         run_dir=run_dir,
         identity=identity or IDENTITY,
         write_assets=write_assets,

@@ -146,22 +146,22 @@ def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dty
     tmp_path: Path, checkpoint: Path, model: PreTrainedModel
 ) -> None:
     out = tmp_path / "out"
-    assert ensure_export(checkpoint, out, dtype="float32")
-    assert not ensure_export(checkpoint, out, dtype="float32")
-    assert ensure_export(checkpoint, out, dtype="bfloat16")
+    assert ensure_export(checkpoint, out=out, dtype="float32")
+    assert not ensure_export(checkpoint, out=out, dtype="float32")
+    assert ensure_export(checkpoint, out=out, dtype="bfloat16")
     assert {tensor.dtype for tensor in exported(out).values()} == {torch.bfloat16}
     (out / "tokenizer.json").unlink()
-    assert ensure_export(checkpoint, out, dtype="bfloat16")
+    assert ensure_export(checkpoint, out=out, dtype="bfloat16")
 
     with torch.no_grad():  # the same step, of another training
         model.lm_head.weight.add_(1)
     again = jobs.manager_of(tmp_path / "run").save(model, jobs.adamw(model), jobs.progress_at(3))
     assert again == checkpoint
-    assert ensure_export(checkpoint, out, dtype="float32")
+    assert ensure_export(checkpoint, out=out, dtype="float32")
     assert torch.equal(exported(out)["model.embed_tokens.weight"], model.lm_head.weight)
     (out / ".fsdp2kit-export.json").write_text('{"files": ["config.json"]}')  # as an older version wrote it
     with pytest.raises(UserError, match="which no export of fsdp2kit wrote"):
-        ensure_export(checkpoint, out, dtype="float32")
+        ensure_export(checkpoint, out=out, dtype="float32")
 
 
 @pytest.fixture
