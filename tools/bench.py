@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
+torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py gpu [--device cpu --dry-run]
 """
@@ -73,6 +74,13 @@ def _load(options: argparse.Namespace) -> Result:
     return result, load_lines(result)
 
 
+def _save(options: argparse.Namespace) -> Result:
+    from fsdp2kit.bench.save import Options, bench_save, save_lines
+
+    result = bench_save(Options(params=options.params * 1e9, pairs=options.pairs, tokens=options.tokens))
+    return result, save_lines(result)
+
+
 def _context_parallel(options: argparse.Namespace) -> Result:
     from fsdp2kit.bench.context_parallel import Options, bench_context_parallel, context_parallel_lines
 
@@ -108,7 +116,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as one JSON object")
     common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
-    commands = parser.add_subparsers(required=True, metavar="step | load | context-parallel | ring | gpu")
+    commands = parser.add_subparsers(required=True, metavar="step | load | save | context-parallel | ring | gpu")
 
     step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
     step.set_defaults(run=_step)
@@ -128,6 +136,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     load.add_argument("--files", type=_positive, default=1, help="safetensors files it is stored in (1)")
     load.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="it is stored in")
     load.add_argument("--repeats", type=_positive, default=7, help="timed loads of each kind (7)")
+
+    save = commands.add_parser("save", parents=[common], help="saving: how long training waits, in both ways")
+    save.set_defaults(run=_save)
+    save.add_argument("--params", type=float, default=0.5, help="size of the random model, in 10^9 parameters (0.5)")
+    save.add_argument("--pairs", type=_positive, default=3, help="saves that count, of each kind (3)")
+    save.add_argument("--tokens", type=_positive, default=256, help="tokens of a rank's batch (256)")
 
     cp = commands.add_parser("context-parallel", parents=[common], help="its memory, its traffic, its time")
     cp.set_defaults(run=_context_parallel)
