@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2kit.environment import is_main_process, rank_from_environment, world_size_from_environment
 from fsdp2kit.errors import RunFailure, UserError
 
 T = TypeVar("T")
@@ -39,12 +40,6 @@ class World:
         return self.rank == 0
 
 
-def world_size_from_environment() -> tuple[int, int]:
-    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE where it did not."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-
-
 def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
     """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
 
@@ -55,10 +50,10 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         deterministic: allow only kernels that give the same bits every time, in this whole process.
 
     Raises:
-        UserError: a machine has fewer CUDA devices than processes.
+        UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
     """
     size, local_size = world_size_from_environment()
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = rank_from_environment()
     on_cuda = torch.cuda.is_available()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
@@ -69,6 +64,9 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         timeout = timedelta(minutes=timeout_minutes)
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
+        elif size > 1:
+            todo = "start the run with torchrun, or take WORLD_SIZE out of the environment"
+            raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not on_cuda:
@@ -139,7 +137,7 @@ def leave(problem: UserError) -> NoReturn:
     Interpreter shutdown takes longer than the 0.3 s that torchrun gives the other ranks once one has left, so
     nobody returns through it.
     """
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_main_process():
         print(f"error: {problem}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -166,7 +164,7 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     Raises:
         UserError: it failed on any rank.
     """
-    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    is_first = rank_from_environment()[1] == 0
     result: list[T] = []
     for turn in (True, False):
         future = _run_while_ranks_meet(work if is_first is turn else None)

@@ -69,6 +69,8 @@ class CheckpointLayout:
             logger.warning("%s: removed, since it was never completed", path)
             self._throw_away(path)
         self._set_incomplete_aside()
+        if not self.root.is_dir():
+            logger.warning("%s: was deleted during the run, with all checkpoints in it, and is made again", self.root)
         directory = self.temporary(step)
         directory.mkdir(parents=True)
         return directory

@@ -192,6 +192,7 @@ class CheckpointManager:
         with agreement():
             if _rank() == 0:
                 self._layout.recover()
+                self._writer.start_sweeping()  # a run that was killed may not have come to it
                 found = [path for _, path in reversed(self._layout.published())]
         damage: UserError | None = None
         for path in gather_objects(found)[0]:

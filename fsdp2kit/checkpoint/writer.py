@@ -138,9 +138,13 @@ class CheckpointWriter:
                 self.layout.set_aside(after=self.reached)
                 self.layout.publish(step)
                 self.layout.retain(self._retention.keep, every=self._retention.every, best=contents.progress.best_step)
-                self._sweep = self._sweeper.submit(self.layout.sweep)
+                self.start_sweeping()
         self.reached = step
         return self.layout.path(step)
+
+    def start_sweeping(self) -> None:
+        """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
+        self._sweep = self._sweeper.submit(self.layout.sweep)
 
     def finish_sweeping(self) -> None:
         """Wait until what was thrown away is deleted."""
@@ -157,7 +161,12 @@ class CheckpointWriter:
             if _rank() == 0:
                 self.layout.abandon(step)
             message = f"{self.layout.path(step)}: the checkpoint was not saved: {first_failure(error)}"
-            raise RunFailure(message) from error
+            raise RunFailure(f"{message}; {self._what_to_do()}") from error
+
+    def _what_to_do(self) -> str:
+        mend = f"free space there, or mend {self.layout.root}, and start the run again"
+        complete = self.layout.complete()
+        return f"{mend}: it resumes from {complete[-1][1].name}" if complete else f"{mend} from its beginning"
 
 
 def _check_shared(directory: Path, manifest: Manifest) -> None:

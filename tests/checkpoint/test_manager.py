@@ -215,10 +215,10 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))
         manager.finish()
     assert names(tmp_path) == [".trash-1-step-000001", "step-000002"]
-    assert manager.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
-    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
-    manager.finish()
-    assert names(tmp_path) == ["step-000003"]
+    resumed = jobs.manager_of(tmp_path)
+    assert resumed.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
+    resumed.finish()
+    assert names(tmp_path) == ["step-000002"]
 
 
 def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
