@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from fsdp2kit.checkpoint.conversion import conversion_groups, model_on_meta, to_
 from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, write_record
 from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
-from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_sizes, read_manifest
+from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
@@ -57,8 +58,8 @@ class ExportPlan:
     dtype: str
     files: dict[str, list[Group]]
     """File name → what goes into it."""
-    step: int | None
-    """The checkpoint's step; None for one that is not ours."""
+    manifest: Manifest | None
+    """The checkpoint's; None for one that is not ours."""
     architecture: str | None
     """The model's class; None for one that transformers does not know itself."""
 
@@ -78,6 +79,7 @@ def dcp_to_hf(
     rank: int = 0,
     world_size: int = 1,
     group: dist.ProcessGroup | None = None,
+    check: bool = True,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory; no rank holds more than about a file and a tensor in memory.
 
@@ -88,6 +90,7 @@ def dcp_to_hf(
         max_shard_bytes: largest file, unless a single tensor is larger.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
         group: of all ranks. Default: the default group.
+        check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -98,7 +101,7 @@ def dcp_to_hf(
         with settle():
             plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
         with settle():
-            write_shards(plan, rank=rank, world_size=world_size)
+            write_shards(plan, rank=rank, world_size=world_size, check=check)
         with settle():
             if rank == 0:
                 publish(plan)
@@ -122,7 +125,8 @@ def ensure_export(
     if world_size > 1:
         stale = gather_objects(stale, group=group)[0]
     if stale:
-        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size, group=group)
+        # A run has just written this checkpoint, or checked it before it resumed from it.
+        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size, group=group, check=False)
     return bool(stale)
 
 
@@ -159,17 +163,33 @@ def plan_export(
         config_dir,
         dtype,
         files=_pack(_groups(checkpoint, model, DTYPES[dtype]), max_shard_bytes),
-        step=manifest.step if manifest else None,
+        manifest=manifest,
         architecture=type(model).__name__ if model else None,
     )
 
 
-def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1) -> None:
-    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``."""
+def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
+    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``.
+
+    Raises:
+        UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
+    """
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        checked = None
+        if check and plan.manifest:
+            checked = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
+        try:
+            _write_files(plan, list(plan.files)[rank::world_size])
+        finally:  # a damaged file may well be why it cannot be read, and then is what should be said
+            if checked:
+                checked.result()
+
+
+def _write_files(plan: ExportPlan, files: list[str]) -> None:
     plan.staging.mkdir(parents=True, exist_ok=True)
     reader, model = SafeReader(plan.checkpoint), model_on_meta(plan.config_dir)
     stored = reader.stored_tensors()
-    for file in list(plan.files)[rank::world_size]:
+    for file in files:
         exported: dict[str, Tensor] = {}
         for group in plan.files[file]:
             tensors = {
@@ -204,7 +224,13 @@ def publish(plan: ExportPlan) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(plan.staging / INDEX, index)
     written = [path.relative_to(plan.staging).as_posix() for path in plan.staging.rglob("*") if path.is_file()]
-    write_record(plan.staging, checkpoint=plan.checkpoint, step=plan.step, dtype=plan.dtype, files=written)
+    write_record(
+        plan.staging,
+        checkpoint=plan.checkpoint,
+        step=plan.manifest.step if plan.manifest else None,
+        dtype=plan.dtype,
+        files=written,
+    )
     sync_tree(plan.staging)
 
     check_replaceable(plan.out)

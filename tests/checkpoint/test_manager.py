@@ -6,9 +6,7 @@ import json
 import multiprocessing as mp
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -368,25 +366,6 @@ def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> 
         assert "step-000001: the checkpoint was not saved" in message
         assert "No space left" in message
     assert names(tmp_path) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 640 KiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path) -> None:
-    for message, first, left in pool.run(2, jobs.save_on_full_disk, small_disk):
-        assert "step-000002: the checkpoint was not saved" in message
-        assert "whole: step 1" in first
-        assert left == ["step-000001"]
 
 
 def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
