@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.convert import ensure_export
 from fsdp2kit.checkpoint.manager import build_checkpoint_manager
-from fsdp2kit.checkpoint.start import fill_weights, run_identity
+from fsdp2kit.checkpoint.start import describe_resume, fill_weights, run_identity
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import TextDataConfig
@@ -92,11 +92,17 @@ def main(config: Config) -> None:
     optimizer = build_optimizer(config.optimizer, model)
     identity = run_identity(config, hf_config, source=source, data=data.fingerprint)
     checkpoints = build_checkpoint_manager(
-        config.checkpoint, run_dir=run_dir, identity=identity, write_assets=write_assets, export_dtype=export_dtype
+        config.checkpoint,
+        run_dir=run_dir,
+        identity=identity,
+        write_assets=write_assets,
+        export_dtype=export_dtype,
+        environment=environment,
     )
-    progress = Progress()
+    progress, resumed = Progress(), []
     if resume := checkpoints.resolve(config.run.resume):
         progress = checkpoints.restore(resume, model, optimizer)
+        resumed = [describe_resume(resume, config, environment=environment)]
     else:
         fill_weights(config.model, model, source=source, seed=config.run.seed)
     loader = data.loader
@@ -133,7 +139,7 @@ def main(config: Config) -> None:
             wandb_id=progress.wandb_id,
         )
     with claim, metrics, profiler, checkpoints:
-        for line in (str(sizes), str(path), str(ledger), *data.describe()):
+        for line in (str(sizes), str(path), str(ledger), *data.describe(), *resumed):
             metrics.message(line)
         sampler = build_sampler(
             config.eval, model, tokenizer=tokenizer, to_device=to_device, mesh=mesh, log=metrics.log_samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -89,6 +91,12 @@ def run(pool: WorkerPool, toml: Path) -> Run:
 def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
     recipe, config = load(toml, overrides)
     recipe.main(config)
+
+
+def _said(toml: str, overrides: Sequence[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _run_recipe(toml, overrides)
+    return " ".join(said.getvalue().split())
 
 
 def _refusal(toml: str, overrides: Sequence[str]) -> str:
@@ -212,9 +220,22 @@ def test_meshes_agree_from_the_start(straight: dict[str, Path]) -> None:
     assert [line["tokens"] for line in one] == [line["tokens"] for line in other]
 
 
-def test_a_run_may_be_resumed_with_other_steps_and_rate(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_with_other_settings_and_says_so(
+    pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
+) -> None:
     changes = ("train.steps=7", "optimizer.lr=5e-4", "lr_schedule.name=constant", "train.log_every=1")
-    resumed = run(_interrupted(straight["dp2"], tmp_path / "resumed"), 1, *changes)
+    resumed = _interrupted(straight["dp2"], tmp_path / "resumed")
+    [said] = pool.run(1, _said, str(toml), [f"run.dir='{resumed}'", *changes, "train.micro_batch_size=4"])
+    assert "resumed from step 5; changed since:" in said
+    for change in (
+        "train.steps 10 → 7",
+        "optimizer.lr 0.001 → 0.0005",
+        "lr_schedule.name cosine → constant",
+        "train.micro_batch_size 1 → 4",
+        "mesh.dp_shard 2 → 1",
+        "world_size 2 → 1",
+    ):
+        assert change in said
     lines = _metrics(resumed)
     assert [line["step"] for line in lines] == list(range(1, 8))
     assert [line["lr"] for line in lines[5:]] == [5e-4, 5e-4]

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ def build_checkpoint_manager(
     identity: dict[str, str],
     write_assets: Callable[[Path], None],
     export_dtype: str | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> CheckpointManager:
     """The manager of ``run_dir/checkpoints``. Collective.
 
@@ -50,6 +52,7 @@ def build_checkpoint_manager(
         write_assets: writes config, tokenizer, chat template and generation config of an export into a directory.
             Called on rank 0 alone, so it must not contain a collective.
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
+        environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
 
     Raises:
         UserError: a rank cannot write there, or ``run_dir/hf`` holds what the run's export must not replace.
@@ -66,6 +69,7 @@ def build_checkpoint_manager(
         identity=identity,
         write_assets=write_assets,
         export_dtype=section.export_dtype or export_dtype,
+        environment=environment or {},
         group=group,
     )
     return CheckpointManager(writer, BackgroundSave(writer.save, group=group) if section.async_save else None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -56,6 +57,7 @@ class CheckpointWriter:
         identity: what may not change when the run is resumed, by name.
         write_assets: writes config, tokenizer, … of an export into a directory; called on rank 0 alone.
         export_dtype: default dtype of an export.
+        environment: versions, mesh, …, for the record.
         group: of all ranks. None: the default group.
     """
 
@@ -67,6 +69,7 @@ class CheckpointWriter:
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None,
+        environment: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
         self.layout = layout
@@ -76,6 +79,7 @@ class CheckpointWriter:
         self._retention = retention
         self._write_assets = write_assets
         self._export_dtype = export_dtype
+        self._environment = environment
         self._group = group
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
         self._sweep: Future[None] | None = None
@@ -131,6 +135,7 @@ class CheckpointWriter:
                     tied=contents.tied,
                     export_dtype=self._export_dtype,
                     files={**records, **record_files(directory, others)},
+                    environment=self._environment,
                 )
                 _check_shared(directory, manifest)
                 sync_tree(directory)
