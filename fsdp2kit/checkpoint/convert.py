@@ -7,7 +7,6 @@ to the destination; `publish`, on one rank once all have written, adds the asset
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdp2kit.checkpoint.assets import copy_assets, describe_weights
 from fsdp2kit.checkpoint.conversion import conversion_groups, model_on_meta, to_file_names
 from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, write_record
 from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
@@ -34,8 +34,6 @@ from fsdp2kit.model.build import tied_names
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-CHAT_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,8 @@ def publish(plan: ExportPlan) -> None:
     for leftover in plan.staging.iterdir():  # of an export that was cut short
         if leftover.name not in plan.files:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    _copy_assets(plan)
+    copy_assets(plan.config_dir, plan.staging)
+    describe_weights(plan.staging / "config.json", dtype=plan.dtype, architecture=plan.architecture)
     for file in plan.files:  # safetensors leaves them readable by their owner alone
         shutil.copymode(plan.staging / "config.json", plan.staging / file)
     if len(plan.files) > 1:
@@ -286,27 +285,6 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
 def _cast(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
     """The exported dtype of a tensor: `to` for floating point, its own for anything else."""
     return to if dtype.is_floating_point else dtype
-
-
-def _copy_assets(plan: ExportPlan) -> None:
-    """Copy config, tokenizer, chat templates, … (but no weights), and set the config's dtype."""
-    for source in [*plan.config_dir.iterdir(), *plan.config_dir.glob(f"{CHAT_TEMPLATES}/*")]:
-        is_asset = source.suffix in ASSET_SUFFIXES and not source.name.endswith(".index.json")
-        if source.is_file() and is_asset and not source.name.startswith("."):
-            target = plan.staging / source.relative_to(plan.config_dir)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, target)
-    path = plan.staging / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # what transformers 4 called it
-    config["dtype"] = plan.dtype
-    if plan.architecture is not None:  # a config that never was a model's lacks it
-        config.setdefault("architectures", [plan.architecture])
-    for part in config.values():  # a model of several parts has configs within its config
-        if isinstance(part, dict) and "model_type" in part:
-            part.pop("torch_dtype", None)
-            part["dtype"] = plan.dtype
-    write_json(path, config)
 
 
 def _check_written(path: Path, names: set[str]) -> None:
