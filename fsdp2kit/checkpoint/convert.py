@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,7 @@ from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, w
 from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
 from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes, read_manifest
+from fsdp2kit.checkpoint.places import is_remote
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
@@ -95,14 +98,29 @@ def dcp_to_hf(
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
     settle = partial(agreement, group) if world_size > 1 else contextlib.nullcontext
-    with in_use(checkpoint / MANIFEST):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(in_use(checkpoint / MANIFEST))
         with settle():
+            if config_dir is None and is_remote(checkpoint):
+                config_dir = stack.enter_context(_fetched(checkpoint / "hf"))
             plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
         with settle():
             write_shards(plan, rank=rank, world_size=world_size, check=check)
         with settle():
             if rank == 0:
                 publish(plan)
+
+
+@contextlib.contextmanager
+def _fetched(remote: Path) -> Iterator[Path]:
+    """The small files beside remote weights, on the disk, where transformers can read them."""
+    with tempfile.TemporaryDirectory() as name:
+        for path in remote.rglob("*"):
+            if path.is_file():
+                target = Path(name, path.relative_to(remote).as_posix())
+                target.parent.mkdir(exist_ok=True, parents=True)
+                target.write_bytes(path.read_bytes())
+        yield Path(name)
 
 
 def ensure_export(
