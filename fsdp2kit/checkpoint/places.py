@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -37,3 +40,15 @@ def to_place(text: str) -> Path:
 def is_remote(place: Path) -> bool:
     """Whether it is an object store's, without renames, locks and syncs."""
     return not isinstance(place, Path)
+
+
+@contextlib.contextmanager
+def fetched(remote: Path) -> Iterator[Path]:
+    """A copy on the disk of a remote folder of small files, where transformers can read them."""
+    with tempfile.TemporaryDirectory() as name:
+        for path in remote.rglob("*"):
+            if path.is_file():
+                target = Path(name, path.relative_to(remote).as_posix())
+                target.parent.mkdir(exist_ok=True, parents=True)
+                target.write_bytes(path.read_bytes())
+        yield Path(name)
