@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Checkpoints behind any fsspec URL; torch has kept these under a private name since it has them.
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
 # An operator takes plain values only, so a process group goes in by name; functional collectives ask the same way.
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -16,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
+    "FsspecReader",
+    "FsspecWriter",
     "all_gather_single",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",

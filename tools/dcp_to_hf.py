@@ -11,13 +11,14 @@ from pathlib import Path
 
 from fsdp2kit.checkpoint.compare import compare_logits
 from fsdp2kit.checkpoint.convert import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
+from fsdp2kit.checkpoint.places import to_place
 from fsdp2kit.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="dcp_to_hf", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint of fsdp2kit, or of plain torch with --config")
+    parser.add_argument("checkpoint", help="a checkpoint of fsdp2kit (path or URL), or of plain torch with --config")
     parser.add_argument("out", type=Path, help="the directory to write; only an earlier export is ever replaced")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: what the run's config says")
     parser.add_argument(
@@ -29,8 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
     try:
+        checkpoint = to_place(options.checkpoint)
         dcp_to_hf(
-            options.checkpoint,
+            checkpoint,
             options.out,
             dtype=options.dtype,
             max_shard_bytes=int(options.max_shard_gb * 1e9),
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print(f"{options.out}: written")
         if options.verify:
-            print(compare_logits(options.checkpoint, options.out))
+            print(compare_logits(checkpoint, options.out))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from fsdp2kit.checkpoint.places import to_place
 from fsdp2kit.checkpoint.verify import verify
 from fsdp2kit.errors import UserError
 
@@ -15,10 +15,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp2kit.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("verify", help="check the manifest, the sizes and the checksums of a checkpoint")
-    command.add_argument("checkpoint", type=Path, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
+    command.add_argument("checkpoint", type=str, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
     options = parser.parse_args(arguments)
     try:
-        print(verify(options.checkpoint))
+        print(verify(to_place(options.checkpoint)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

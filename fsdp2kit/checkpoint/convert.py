@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.assets import copy_assets, describe_weights
@@ -26,7 +24,9 @@ from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, w
 from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
 from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes, read_manifest
+from fsdp2kit.checkpoint.places import fetched, is_remote
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
+from fsdp2kit.checkpoint.safetensors_file import SafetensorsWriter, TensorForm
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
@@ -42,8 +42,13 @@ class Group:
 
     keys: dict[str, str]
     """Module name → key in the checkpoint."""
-    sizes: dict[str, int]
-    """Name in the exported file → bytes."""
+    forms: dict[str, TensorForm]
+    """Name in the exported file → what is written there."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the exported file."""
+        return sum(form.size for form in self.forms.values())
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def dcp_to_hf(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory; no rank holds more than about a file and a tensor in memory.
+    """Write a checkpoint as a Hugging Face directory; no rank holds more than a tensor or two in memory.
 
     With `world_size` > 1 this is a collective of `group`, and every rank writes its share of files.
 
@@ -95,8 +100,11 @@ def dcp_to_hf(
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
     settle = partial(agreement, group) if world_size > 1 else contextlib.nullcontext
-    with in_use(checkpoint / MANIFEST):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(in_use(checkpoint / MANIFEST))
         with settle():
+            if config_dir is None and is_remote(checkpoint):
+                config_dir = stack.enter_context(fetched(checkpoint / "hf"))
             plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
         with settle():
             write_shards(plan, rank=rank, world_size=world_size, check=check)
@@ -188,17 +196,17 @@ def _write_files(plan: ExportPlan, files: list[str]) -> None:
     reader, model = SafeReader(plan.checkpoint), model_on_meta(plan.config_dir)
     stored = reader.stored_tensors()
     for file in files:
-        exported: dict[str, Tensor] = {}
-        for group in plan.files[file]:
-            tensors = {
-                key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in group.keys.values()
-            }
-            load_tensors(reader, tensors, alone=True)
-            converted = to_file_names(model, {name: tensors[key] for name, key in group.keys.items()})
-            for name, tensor in converted.items():
-                # Conversions return views of one tensor; safetensors wants each one contiguous and its own.
-                exported[name] = torch.empty(tensor.shape, dtype=_cast(tensor.dtype, DTYPES[plan.dtype])).copy_(tensor)
-        save_file(exported, plan.staging / file, metadata={"format": "pt"})
+        forms = {name: form for group in plan.files[file] for name, form in group.forms.items()}
+        with SafetensorsWriter(plan.staging / file, forms) as target:
+            for group in plan.files[file]:
+                tensors = {
+                    key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
+                    for key in group.keys.values()
+                }
+                load_tensors(reader, tensors, alone=True)
+                converted = to_file_names(model, {name: tensors[key] for name, key in group.keys.items()})
+                for name, tensor in converted.items():
+                    target.write(name, tensor)
 
 
 def publish(plan: ExportPlan) -> None:
@@ -208,7 +216,7 @@ def publish(plan: ExportPlan) -> None:
         UserError: `out` has meanwhile come to hold something else.
         RunFailure: a file of the plan is missing or cut short.
     """
-    weight_map = {name: file for file, groups in plan.files.items() for group in groups for name in group.sizes}
+    weight_map = {name: file for file, groups in plan.files.items() for group in groups for name in group.forms}
     for file in plan.files:
         _check_written(plan.staging / file, {name for name, home in weight_map.items() if home == file})
     for leftover in plan.staging.iterdir():  # of an export that was cut short
@@ -219,7 +227,7 @@ def publish(plan: ExportPlan) -> None:
     for file in plan.files:  # safetensors leaves them readable by their owner alone
         shutil.copymode(plan.staging / "config.json", plan.staging / file)
     if len(plan.files) > 1:
-        total = sum(size for groups in plan.files.values() for group in groups for size in group.sizes.values())
+        total = sum(group.size for groups in plan.files.values() for group in groups)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(plan.staging / INDEX, index)
     written = [path.relative_to(plan.staging).as_posix() for path in plan.staging.rglob("*") if path.is_file()]
@@ -261,8 +269,8 @@ def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype)
     groups = []
     for names in conversion_groups(model, tensors):
         converted = to_file_names(model, {name: tensors[name] for name in names})
-        sizes = {name: t.numel() * _cast(t.dtype, dtype).itemsize for name, t in converted.items()}
-        groups.append(Group(keys={name: keys[name] for name in names}, sizes=sizes))
+        forms = {name: TensorForm(tuple(t.shape), _cast(t.dtype, dtype)) for name, t in converted.items()}
+        groups.append(Group(keys={name: keys[name] for name in names}, forms=forms))
     return groups
 
 
@@ -271,12 +279,11 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
     files: list[list[Group]] = []
     room = 0
     for group in groups:
-        size = sum(group.sizes.values())
-        if not files or size > room:
+        if not files or group.size > room:
             files.append([])
             room = max_bytes
         files[-1].append(group)
-        room -= size
+        room -= group.size
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}

@@ -24,14 +24,22 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """`sync` every file and directory under `root`, and `root` itself."""
+    """`sync` every file and directory under `root`, and `root` itself; on an object store there is nothing to do."""
+    if not isinstance(root, Path):
+        return
     for path in root.rglob("*"):
         sync(path)
     sync(root)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that `path` is either absent, as before, or whole: by way of a synced temporary file."""
+    """Write JSON so that `path` is either absent, as before, or whole: by way of a synced temporary file.
+
+    An object store does so by itself.
+    """
+    if not isinstance(path, Path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     sync(temporary)
@@ -55,15 +63,19 @@ def in_use(path: Path) -> Iterator[None]:
     The lock is of the open file (flock), so that it is the kernel's to let go of, and several may hold it at once.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            stream = stack.enter_context(path.open("rb"))
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if isinstance(path, Path):  # an object store has no locks
+            with contextlib.suppress(OSError):
+                stream = stack.enter_context(path.open("rb"))
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
 
 
 @contextlib.contextmanager
 def deletable(path: Path) -> Iterator[bool]:
     """Whether nobody has `path` `in_use`; while this lasts, nobody begins to."""
+    if not isinstance(path, Path):
+        yield True
+        return
     with path.open("r+b") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

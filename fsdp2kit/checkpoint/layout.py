@@ -62,8 +62,11 @@ class CheckpointLayout:
                 old.rename(path)
                 logger.warning("%s: brought back, since its replacement was not completed", path)
 
-    def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of a step to; what earlier saves left unfinished is cleared."""
+    def begin(self, step: int, *, after: int = 0) -> Path:
+        """An empty directory to write the checkpoint of a step to; what earlier saves left unfinished is cleared.
+
+        `after` is for places where the new one cannot be written beside an old one of the same step.
+        """
         self.recover()
         for path in self.root.glob(f"{TEMPORARY}step-*"):
             logger.warning("%s: removed, since it was never completed", path)
@@ -105,11 +108,12 @@ class CheckpointLayout:
             path.rename(target)
             logger.warning("%s: set aside as %s, since the run was taken up before it", path, target.name)
 
-    def publish(self, step: int) -> Path:
-        """Rename the completed temporary directory into place, and return that place.
+    def publish(self, step: int, *, after: int) -> Path:
+        """Rename the completed temporary directory into place, and return that place; `set_aside` what it supersedes.
 
         At every moment between, one complete checkpoint of the step is on the disk where `recover` finds it.
         """
+        self.set_aside(after=after)
         path, old = self.path(step), self.root / f"{OLD}step-{step:06d}"
         if path.exists():
             path.rename(old)

@@ -26,6 +26,8 @@ from fsdp2kit.checkpoint.files import in_use
 from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.loading import check_together, load_all
 from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fsdp2kit.checkpoint.places import is_remote, to_place
+from fsdp2kit.checkpoint.remote_layout import RemoteLayout
 from fsdp2kit.checkpoint.writer import CheckpointWriter, Contents, Export, Retention
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import agreement, background_group, gather_objects
@@ -45,7 +47,7 @@ def build_checkpoint_manager(
     export_dtype: str | None = None,
     environment: dict[str, Any] | None = None,
 ) -> CheckpointManager:
-    """The manager of ``run_dir/checkpoints``. Collective.
+    """The manager of ``checkpoint.dir``, by default ``run_dir/checkpoints``. Collective.
 
     Args:
         identity: what may not change when the run is resumed, by name, e.g. ``{"data.seq_len": "512"}``.
@@ -57,18 +59,19 @@ def build_checkpoint_manager(
     Raises:
         UserError: a rank cannot write there, or ``run_dir/hf`` holds what the run's export must not replace.
     """
-    root = run_dir / "checkpoints"
     with agreement():
-        _check_writable(root)
+        root = to_place(section.dir) if section.dir else run_dir / "checkpoints"
+        _check_writable(root, field="checkpoint.dir" if section.dir else "run.dir")
         if section.export_hf != "never":
             check_replaceable(run_dir / "hf")
     group = background_group() if section.async_save else None
     writer = CheckpointWriter(
-        CheckpointLayout(root),
+        RemoteLayout(root) if is_remote(root) else CheckpointLayout(root),
         retention=Retention(keep=section.keep, every=section.keep_every),
         identity=identity,
         write_assets=write_assets,
         export_dtype=section.export_dtype or export_dtype,
+        config_file=run_dir / "config.toml",
         environment=environment or {},
         group=group,
     )
@@ -168,8 +171,10 @@ class CheckpointManager:
             return None
         if resume == "auto":
             return self._newest_usable()
-        check_together(Path(resume))
-        return Path(resume)
+        with agreement():
+            path = to_place(resume)
+        check_together(path)
+        return path
 
     def restore(self, path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
         """Load model and optimizer in place, at any world size, and return the progress. Collective.
@@ -237,7 +242,7 @@ def _read_progress(path: Path, manifest: Manifest) -> Progress:
     return Progress(**manifest.progress)
 
 
-def _check_writable(root: Path) -> None:
+def _check_writable(root: Path, *, field: str) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{_rank()}-{os.getpid()}"
@@ -246,7 +251,7 @@ def _check_writable(root: Path) -> None:
     except OSError as error:
         reason = errno.errorcode.get(error.errno or 0, "error")
         what = f"{root} cannot be written ({error.strerror or error}, {reason})"
-        raise UserError("run.dir", what, "choose a directory that every rank can write") from error
+        raise UserError(field, what, "choose a directory that every rank can write") from error
 
 
 def _rank() -> int:

@@ -22,7 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp2kit.checkpoint.places import is_remote
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.torch_compat import FsspecReader
 
 # Dataclasses and enums of these modules only hold data; nothing else that they define may be named by a pickle.
 DATA_MODULES = (
@@ -77,7 +79,10 @@ class SafeReader(dcp.FileSystemReader):
     """A `FileSystemReader` of one checkpoint whose metadata is read once, and through an allow-list."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(str(path))
+        if is_remote(path):
+            remote = FsspecReader(str(path))
+            self.fs, self.path = remote.fs, remote.path
         self.directory = path
         self._metadata: Metadata | None = None
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.checkpoint.loading import load_weights
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.places import to_place
 from fsdp2kit.config import dump_toml
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.distributed import agreement
@@ -35,7 +36,9 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, source: Path |
             # A model that was made shallower than its source leaves some of the source's tensors over.
             load_pretrained(model, source, allow_unexpected="num_hidden_layers" in section.config)
     else:
-        load_weights(Path(section.weights), model)
+        with agreement():
+            place = to_place(section.weights)
+        load_weights(place, model)
 
 
 def describe_resume(checkpoint: Path, config: TrainingConfig, *, environment: dict[str, Any]) -> str:

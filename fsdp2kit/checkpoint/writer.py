@@ -6,7 +6,7 @@ It may run beside training, in a thread: then every collective is on a process g
 from __future__ import annotations
 
 import contextlib
-import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +21,12 @@ from torch import Tensor
 from fsdp2kit.checkpoint.files import sync_tree
 from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, record_files, write_manifest
+from fsdp2kit.checkpoint.places import is_remote
 from fsdp2kit.checkpoint.safe_reader import first_failure
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.progress import Progress
+from fsdp2kit.torch_compat import FsspecWriter
 
 Export = Callable[[Path, dist.ProcessGroup | None], object]
 
@@ -57,6 +59,7 @@ class CheckpointWriter:
         identity: what may not change when the run is resumed, by name.
         write_assets: writes config, tokenizer, … of an export into a directory; called on rank 0 alone.
         export_dtype: default dtype of an export.
+        config_file: the run's settings, kept with each checkpoint.
         environment: versions, mesh, …, for the record.
         group: of all ranks. None: the default group.
     """
@@ -69,6 +72,7 @@ class CheckpointWriter:
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None,
+        config_file: Path,
         environment: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -79,6 +83,7 @@ class CheckpointWriter:
         self._retention = retention
         self._write_assets = write_assets
         self._export_dtype = export_dtype
+        self._config_file = config_file
         self._environment = environment
         self._group = group
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
@@ -102,13 +107,13 @@ class CheckpointWriter:
         directory = self.layout.temporary(step)
         with agreement(self._group):
             if _rank() == 0:
-                self.layout.begin(step)
+                self.layout.begin(step, after=self.reached)
         with warnings.catch_warnings():
             # dcp.save says so each time it works in one process, which a world of one asks for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(directory),
+                storage_writer=_storage_writer(directory),
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
@@ -122,11 +127,9 @@ class CheckpointWriter:
         records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
         with agreement(self._group):
             if _rank() == 0:
-                config = self.layout.root.parent / "config.toml"
-                if config.is_file():
-                    shutil.copyfile(config, directory / config.name)
-                (directory / "hf").mkdir()
-                self._write_assets(directory / "hf")
+                if self._config_file.is_file():
+                    (directory / self._config_file.name).write_bytes(self._config_file.read_bytes())
+                self._put_assets(directory / "hf")
                 others = [file for file in directory.rglob("*") if file.is_file() and file.suffix != ".distcp"]
                 manifest = Manifest(
                     step=step,
@@ -140,12 +143,24 @@ class CheckpointWriter:
                 _check_shared(directory, manifest)
                 sync_tree(directory)
                 write_manifest(directory, manifest)
-                self.layout.set_aside(after=self.reached)
-                self.layout.publish(step)
+                self.layout.publish(step, after=self.reached)
                 self.layout.retain(self._retention.keep, every=self._retention.every, best=contents.progress.best_step)
                 self.start_sweeping()
         self.reached = step
         return self.layout.path(step)
+
+    def _put_assets(self, directory: Path) -> None:
+        directory.mkdir()
+        if not is_remote(directory):
+            self._write_assets(directory)
+            return
+        with tempfile.TemporaryDirectory() as folder:  # transformers writes to the disk only
+            self._write_assets(Path(folder))
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    target = directory / path.relative_to(folder).as_posix()
+                    target.parent.mkdir(exist_ok=True)
+                    target.write_bytes(path.read_bytes())
 
     def start_sweeping(self) -> None:
         """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
@@ -170,8 +185,17 @@ class CheckpointWriter:
 
     def _what_to_do(self) -> str:
         mend = f"free space there, or mend {self.layout.root}, and start the run again"
-        complete = self.layout.complete()
-        return f"{mend}: it resumes from {complete[-1][1].name}" if complete else f"{mend} from its beginning"
+        try:
+            complete = self.layout.complete()
+        except Exception:  # what hindered the save may hinder this, too
+            complete = []
+        return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
+
+
+def _storage_writer(directory: Path) -> dcp.FileSystemWriter:
+    if is_remote(directory):
+        return FsspecWriter(str(directory), sync_files=False)
+    return dcp.FileSystemWriter(directory)
 
 
 def _check_shared(directory: Path, manifest: Manifest) -> None:
@@ -179,7 +203,7 @@ def _check_shared(directory: Path, manifest: Manifest) -> None:
     try:
         check_sizes(directory, manifest)
     except UserError as error:
-        reason = "run.dir must be on a filesystem that all nodes share"
+        reason = "checkpoints must be on a filesystem that all nodes share"
         raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
 
 

@@ -172,6 +172,9 @@ class LRScheduleConfig(Section):
 class CheckpointConfig(Section):
     """What is kept, when, and in which form."""
 
+    dir: str | None = None
+    """Where checkpoints are kept: a directory that all nodes share, relative to the working directory, or an fsspec
+    URL (`s3://bucket/run`, `gs://…`) to which only one run at a time may save. Default: `checkpoints` in `run.dir`."""
     every: NonNegativeInt = 0
     """Write a checkpoint every n steps; 0 writes one at the end only."""
     keep: PositiveInt = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ def write_assets(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **section: int) -> CheckpointManager:
+def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **section: Any) -> CheckpointManager:
     return build_checkpoint_manager(
         CheckpointConfig(export_dtype="bfloat16", **section),
         run_dir=run_dir,

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from tests.checkpoint.test_manager import assert_same, names
 from tests.workers import WorkerPool
 
 
-def asynchronous(run_dir: Path, **section: int) -> CheckpointManager:
+def asynchronous(run_dir: Path, **section: Any) -> CheckpointManager:
     return build_checkpoint_manager(
         CheckpointConfig(async_save=True, **section),
         run_dir=run_dir,

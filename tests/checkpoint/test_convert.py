@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 from fsdp2kit.checkpoint.compare import compare_logits
 from fsdp2kit.checkpoint.convert import dcp_to_hf, ensure_export, plan_export, publish, write_shards
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.safetensors_file import SafetensorsWriter, TensorForm
 from fsdp2kit.checkpoint.verify import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
@@ -219,6 +220,23 @@ def test_a_hugging_face_directory_becomes_a_checkpoint_and_comes_back(
     dcp_to_hf(out, tmp_path / "back")
     assert_equal(exported(tmp_path / "back"), exported(tmp_path / "hf"))
     assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
+def test_a_file_is_written_a_tensor_at_a_time(tmp_path: Path) -> None:
+    """Against safetensors' own reader: every dtype, scalars and empty tensors, views, written in any order."""
+    tensors = {
+        "odd": torch.arange(7, dtype=torch.int8),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "view": torch.arange(12.0).reshape(3, 4).T,
+        "half": torch.randn(5).to(torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+    }
+    forms = {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with SafetensorsWriter(tmp_path / "x.safetensors", forms) as file:
+        for name in reversed(tensors):
+            file.write(name, tensors[name])
+    assert_equal(load_file(tmp_path / "x.safetensors"), tensors)
 
 
 def test_what_cannot_become_a_checkpoint_is_refused(tmp_path: Path, model: PreTrainedModel) -> None:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from fsdp2kit.checkpoint.convert import dcp_to_hf
 from fsdp2kit.checkpoint.loading import load_weights
+from fsdp2kit.checkpoint.places import to_place
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
@@ -144,4 +146,30 @@ def test_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
     assert tensor.tolist() == [1, 1]
     with pytest.raises(RunFailure, match="pickled object"):
         load_tensors(SafeReader(tmp_path / "c"), {"object": 0})  # type: ignore[dict-item]
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("where", ["the disk", "a store"])
+def test_a_pickle_in_place_of_a_tensor_is_not_executed(tmp_path: Path, where: str) -> None:
+    """On every way into a checkpoint without checksums: weights, conversion, and both from a URL."""
+    witness, path = tmp_path / "witness", tmp_path / "weights"
+    model = jobs.tiny_llama()
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    torch.save(_RunsACommand(f"touch {witness}"), path / "__9_0.distcp")
+    index = next(index for index in metadata.storage_data if index.fqn == "model.norm.weight")
+    info = metadata.storage_data[index]
+    info.relative_path, info.offset, info.length = "__9_0.distcp", 0, (path / "__9_0.distcp").stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    model.save_pretrained(tmp_path / "hf")
+    place = path
+    if where == "a store":
+        place = to_place("memory://pickles/weights")
+        place.mkdir(parents=True, exist_ok=True)
+        for file in path.iterdir():
+            (place / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(RunFailure, match="Weights only load failed"):
+        load_weights(place, jobs.tiny_llama(seed=1))
+    with pytest.raises(RunFailure, match="Weights only load failed"):
+        dcp_to_hf(place, tmp_path / "out", config_dir=tmp_path / "hf")
     assert not witness.exists()

@@ -1,0 +1,54 @@
+"""Where a checkpoint may be: a directory, or an fsspec URL behind pathlib's interface. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from upath import UPath
+
+from fsdp2kit.errors import UserError
+
+
+def to_place(text: str) -> Path:
+    """A path, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+
+    Raises:
+        UserError: fsspec does not know the URL's scheme, or its package is not installed.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    if scheme in ("file", "local"):
+        return Path(rest)
+    try:
+        place = UPath(text)
+        place.exists()  # connects: a missing package or credentials show here
+    except ImportError as error:
+        raise UserError(text, str(error), "install that package") from None
+    except ValueError as error:
+        raise UserError(text, str(error), "use a URL that fsspec knows, e.g. s3://bucket/folder") from None
+    except Exception as error:  # every store has errors of its own
+        what = f"cannot be reached ({type(error).__name__}: {error})"
+        raise UserError(text, what, "check the URL and your credentials") from None
+    return cast(Path, place)
+
+
+def is_remote(place: Path) -> bool:
+    """Whether it is an object store's, without renames, locks and syncs."""
+    return not isinstance(place, Path)
+
+
+@contextlib.contextmanager
+def fetched(remote: Path) -> Iterator[Path]:
+    """A copy on the disk of a remote folder of small files, where transformers can read them."""
+    with tempfile.TemporaryDirectory() as name:
+        for path in remote.rglob("*"):
+            if path.is_file():
+                target = Path(name, path.relative_to(remote).as_posix())
+                target.parent.mkdir(exist_ok=True, parents=True)
+                target.write_bytes(path.read_bytes())
+        yield Path(name)

@@ -1,0 +1,152 @@
+"""Checkpoints behind fsspec URLs: saved, resumed, converted and checked, without renames, syncs or locks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from upath import UPath
+
+from fsdp2kit.checkpoint.__main__ import main
+from fsdp2kit.checkpoint.convert import dcp_to_hf
+from fsdp2kit.checkpoint.loading import load_weights
+from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.places import to_place
+from fsdp2kit.errors import RunFailure, UserError
+from tests.checkpoint import jobs
+from tests.checkpoint.test_convert import exported
+from tests.checkpoint.test_manager import assert_same
+from tests.workers import WorkerPool
+
+
+@pytest.fixture
+def url() -> str:
+    store = fsspec.filesystem("memory")
+    if store.exists("/bucket"):
+        store.rm("/bucket", recursive=True)
+    return "memory://bucket/run"
+
+
+def saved(run_dir: Path, url: str, *steps: int, **section: Any) -> tuple[CheckpointManager, UPath]:
+    model, manager, path = jobs.tiny_llama(), jobs.manager_of(run_dir, dir=url, **section), run_dir
+    for step in steps:
+        path = manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+    manager.finish()
+    return manager, path  # type: ignore[return-value]
+
+
+def names(url: str) -> list[str]:
+    return sorted(path.name for path in UPath(url).iterdir())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) -> None:
+    _, path = saved(tmp_path, url, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async)
+    assert names(url) == ["step-000002", "step-000004"]
+    assert not (tmp_path / "checkpoints").exists()
+    resumed, model = jobs.manager_of(tmp_path, dir=url), jobs.tiny_llama(seed=1)
+    assert resumed.resolve("auto") == path == resumed.resolve(f"{url}/step-000004")
+    optimizer = jobs.adamw(model)
+    assert resumed.restore(path, model, optimizer) == jobs.progress_at(4)
+    reference = jobs.tiny_llama()
+    assert_same(jobs.full_state(model, optimizer), jobs.full_state(reference, jobs.adamw(reference)))
+
+
+def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, path = saved(tmp_path, url, 1)
+    assert main(["verify", f"{url}/step-000001"]) == 0
+    assert "whole: step 1" in capsys.readouterr().out
+    dcp_to_hf(path, tmp_path / "out", dtype="float32")
+    model = jobs.tiny_llama()
+    assert all((exported(tmp_path / "out")[name] == p.detach()).all() for name, p in model.named_parameters())
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    loaded = jobs.tiny_llama(seed=1)
+    load_weights(path, loaded)
+    assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[-1] ^= 1
+    (path / "__0_0.distcp").write_bytes(bytes(content))
+    assert main(["verify", f"{url}/step-000001"]) == 2
+    assert "__0_0.distcp: does not have the checksum" in capsys.readouterr().err
+
+
+def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
+    _, path = saved(tmp_path, url, 1, 2)
+    (path / "manifest.json").unlink()  # as a kill leaves it
+    resumed, model = jobs.manager_of(tmp_path, dir=url), jobs.tiny_llama()
+    assert str(resumed.resolve("auto")).endswith("step-000001")
+    resumed.finish()
+    assert names(url) == ["step-000001"]
+    (UPath(url) / "step-000003").mkdir()
+    (UPath(url) / "step-000003" / "mine.txt").write_text("mine")
+    with pytest.raises(RunFailure, match="step-000003: holds files that no save left there"):
+        resumed.save(model, jobs.adamw(model), jobs.progress_at(3))
+    assert (UPath(url) / "step-000003" / "mine.txt").read_text() == "mine"
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path: Path, url: str) -> None:
+    _, path = saved(tmp_path, url, 1, 2, keep=5)
+    manager, model = jobs.manager_of(tmp_path, dir=url, keep=5), jobs.tiny_llama()
+    manager.restore(path.parent / "step-000001", model, jobs.adamw(model))  # type: ignore[arg-type]
+    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert names(url) == ["step-000001", "step-000002", "superseded-step-000002"]
+    assert main(["verify", f"{url}/superseded-step-000002"]) == 0
+    assert main(["verify", f"{url}/step-000002"]) == 0
+
+
+@pytest.mark.parametrize(("text", "says"), [("nonsense://x/y", "nonsense"), ("s3://bucket/x", "s3")])
+def test_urls_that_cannot_be_used_are_refused(text: str, says: str) -> None:
+    if says == "s3":
+        pytest.importorskip("upath")
+        try:
+            import s3fs  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("s3fs is installed here")
+    with pytest.raises(UserError, match=says):
+        to_place(text)
+
+
+class Bucket(LocalFileSystem):
+    """An object store that several processes share: what is written to it lies in a folder."""
+
+    protocol = "bucket"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(auto_mkdir=True)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        path = str(path).removeprefix("bucket://")
+        return path if path.startswith("/") else f"{os.environ['FSDP2KIT_TEST_BUCKET']}/{path}".rstrip("/")
+
+
+def save_and_resume(bucket: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    model = jobs.sharded(jobs.tiny_llama())
+    optimizer = jobs.adamw(model)
+    jobs.train(model, optimizer, range(2))
+    with jobs.manager_of(bucket / "local", dir="bucket://run", async_save=True) as manager:
+        path = manager.save(model, optimizer, jobs.progress_at(2))
+    before = jobs.full_state(model, optimizer)
+    dist.barrier()
+    model = jobs.sharded(jobs.tiny_llama(seed=1))
+    optimizer = jobs.adamw(model)
+    manager = jobs.manager_of(bucket / "local", dir="bucket://run")
+    assert manager.resolve("auto") == path
+    manager.restore(path, model, optimizer)
+    return before, jobs.full_state(model, optimizer)
+
+
+def test_ranks_save_to_one_store(pool: WorkerPool, tmp_path: Path) -> None:
+    for before, after in pool.run(2, save_and_resume, tmp_path):
+        assert_same(before, after)
+    assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()

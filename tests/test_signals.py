@@ -1,0 +1,70 @@
+"""torchrun and signals, launched as the README says: a complete checkpoint of the step, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit.checkpoint.verify import verify
+from tests.checkpoint.test_chaos import TOML
+
+ROOT = Path(__file__).resolve().parents[1]
+HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "code"),
+    [
+        (signal.SIGTERM, "torchrun", 1),  # what schedulers send; torchrun passes it on, and itself exits 1
+        pytest.param(signal.SIGUSR1, "torchrun", 1, marks=pytest.mark.slow),  # Slurm's warning
+        pytest.param(signal.SIGUSR1, "ranks", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_leaves_a_complete_checkpoint(tmp_path: Path, number: signal.Signals, to: str, code: int) -> None:
+    toml, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    toml.write_text(TOML)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "checkpoint.async_save=true"]
+    command = [*torchrun, "--signals-to-handle", HANDLED, "-m", "fsdp2kit.run", str(toml), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w+") as log:
+        agent = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + 240
+        while steps_done(run_dir) < 3 and agent.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks = [pid for pid in children(agent.pid) if b"fsdp2kit.run" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        said = (tmp_path / "log").read_text()
+        assert len(ranks) == 2, said
+        for pid in ranks if to == "ranks" else [agent.pid]:
+            os.kill(pid, number)
+        assert agent.wait(120) == code, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    done = steps_done(run_dir)
+    assert f"asked to stop ({number.name}) after step {done}" in said
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{done:06d}"]
+    assert f"whole: step {done}," in verify(run_dir / "checkpoints" / f"step-{done:06d}")
+    assert "exitcode" not in said.replace("exitcode  : 0", ""), "every rank exited with 0"
+    assert not any(alive(pid) for pid in ranks)
