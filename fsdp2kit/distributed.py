@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp2kit.environment import is_main_process, rank_from_environment, world_size_from_environment
 from fsdp2kit.errors import RunFailure, UserError
 
 T = TypeVar("T")
@@ -39,12 +40,6 @@ class World:
         return self.rank == 0
 
 
-def world_size_from_environment() -> tuple[int, int]:
-    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE where it did not."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-
-
 def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
     """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
 
@@ -55,10 +50,10 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         deterministic: allow only kernels that give the same bits every time, in this whole process.
 
     Raises:
-        UserError: a machine has fewer CUDA devices than processes.
+        UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
     """
     size, local_size = world_size_from_environment()
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = rank_from_environment()
     on_cuda = torch.cuda.is_available()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
@@ -69,6 +64,9 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         timeout = timedelta(minutes=timeout_minutes)
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
+        elif size > 1:
+            todo = "start the run with torchrun, or take WORLD_SIZE out of the environment"
+            raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not on_cuda:
@@ -90,11 +88,25 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def agree(error: BaseException | None = None) -> None:
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for a thread's own collectives; None where there is one process. Collective.
+
+    Beside training's, on the default group, they would come in another order on every rank, and hang.
+    """
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Settle an error over all ranks: every rank calls this, and all return or all raise.
 
     A `UserError` on any rank is raised on every rank, that of the lowest rank winning. Any other error is raised
     as it is on the rank that had it, and as a `RunFailure` naming that rank on the others.
+
+    Args:
+        group: of all ranks, for work beside the training's own collectives. Default: the default group.
 
     Raises:
         UserError: a rank reported one.
@@ -106,7 +118,9 @@ def agree(error: BaseException | None = None) -> None:
         return
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, picklable)  # on gloo: the group has a CPU half wherever it has a CUDA one
+    dist.all_gather_object(
+        reports, picklable, group=group
+    )  # on gloo: the group has a CPU half wherever it has a CUDA one
     for report in reports:
         if isinstance(report, UserError):
             raise report from (error if report is not error else None)
@@ -123,7 +137,7 @@ def leave(problem: UserError) -> NoReturn:
     Interpreter shutdown takes longer than the 0.3 s that torchrun gives the other ranks once one has left, so
     nobody returns through it.
     """
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_main_process():
         print(f"error: {problem}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,14 +146,14 @@ def leave(problem: UserError) -> NoReturn:
 
 
 @contextlib.contextmanager
-def agreement() -> Iterator[None]:
+def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run rank-local work that may fail, then `agree`. No collective belongs inside the block."""
     try:
         yield
     except Exception as error:
-        agree(error)
+        agree(error, group=group)
     else:
-        agree()
+        agree(group=group)
 
 
 def one_per_machine_first(work: Callable[[], T]) -> T:
@@ -152,7 +166,7 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    is_first = rank_from_environment()[1] == 0
     result: list[T] = []
     for turn in (True, False):
         future = _run_while_ranks_meet(work if is_first is turn else None)
@@ -185,10 +199,10 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
-def gather_objects(value: object) -> list:
-    """``value`` of every rank, on every rank, in rank order."""
+def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:
+    """``value`` of every rank, on every rank, in rank order. `group`: as in `agree`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values

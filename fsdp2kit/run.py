@@ -20,6 +20,7 @@ from typing import Any
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.load import parse_override, read_toml
+from fsdp2kit.environment import world_size_from_environment
 from fsdp2kit.errors import UserError
 
 
@@ -148,8 +149,7 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     # Set before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        world_size = _size_from_environment("WORLD_SIZE", default=1)
-        local_world_size = _size_from_environment("LOCAL_WORLD_SIZE", default=world_size)
+        world_size, local_world_size = world_size_from_environment()
         recipe, config = load(toml, overrides)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         unchecked = recipe.check(config) if hasattr(recipe, "check") else ["model"]
@@ -163,13 +163,6 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     for what in unchecked:
         print(f"{what} unchecked: not on this machine")
     return 0
-
-
-def _size_from_environment(name: str, *, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError(f"environment variable {name}", f"{text!r} is not a number of processes", f"set e.g. {name}=8")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.convert import ensure_export
 from fsdp2kit.checkpoint.manager import build_checkpoint_manager
-from fsdp2kit.checkpoint.start import fill_weights, run_identity
+from fsdp2kit.checkpoint.start import describe_resume, fill_weights, run_identity
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import ChatDataConfig
@@ -38,6 +38,7 @@ from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.profiling import build_profiler
 from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
 from fsdp2kit.train.samples import build_sampler
+from fsdp2kit.train.saving import Saving
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import check_wandb
 
@@ -90,11 +91,17 @@ def main(config: Config) -> None:
     optimizer = build_optimizer(config.optimizer, model)
     identity = run_identity(config, hf_config, source=source, data=data.fingerprint)
     checkpoints = build_checkpoint_manager(
-        config.checkpoint, run_dir=run_dir, identity=identity, write_assets=write_assets, export_dtype=export_dtype
+        config.checkpoint,
+        run_dir=run_dir,
+        identity=identity,
+        write_assets=write_assets,
+        export_dtype=export_dtype,
+        environment=environment,
     )
-    progress = Progress()
+    progress, resumed = Progress(), []
     if resume := checkpoints.resolve(config.run.resume):
         progress = checkpoints.restore(resume, model, optimizer)
+        resumed = [describe_resume(resume, config, environment=environment)]
     else:
         fill_weights(config.model, model, source=source, seed=config.run.seed)
     loader = data.loader
@@ -111,9 +118,7 @@ def main(config: Config) -> None:
 
     def save(progress: Progress) -> None:
         progress = replace(progress, wandb_id=metrics.wandb_id, data=batches.state(progress.step))
-        checkpoint = checkpoints.save(model, optimizer, progress)
-        if is_exported(progress):
-            export(checkpoint)
+        checkpoints.save(model, optimizer, progress, export=export if is_exported(progress) else None)
 
     profiler = build_profiler(
         config.profile,
@@ -132,8 +137,8 @@ def main(config: Config) -> None:
             resume_step=progress.step,
             wandb_id=progress.wandb_id,
         )
-    with claim, metrics, profiler:
-        for line in (str(sizes), str(path), str(ledger), *data.describe()):
+    with claim, metrics, profiler, checkpoints:
+        for line in (str(sizes), str(path), str(ledger), *data.describe(), *resumed):
             metrics.message(line)
         sampler = build_sampler(
             config.eval,
@@ -148,6 +153,7 @@ def main(config: Config) -> None:
             log=metrics.log,
             message=metrics.message,
             save=save,
+            saving=Saving(checkpoints.wait_until_staged, checkpoints.has_failed, checkpoints.finish_save),
             evaluate=partial(evaluate, model, data.held_out, to_device, plan=plan) if data.held_out else None,
             sample=sampler,
             profile=profiler.step,

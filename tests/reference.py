@@ -80,17 +80,9 @@ def make_rows(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocabulary: 
     return reference.make_rows(seed, rows=rows, length=length, vocabulary=vocabulary)
 
 
-def plain_batches(steps: int = STEPS, *, rows: int = ROWS, length: int = LENGTH) -> list[Rows]:
+def plain_batches(steps: int = STEPS) -> list[Rows]:
     """One global batch a step, of rows that are one document each."""
-    generator = torch.Generator().manual_seed(11)
-    found = []
-    for _ in range(steps):
-        ids = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
-        labels = ids[:, 1:].clone()
-        labels[:, : length // 4] = reference.IGNORED
-        labels[0, length // 2 :] = reference.IGNORED
-        found.append(Rows(ids[:, :-1].contiguous(), labels, torch.arange(length).expand(rows, -1).contiguous()))
-    return found
+    return reference.make_batches(steps, rows=ROWS, length=LENGTH, vocabulary=VOCABULARY, pack=False)
 
 
 def make_batches(steps: int = STEPS, *, seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> list[Rows]:

@@ -205,6 +205,30 @@ def test_a_world_that_cannot_be_is_refused_by_the_check(
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: 'x' is not a number of processes"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: '0' is not a number of processes"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 without a MASTER_ADDR"),
+        ({"RANK": "one"}, "RANK: 'one' is not one of the 1 ranks"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost"}, "RANK: '2' is not one of the 2 ranks"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: '-1' is not one of the 1 ranks"),
+    ],
+    ids=str,
+)
+def test_a_world_that_cannot_be_is_refused_by_the_run(
+    values: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = attempt([str(ROOT / "toml" / "demo_cp2.toml")], str(tmp_path))
+    assert code == 2
+    assert err.startswith(f"error: environment variable {says}")
+    assert err.count("\n") == 1
+
+
 GPT2 = (
     'model={config={model_type="gpt2", n_layer=1, n_head=2, n_embd=8, n_positions=32, vocab_size=1024, '
     f'resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0}}, weights="random", tokenizer="{DEMO}/tokenizer"}}'

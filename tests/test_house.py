@@ -17,6 +17,7 @@ PACKAGE = ROOT / "fsdp2kit"
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
     "errors": 0,
+    "environment": 0,
     "distributed": 0,
     "torch_compat": 0,
     "progress": 0,
@@ -33,7 +34,7 @@ RANKS = {
     "recipes": 7,
     "tools": 7,
 }
-TOP_FILES = {"errors", "distributed", "torch_compat", "progress"}
+TOP_FILES = {"errors", "environment", "distributed", "torch_compat", "progress"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
 from tests.reference import tiny_model
@@ -91,6 +93,12 @@ def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
     recipe.main(config)
 
 
+def _said(toml: str, overrides: Sequence[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _run_recipe(toml, overrides)
+    return " ".join(said.getvalue().split())
+
+
 def _refusal(toml: str, overrides: Sequence[str]) -> str:
     """What the recipe says when it refuses."""
     try:
@@ -161,6 +169,50 @@ def test_resumed_on_another_mesh_the_numbers_agree(
     assert [line["tokens_total"] for line in found] == [line["tokens_total"] for line in expected]
 
 
+def test_asynchronous_saves_change_no_number(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+    extra = ("checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.export_hf=every")
+    directory = run(tmp_path / "run", 2, *extra, *DP2)
+    assert _numbers(directory) == _numbers(straight["dp2"])
+    for step in (5, 10):
+        for number in (0, 1):
+            ours, theirs = (_checkpoint(one, step) / f"__{number}_0.distcp" for one in (directory, straight["dp2"]))
+            assert ours.read_bytes() == theirs.read_bytes()
+    ours, theirs = (load_file(one / "hf" / "model.safetensors") for one in (directory, straight["dp2"]))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    resumed = run(_interrupted(directory, tmp_path / "resumed"), 2, *extra, *DP2)
+    assert _numbers(resumed) == _numbers(straight["dp2"])
+
+
+def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
+    """What a run says whose second checkpoint finds the disk full, on rank 0 alone."""
+    from fsdp2kit.checkpoint import writer
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = writer.write_manifest
+        patch.setattr(writer, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
+        try:
+            _run_recipe(toml, overrides)
+        except RunFailure as failure:
+            return str(failure)
+    return "it went on"
+
+
+@pytest.mark.parametrize("is_async", ["true", "false"])
+def test_a_failed_save_stops_the_run_with_its_cause(
+    is_async: str, pool: WorkerPool, toml: Path, straight: dict[str, Path], run: Run, tmp_path: Path
+) -> None:
+    extra = (f"run.dir='{tmp_path / 'run'}'", f"checkpoint.async_save={is_async}", "checkpoint.every=2", *DP2)
+    for message in pool.run(2, _run_with_full_disk, str(toml), extra):
+        assert "step-000004: the checkpoint was not saved" in message
+        assert "No space left on device" in message
+    assert 4 <= len(_metrics(tmp_path / "run")) < 10
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert _numbers(run(tmp_path / "run", 2, *extra[1:])) == _numbers(straight["dp2"])
+
+
 def test_meshes_agree_from_the_start(straight: dict[str, Path]) -> None:
     one, other = _metrics(straight["dp2"]), _metrics(straight["cp2"])
     for key in ("loss", "grad_norm"):
@@ -168,9 +220,22 @@ def test_meshes_agree_from_the_start(straight: dict[str, Path]) -> None:
     assert [line["tokens"] for line in one] == [line["tokens"] for line in other]
 
 
-def test_a_run_may_be_resumed_with_other_steps_and_rate(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_with_other_settings_and_says_so(
+    pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
+) -> None:
     changes = ("train.steps=7", "optimizer.lr=5e-4", "lr_schedule.name=constant", "train.log_every=1")
-    resumed = run(_interrupted(straight["dp2"], tmp_path / "resumed"), 1, *changes)
+    resumed = _interrupted(straight["dp2"], tmp_path / "resumed")
+    [said] = pool.run(1, _said, str(toml), [f"run.dir='{resumed}'", *changes, "train.micro_batch_size=4"])
+    assert "resumed from step 5; changed since:" in said
+    for change in (
+        "train.steps 10 → 7",
+        "optimizer.lr 0.001 → 0.0005",
+        "lr_schedule.name cosine → constant",
+        "train.micro_batch_size 1 → 4",
+        "mesh.dp_shard 2 → 1",
+        "world_size 2 → 1",
+    ):
+        assert change in said
     lines = _metrics(resumed)
     assert [line["step"] for line in lines] == list(range(1, 8))
     assert [line["lr"] for line in lines[5:]] == [5e-4, 5e-4]

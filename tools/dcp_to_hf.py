@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from fsdp2kit.checkpoint.compare import compare_logits
 from fsdp2kit.checkpoint.convert import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.errors import UserError
 
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, metavar="HF_DIR", help="config and tokenizer from here; default: the checkpoint's own"
     )
+    parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
     try:
         dcp_to_hf(
@@ -34,10 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
             max_shard_bytes=int(options.max_shard_gb * 1e9),
             config_dir=options.config,
         )
+        print(f"{options.out}: written")
+        if options.verify:
+            print(compare_logits(options.checkpoint, options.out))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: written")
     return 0
 
 

@@ -71,6 +71,11 @@ def initialise_state(optimizer: Optimizer) -> None:
             optimizer.state[parameter]["step"].zero_()
 
 
+def copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the persistent buffers, by name."""
+    return {name: buffer.detach().clone() for name, buffer in _persistent_buffers(model).items()}
+
+
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the model's state, by name."""
     saved = model.state_dict().keys()

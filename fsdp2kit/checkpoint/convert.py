@@ -7,22 +7,25 @@ to the destination; `publish`, on one rank once all have written, adds the asset
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdp2kit.checkpoint.assets import copy_assets, describe_weights
 from fsdp2kit.checkpoint.conversion import conversion_groups, model_on_meta, to_file_names
 from fsdp2kit.checkpoint.export_record import check_replaceable, is_export_of, write_record
-from fsdp2kit.checkpoint.files import sync, sync_tree, write_json
+from fsdp2kit.checkpoint.files import in_use, sync, sync_tree, write_json
 from fsdp2kit.checkpoint.loading import MODEL_PREFIX, check_shape, find_weights
-from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_sizes, read_manifest
+from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
@@ -31,8 +34,6 @@ from fsdp2kit.model.build import tied_names
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-CHAT_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ExportPlan:
     dtype: str
     files: dict[str, list[Group]]
     """File name → what goes into it."""
-    step: int | None
-    """The checkpoint's step; None for one that is not ours."""
+    manifest: Manifest | None
+    """The checkpoint's; None for one that is not ours."""
     architecture: str | None
     """The model's class; None for one that transformers does not know itself."""
 
@@ -75,31 +76,44 @@ def dcp_to_hf(
     config_dir: Path | None = None,
     rank: int = 0,
     world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory; no rank holds more than about a file and a tensor in memory.
 
-    With `world_size` > 1 this is a collective of the default process group, and every rank writes its share of files.
+    With `world_size` > 1 this is a collective of `group`, and every rank writes its share of files.
 
     Args:
         dtype: of floating-point tensors. Default: the manifest's export dtype, else float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
+        group: of all ranks. Default: the default group.
+        check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
-    settle = agreement if world_size > 1 else contextlib.nullcontext
-    with settle():
-        plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
-    with settle():
-        write_shards(plan, rank=rank, world_size=world_size)
-    with settle():
-        if rank == 0:
-            publish(plan)
+    settle = partial(agreement, group) if world_size > 1 else contextlib.nullcontext
+    with in_use(checkpoint / MANIFEST):
+        with settle():
+            plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
+        with settle():
+            write_shards(plan, rank=rank, world_size=world_size, check=check)
+        with settle():
+            if rank == 0:
+                publish(plan)
 
 
-def ensure_export(checkpoint: Path, out: Path, *, dtype: str, rank: int = 0, world_size: int = 1) -> bool:
+def ensure_export(
+    checkpoint: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    out: Path,
+    dtype: str,
+    rank: int = 0,
+    world_size: int = 1,
+) -> bool:
     """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
 
     A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
@@ -107,9 +121,10 @@ def ensure_export(checkpoint: Path, out: Path, *, dtype: str, rank: int = 0, wor
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = not is_export_of(checkpoint, out, dtype=dtype) if rank == 0 else None
     if world_size > 1:
-        stale = gather_objects(stale)[0]
+        stale = gather_objects(stale, group=group)[0]
     if stale:
-        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size)
+        # A run has just written this checkpoint, or checked it before it resumed from it.
+        dcp_to_hf(checkpoint, out, dtype=dtype, rank=rank, world_size=world_size, group=group, check=False)
     return bool(stale)
 
 
@@ -146,17 +161,33 @@ def plan_export(
         config_dir,
         dtype,
         files=_pack(_groups(checkpoint, model, DTYPES[dtype]), max_shard_bytes),
-        step=manifest.step if manifest else None,
+        manifest=manifest,
         architecture=type(model).__name__ if model else None,
     )
 
 
-def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1) -> None:
-    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``."""
+def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
+    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``.
+
+    Raises:
+        UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
+    """
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        checked = None
+        if check and plan.manifest:
+            checked = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
+        try:
+            _write_files(plan, list(plan.files)[rank::world_size])
+        finally:  # a damaged file may well be why it cannot be read, and then is what should be said
+            if checked:
+                checked.result()
+
+
+def _write_files(plan: ExportPlan, files: list[str]) -> None:
     plan.staging.mkdir(parents=True, exist_ok=True)
     reader, model = SafeReader(plan.checkpoint), model_on_meta(plan.config_dir)
     stored = reader.stored_tensors()
-    for file in list(plan.files)[rank::world_size]:
+    for file in files:
         exported: dict[str, Tensor] = {}
         for group in plan.files[file]:
             tensors = {
@@ -183,7 +214,8 @@ def publish(plan: ExportPlan) -> None:
     for leftover in plan.staging.iterdir():  # of an export that was cut short
         if leftover.name not in plan.files:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    _copy_assets(plan)
+    copy_assets(plan.config_dir, plan.staging)
+    describe_weights(plan.staging / "config.json", dtype=plan.dtype, architecture=plan.architecture)
     for file in plan.files:  # safetensors leaves them readable by their owner alone
         shutil.copymode(plan.staging / "config.json", plan.staging / file)
     if len(plan.files) > 1:
@@ -191,7 +223,13 @@ def publish(plan: ExportPlan) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(plan.staging / INDEX, index)
     written = [path.relative_to(plan.staging).as_posix() for path in plan.staging.rglob("*") if path.is_file()]
-    write_record(plan.staging, checkpoint=plan.checkpoint, step=plan.step, dtype=plan.dtype, files=written)
+    write_record(
+        plan.staging,
+        checkpoint=plan.checkpoint,
+        step=plan.manifest.step if plan.manifest else None,
+        dtype=plan.dtype,
+        files=written,
+    )
     sync_tree(plan.staging)
 
     check_replaceable(plan.out)
@@ -247,27 +285,6 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
 def _cast(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
     """The exported dtype of a tensor: `to` for floating point, its own for anything else."""
     return to if dtype.is_floating_point else dtype
-
-
-def _copy_assets(plan: ExportPlan) -> None:
-    """Copy config, tokenizer, chat templates, … (but no weights), and set the config's dtype."""
-    for source in [*plan.config_dir.iterdir(), *plan.config_dir.glob(f"{CHAT_TEMPLATES}/*")]:
-        is_asset = source.suffix in ASSET_SUFFIXES and not source.name.endswith(".index.json")
-        if source.is_file() and is_asset and not source.name.startswith("."):
-            target = plan.staging / source.relative_to(plan.config_dir)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, target)
-    path = plan.staging / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # what transformers 4 called it
-    config["dtype"] = plan.dtype
-    if plan.architecture is not None:  # a config that never was a model's lacks it
-        config.setdefault("architectures", [plan.architecture])
-    for part in config.values():  # a model of several parts has configs within its config
-        if isinstance(part, dict) and "model_type" in part:
-            part.pop("torch_dtype", None)
-            part["dtype"] = plan.dtype
-    write_json(path, config)
 
 
 def _check_written(path: Path, names: set[str]) -> None:

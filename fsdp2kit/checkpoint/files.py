@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +46,30 @@ def sha256(path: Path) -> str:
         while piece := stream.read(CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """While this lasts, `deletable` says no, to whatever process asks; on a file system without locks, no promise.
+
+    The lock is of the open file (flock), so that it is the kernel's to let go of, and several may hold it at once.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stream = stack.enter_context(path.open("rb"))
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def deletable(path: Path) -> Iterator[bool]:
+    """Whether nobody has `path` `in_use`; while this lasts, nobody begins to."""
+    with path.open("r+b") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # no locks on this file system
+            pass
+        yield True

@@ -2,8 +2,9 @@
 
 A checkpoint is written to ``.tmp-step-000200``, completed by its manifest and renamed to ``step-000200``. One that is
 written a second time first moves to ``.old-step-000200``, from where `recover` brings it back after a crash. One that
-is not kept is renamed to ``.tmp-…`` before it is deleted. So whatever a crash leaves half done has a name with a dot,
-and a step directory without a manifest is none of our doing: it is set aside, never deleted.
+is not kept is renamed to ``.trash-…``, and `sweep` deletes that when nobody waits for it. So whatever a crash leaves
+half done has a name with a dot, and a step directory without a manifest is none of our doing: it is set aside, never
+deleted.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import re
 import shutil
 from pathlib import Path
 
-from fsdp2kit.checkpoint.files import sync
+from fsdp2kit.checkpoint.files import deletable, sync
 from fsdp2kit.checkpoint.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"step-(\d{6,})")
-OLD, TEMPORARY, SUPERSEDED = ".old-", ".tmp-", "superseded-"
+OLD, TEMPORARY, TRASH, SUPERSEDED = ".old-", ".tmp-", ".trash-", "superseded-"
 INCOMPLETE = ".incomplete"
 
 
@@ -55,19 +56,28 @@ class CheckpointLayout:
         for old in self.root.glob(f"{OLD}step-*"):
             path = self.root / old.name.removeprefix(OLD)
             if (path / MANIFEST).is_file():
-                shutil.rmtree(old)
+                self._throw_away(old)
             else:
                 self._set_incomplete_aside()
                 old.rename(path)
                 logger.warning("%s: brought back, since its replacement was not completed", path)
 
-    def clear_leftovers(self) -> None:
-        """Delete what earlier saves left unfinished, and set aside step directories without a manifest."""
+    def begin(self, step: int) -> Path:
+        """An empty directory to write the checkpoint of a step to; what earlier saves left unfinished is cleared."""
         self.recover()
         for path in self.root.glob(f"{TEMPORARY}step-*"):
             logger.warning("%s: removed, since it was never completed", path)
-            shutil.rmtree(path)
+            self._throw_away(path)
         self._set_incomplete_aside()
+        if not self.root.is_dir():
+            logger.warning("%s: was deleted during the run, with all checkpoints in it, and is made again", self.root)
+        directory = self.temporary(step)
+        directory.mkdir(parents=True)
+        return directory
+
+    def abandon(self, step: int) -> None:
+        """Free what a failed save took of the disk; what cannot be deleted now, the next save clears."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def _set_incomplete_aside(self) -> None:
         """Rename step directories without a manifest, so that no step's name is taken, and touch them no more."""
@@ -106,20 +116,39 @@ class CheckpointLayout:
         self.temporary(step).rename(path)
         sync(self.root)
         if old.exists():
-            shutil.rmtree(old)
+            self._throw_away(old)
         return path
 
-    def retain(self, keep: int, *, best: int | None = None) -> None:
-        """Delete all complete checkpoints but the newest `keep` and the one of the step `best`.
+    def retain(self, keep: int, *, every: int = 0, best: int | None = None) -> None:
+        """Throw away all complete checkpoints but those that are kept. One that cannot be is reported, no more.
 
-        One that cannot be deleted is reported, no more.
+        Args:
+            keep: so many of the newest stay.
+            every: those whose step is a multiple of this stay; 0: none for that reason.
+            best: that of this step stays.
         """
         for step, path in self.complete()[:-keep]:
-            if step == best:
+            if step == best or (every and step % every == 0):
                 continue
-            doomed = path.with_name(f"{TEMPORARY}{path.name}")
             try:
-                path.rename(doomed)  # whatever interrupts the deletion, the next save goes on with it
-                shutil.rmtree(doomed)
+                with deletable(path / MANIFEST) as is_free:
+                    if is_free:
+                        self._throw_away(path)
+                    else:
+                        logger.warning("%s: kept for now, since another process is reading it", path)
             except OSError as error:
                 logger.warning("%s: an old checkpoint was not deleted: %s", path, error)
+
+    def sweep(self) -> None:
+        """Delete what was thrown away. It may take long, and may be cut short: the next sweep goes on with it."""
+        for path in self.root.glob(f"{TRASH}*"):
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("%s: an old checkpoint was not deleted: %s", path, error)
+
+    def _throw_away(self, path: Path) -> None:
+        name, number = path.name.removeprefix(OLD).removeprefix(TEMPORARY), 1
+        while (target := self.root / f"{TRASH}{number}-{name}").exists():
+            number += 1
+        path.rename(target)

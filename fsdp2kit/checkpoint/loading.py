@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2kit.checkpoint.contents import model_tensors
+from fsdp2kit.checkpoint.files import in_use
 from fsdp2kit.checkpoint.manifest import MANIFEST, check_contents, read_manifest
 from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.distributed import agreement, gather_objects
@@ -65,16 +66,17 @@ def load_weights(path: Path, model: nn.Module) -> None:
             error names the file or the tensor.
         RunFailure: a file cannot be read.
     """
-    if any(gather_objects((path / MANIFEST).is_file())):
-        check_together(path)
-    tensors = model_tensors(model)
-    with agreement():
-        reader = SafeReader(path)
-        stored = reader.stored_tensors()
-        keys = find_weights(path, set(stored), names=tensors, tied=tied_names(model))
-        for name, tensor in tensors.items():
-            check_shape(path, keys[name], stored[keys[name]], tuple(tensor.shape))
-    load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
+    with in_use(path / MANIFEST):
+        if any(gather_objects((path / MANIFEST).is_file())):
+            check_together(path)
+        tensors = model_tensors(model)
+        with agreement():
+            reader = SafeReader(path)
+            stored = reader.stored_tensors()
+            keys = find_weights(path, set(stored), names=tensors, tied=tied_names(model))
+            for name, tensor in tensors.items():
+                check_shape(path, keys[name], stored[keys[name]], tuple(tensor.shape))
+        load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
 
 
 def find_weights(

@@ -1,43 +1,35 @@
 """Saving, finding and restoring a run's checkpoints; every public method is a collective over all ranks.
 
-A save has three parts, kept apart: `stage` (which tensors), `write` (into a temporary directory, all ranks), and
-`publish` (assets, manifest, rename, retention; rank 0). A crash at any point leaves the complete checkpoints as they
-were, and never a new one that looks complete and is not.
+A save has three parts, kept apart: `stage` (which tensors), and in the writer, here or in a thread, `write` (into a
+temporary directory, all ranks) and `publish` (assets, manifest, rename, retention; rank 0). A crash at any point
+leaves the complete checkpoints as they were, and never a new one that looks complete and is not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.background import BackgroundSave
+from fsdp2kit.checkpoint.contents import copied_buffers, model_tensors, optimizer_tensors
 from fsdp2kit.checkpoint.export_record import check_replaceable
-from fsdp2kit.checkpoint.files import sync_tree
+from fsdp2kit.checkpoint.files import in_use
 from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.loading import check_together, load_all
-from fsdp2kit.checkpoint.manifest import (
-    Manifest,
-    check_sizes,
-    read_manifest,
-    record_files,
-    write_manifest,
-)
-from fsdp2kit.checkpoint.safe_reader import first_failure
+from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fsdp2kit.checkpoint.writer import CheckpointWriter, Contents, Export, Retention
 from fsdp2kit.config.schema import CheckpointConfig
-from fsdp2kit.distributed import agreement, gather_objects
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.distributed import agreement, background_group, gather_objects
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
 
@@ -51,6 +43,7 @@ def build_checkpoint_manager(
     identity: dict[str, str],
     write_assets: Callable[[Path], None],
     export_dtype: str | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> CheckpointManager:
     """The manager of ``run_dir/checkpoints``. Collective.
 
@@ -59,6 +52,7 @@ def build_checkpoint_manager(
         write_assets: writes config, tokenizer, chat template and generation config of an export into a directory.
             Called on rank 0 alone, so it must not contain a collective.
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
+        environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
 
     Raises:
         UserError: a rank cannot write there, or ``run_dir/hf`` holds what the run's export must not replace.
@@ -68,98 +62,98 @@ def build_checkpoint_manager(
         _check_writable(root)
         if section.export_hf != "never":
             check_replaceable(run_dir / "hf")
-    return CheckpointManager(
-        layout=CheckpointLayout(root),
-        keep=section.keep,
+    group = background_group() if section.async_save else None
+    writer = CheckpointWriter(
+        CheckpointLayout(root),
+        retention=Retention(keep=section.keep, every=section.keep_every),
         identity=identity,
         write_assets=write_assets,
         export_dtype=section.export_dtype or export_dtype,
+        environment=environment or {},
+        group=group,
     )
+    return CheckpointManager(writer, BackgroundSave(writer.save, group=group) if section.async_save else None)
 
 
 class CheckpointManager:
-    """Saves, resolves and restores; see `build_checkpoint_manager`."""
+    """Saves, resolves and restores; see `build_checkpoint_manager`. As a context manager it ends with `finish`.
 
-    def __init__(
-        self,
-        *,
-        layout: CheckpointLayout,
-        keep: int,
-        identity: dict[str, str],
-        write_assets: Callable[[Path], None],
-        export_dtype: str | None,
-    ) -> None:
-        self._layout = layout
-        self._keep = keep
-        self._identity = identity
-        self._write_assets = write_assets
-        self._export_dtype = export_dtype
-        # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
-        self._reached = 0
+    Args:
+        background: None: `save` returns when the checkpoint is published.
+    """
 
-    def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Path:
-        """Write and publish the checkpoint of ``progress.step``, and delete all but the newest `keep`. Collective.
+    def __init__(self, writer: CheckpointWriter, background: BackgroundSave | None) -> None:
+        self._writer = writer
+        self._layout = writer.layout
+        self._background = background
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish()
+        except Exception as failure:
+            if kind is None:
+                raise
+            logger.warning("%s", failure)  # what ended the run is the one to be raised
+
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, progress: Progress, *, export: Export | None = None
+    ) -> Path:
+        """Write and publish the checkpoint of ``progress.step``, and throw away those that are not kept. Collective.
+
+        With ``checkpoint.async_save`` it returns before that: the next `save`, or `finish`, waits for it, and
+        `wait_until_staged` must be called before parameters or optimizer state change.
+
+        Args:
+            export: called with the published checkpoint and the process group that its collectives must use.
 
         Raises:
-            RunFailure: it could not be written; on every rank, with the cause. Complete checkpoints are untouched.
+            RunFailure: this one, or an asynchronous one before it, could not be written; on every rank, with the
+                cause. Complete checkpoints are untouched.
         """
-        with self._all_or_nothing(progress.step):
-            tensors = self.stage(model, optimizer)
-            self.write(tensors, progress.step)
-            return self.publish(progress, tied=tied_names(model))
+        self.finish_save()
+        tensors = self.stage(model, optimizer)
+        contents = Contents(tensors=tensors, progress=progress, tied=tied_names(model), export=export)
+        if self._background is None:
+            return self._writer.save(contents)
+        # A forward pass may change buffers, and the next one begins before the copy of the others is made.
+        tensors["model"].update(copied_buffers(model))
+        self._background.start(contents)
+        return self._layout.path(progress.step)
 
     def stage(self, model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         """The tensors to save, nested as DCP flattens them to ``model.…`` and ``optimizer.…``. Collective.
 
-        They share the live storage, so they must be written before the next optimizer step.
+        They share the live storage, so they must be copied or written before the next optimizer step.
         """
         with agreement():
             tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         return tensors
 
-    def write(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
-        """Write tensors, synced, to the step's temporary directory; every rank its own file. Collective."""
-        directory = self._layout.temporary(step)
-        with agreement():
-            if _rank() == 0:
-                self._layout.clear_leftovers()
-                directory.mkdir(parents=True)
-        with warnings.catch_warnings():
-            # dcp.save says so each time it works in one process, which a world of one asks for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory), no_dist=not dist.is_initialized())
+    def wait_until_staged(self) -> None:
+        """Return when parameters and optimizer state may change: to be called before each optimizer step."""
+        if self._background is not None:
+            self._background.wait_until_staged()
 
-    def publish(self, progress: Progress, *, tied: dict[str, str]) -> Path:
-        """Complete the temporary directory with assets and manifest, and move it into place. Collective."""
-        step = progress.step
-        directory, path = self._layout.temporary(step), self._layout.path(step)
-        with agreement():
-            own = record_files(directory, directory.glob(f"__{_rank()}_*.distcp"))
-        records = {name: record for of_rank in gather_objects(own) for name, record in of_rank.items()}
-        with agreement():
-            if _rank() == 0:
-                config = self._layout.root.parent / "config.toml"
-                if config.is_file():
-                    shutil.copyfile(config, directory / config.name)
-                (directory / "hf").mkdir()
-                self._write_assets(directory / "hf")
-                others = [file for file in directory.rglob("*") if file.is_file() and file.suffix != ".distcp"]
-                manifest = Manifest(
-                    step=step,
-                    progress=asdict(progress),
-                    identity=self._identity,
-                    tied=tied,
-                    export_dtype=self._export_dtype,
-                    files={**records, **record_files(directory, others)},
-                )
-                _check_shared(directory, manifest)
-                sync_tree(directory)
-                write_manifest(directory, manifest)
-                self._layout.set_aside(after=self._reached)
-                self._layout.publish(step)
-                self._layout.retain(self._keep, best=progress.best_step)
-        self._reached = step
-        return path
+    def has_failed(self) -> bool:
+        """Whether an asynchronous save has failed, as far as this rank knows; `finish_save` then raises."""
+        return self._background is not None and self._background.has_failed()
+
+    def finish_save(self) -> None:
+        """Wait for an asynchronous save, if one is under way. Collective.
+
+        Raises:
+            RunFailure: it failed; on every rank, with the cause.
+        """
+        if self._background is not None:
+            self._background.finish()
+
+    def finish(self) -> None:
+        """Wait for all that is under way: a save, and the deletion of old checkpoints. Raises as `finish_save`."""
+        self.finish_save()
+        self._writer.finish_sweeping()
 
     def resolve(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` means, every byte of it checked; the same on all ranks. Collective.
@@ -186,14 +180,15 @@ class CheckpointManager:
             UserError: the checkpoint is unusable, of another run, or of another model; the error names the difference.
             RunFailure: a file cannot be read.
         """
-        with agreement():
-            manifest = read_manifest(path)
-            check_same_run(path, saved=manifest.identity, current=self._identity)
-            progress = _read_progress(path, manifest)
-        staged = self.stage(model, optimizer)
-        load_all(path, {f"{part}.{name}": tensor for part, named in staged.items() for name, tensor in named.items()})
+        with in_use(path / MANIFEST):
+            with agreement():
+                manifest = read_manifest(path)
+                check_same_run(path, saved=manifest.identity, current=self._writer.identity)
+                progress = _read_progress(path, manifest)
+            parts = self.stage(model, optimizer).items()
+            load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
         if path.resolve().parent == self._layout.root.resolve():
-            self._reached = manifest.step
+            self._writer.reached = manifest.step
         return progress
 
     def _newest_usable(self) -> Path | None:
@@ -201,6 +196,7 @@ class CheckpointManager:
         with agreement():
             if _rank() == 0:
                 self._layout.recover()
+                self._writer.start_sweeping()  # a run that was killed may not have come to it
                 found = [path for _, path in reversed(self._layout.published())]
         damage: UserError | None = None
         for path in gather_objects(found)[0]:
@@ -215,18 +211,6 @@ class CheckpointManager:
             todo = "restore that file, or remove its directory, or start over in another run.dir"
             raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
         return None
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self, step: int) -> Iterator[None]:
-        """Turn a failure to save into a `RunFailure` on every rank, and free what the attempt took of the disk."""
-        try:
-            yield
-        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
-            # Every way to fail is agreed on, so no rank is still writing.
-            if _rank() == 0:
-                shutil.rmtree(self._layout.temporary(step), ignore_errors=True)
-            message = f"{self._layout.path(step)}: the checkpoint was not saved: {first_failure(error)}"
-            raise RunFailure(message) from error
 
 
 def check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
@@ -251,15 +235,6 @@ def _read_progress(path: Path, manifest: Manifest) -> Progress:
         what = f"records another kind of progress: {', '.join(differing)} is not in both"
         raise UserError(str(path), what, "use the fsdp2kit that it was written by")
     return Progress(**manifest.progress)
-
-
-def _check_shared(directory: Path, manifest: Manifest) -> None:
-    """Check that rank 0 sees what every rank wrote, before it says so in a manifest."""
-    try:
-        check_sizes(directory, manifest)
-    except UserError as error:
-        reason = "run.dir must be on a filesystem that all nodes share"
-        raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
 
 
 def _check_writable(root: Path) -> None:

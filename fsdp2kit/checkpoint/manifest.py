@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Manifest:
     """Default dtype of a Hugging Face export."""
     files: dict[str, FileRecord]
     """Every other file of the checkpoint, by its path relative to the checkpoint."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Versions, mesh, devices, … of the run that wrote it."""
     format: int = FORMAT
 
 
@@ -83,7 +85,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}",
                 "use the fsdp2kit that it was written by",
             )
-        known = {field.name: raw[field.name] for field in fields(Manifest)}
+        known = {one.name: raw[one.name] for one in fields(Manifest) if one.name in raw or one.name != "environment"}
         known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
         return Manifest(**known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

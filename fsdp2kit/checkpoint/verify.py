@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
+from fsdp2kit.checkpoint.files import in_use
+from fsdp2kit.checkpoint.manifest import MANIFEST, check_contents, read_manifest
 
 
 def verify(checkpoint: Path) -> str:
@@ -13,7 +14,8 @@ def verify(checkpoint: Path) -> str:
     Raises:
         UserError: the checkpoint is incomplete or damaged; the error names the file.
     """
-    manifest = read_manifest(checkpoint)
-    check_contents(checkpoint, manifest)
+    with in_use(checkpoint / MANIFEST):
+        manifest = read_manifest(checkpoint)
+        check_contents(checkpoint, manifest)
     size = sum(record.size for record in manifest.files.values())
     return f"{checkpoint}: whole: step {manifest.step}, {len(manifest.files)} files, {size / 2**30:.2f} GiB"

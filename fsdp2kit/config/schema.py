@@ -176,6 +176,11 @@ class CheckpointConfig(Section):
     """Write a checkpoint every n steps; 0 writes one at the end only."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints whose step is a multiple of this stay for good; 0: none do for that reason."""
+    async_save: bool = False
+    """Save beside training: a copy is made in host memory (as large as a rank's shards) during the next forward and
+    backward pass, and written in the background. A save that fails stops the run at its next step."""
     export_hf: Literal["final", "every", "never"] = "final"
     """Write a Hugging Face directory to `hf/` at the end, with every checkpoint, or never."""
     export_dtype: DType | None = None

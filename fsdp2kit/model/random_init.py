@@ -45,7 +45,7 @@ def draw(model: PreTrainedModel, *, seed: int) -> Iterator[tuple[str, Tensor]]:
     Raises:
         UserError: the architecture's initialisation leaves a parameter out.
     """
-    skeleton = _skeleton(model, {})
+    skeleton = build_skeleton(model)
     calls = list(_calls(skeleton, "", skeleton, set()))
     slots = _slots(skeleton)
     wanted = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
@@ -59,12 +59,13 @@ def draw(model: PreTrainedModel, *, seed: int) -> Iterator[tuple[str, Tensor]]:
                 yield name, values[name]
 
 
-def _skeleton(module: nn.Module, made: dict[nn.Module, nn.Module]) -> Any:
+def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
     """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
 
     Non-persistent buffers, which hold computed values, are copied. A tensor under two names becomes two tensors, as
     it is in transformers before ties are made; a module in two places stays one.
     """
+    made = {} if made is None else made
     if module in made:
         return made[module]
     twin: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
@@ -78,7 +79,7 @@ def _skeleton(module: nn.Module, made: dict[nn.Module, nn.Module]) -> Any:
         name: b if b is None else (b.clone() if name in module._non_persistent_buffers_set else _meta(b))
         for name, b in module._buffers.items()
     }
-    twin._modules = {name: child and _skeleton(child, made) for name, child in module._modules.items()}
+    twin._modules = {name: child and build_skeleton(child, made) for name, child in module._modules.items()}
     return twin
 
 

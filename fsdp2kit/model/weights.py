@@ -8,10 +8,12 @@ conversion mapping is applied, one target tensor at a time.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.folder import SafetensorsFolder
-from fsdp2kit.model.random_init import draw
+from fsdp2kit.model.random_init import build_skeleton, draw
 from fsdp2kit.torch_compat import local_slices
 
 
@@ -75,6 +77,44 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
                 _fill(model, target_name, read, where=f"{directory}: {name}")
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a Hugging Face directory as the model has it, not yet read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@contextlib.contextmanager
+def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[str, StoredTensor]]:
+    """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while this lasts.
+
+    Args:
+        model: may be on meta.
+
+    Raises:
+        UserError: as `load_pretrained`.
+    """
+    with SafetensorsFolder(directory) as folder:
+        targets, found = model.state_dict(), {}
+        for name, source in _plan(model, folder, allow_unexpected=False).items():
+            for target in sorted(_target_names(name, source, targets)):
+                read = partial(_read_target, model, target, name=name, source=source)
+                found[target] = StoredTensor(targets[target].shape, source.dtype, read)
+        yield found
+
+
+def _read_target(model: PreTrainedModel, target: str, *, name: str, source: _Source) -> Tensor:
+    tensor = dict(source.resolve(name, model))[target][...]
+    if tensor.shape != model.state_dict()[target].shape:
+        what = (
+            f"is stored with shape {list(tensor.shape)}, but the model wants {list(model.state_dict()[target].shape)}"
+        )
+        raise UserError(target, what, "check the model's config.json")
+    return tensor
+
+
 def initialize(model: PreTrainedModel, *, seed: int) -> None:
     """Draw every parameter and persistent buffer of a materialised model from (seed, its module's name).
 
@@ -96,6 +136,12 @@ class _Source:
     """(stored name, pattern that matched, safetensors slice)"""
     converter: WeightConverter | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        piece = self.pieces[0][2]
+        return piece[:0].dtype if piece.get_shape() else piece[...].dtype
+
     def resolve(self, name: str, model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         """``(target name, something that can be sliced)``; several targets where a stored tensor is split."""
         if self.converter is None:
@@ -114,7 +160,8 @@ def _reader(piece: Any) -> Any:
 
 def _plan(model: PreTrainedModel, folder: SafetensorsFolder, *, allow_unexpected: bool) -> dict[str, _Source]:
     """For every target tensor, in the model's order, the stored tensors that make it."""
-    mapping = get_model_conversion_mapping(model)
+    # Some of its entries go by the class's name, which FSDP changes.
+    mapping = get_model_conversion_mapping(build_skeleton(model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -23,7 +23,7 @@ from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.preflight import check_model
-from fsdp2kit.parity.reference import Curves, DealtOut, Rows, hidden_states, named_layers
+from fsdp2kit.parity.reference import Curves, DealtOut, Rows, gradient_of, hidden_states, named_layers
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.flops import count_model_flops
 from fsdp2kit.train.loop import Hooks, build_plan, next_batch, train
@@ -47,7 +47,7 @@ class Sharded:
         self.path: AttentionPath = choose_path(
             config, self.model, cp=self.mesh.sizes.cp, device_type=world.device.type
         )
-        check_model(self.model, config, path=self.path)
+        check_model(self.model, config, path=self.path, device=world.device)
         self.throughput = Throughput(count_model_flops(self.model), device=world.device, world_size=world.size)
         self.layers = named_layers(self.model)
         parallelize_model(self.model, config, path=self.path, mesh=self.mesh, device=world.device)
@@ -80,7 +80,7 @@ class Sharded:
         )
         gradients = {}
         for name, parameter in model.named_parameters():
-            gradient = whole(parameter.grad)  # every rank takes part in gathering it, one keeps it
+            gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
             if not dist.is_initialized() or dist.get_rank() == 0:
                 gradients[name] = gradient.float().cpu().numpy()
         optimizer.zero_grad()

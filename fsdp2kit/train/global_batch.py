@@ -35,18 +35,28 @@ class GlobalBatch:
     tokens_by_source: Mapping[str, int]
     """Supervised tokens of each source of a mix."""
     stop: bool
+    """Whether any rank was asked to stop."""
+    save_failed: bool
+    """Whether any rank knows of a save that failed."""
     seconds: float
     """How long this rank waited for the data."""
 
 
 def next_batch(
-    batches: Batches, index: int, *, stop: bool, cp_size: int, source_names: Sequence[str] = ()
+    batches: Batches,
+    index: int,
+    *,
+    stop: bool,
+    cp_size: int,
+    source_names: Sequence[str] = (),
+    save_failed: bool = False,
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index`` and settle errors, stops and counts over all ranks.
 
     Args:
         stop: whether this rank was asked to stop.
         source_names: of the sources of a mix, whose tokens are counted apart.
+        save_failed: whether this rank knows of a save that failed.
 
     Raises:
         UserError: a rank could not read its rows, or the batch has no supervised token.
@@ -64,7 +74,8 @@ def next_batch(
     # As many numbers on a rank whose batch failed.
     for number in range(len(source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
-    failed, stops, *sums = sum_over_ranks([float(error is not None), float(stop), *counts])
+    flags = [float(error is not None), float(stop), float(save_failed)]
+    failed, stops, failed_saves, *sums = sum_over_ranks([*flags, *counts])
     if failed:
         agree(error)
     # Context-parallel ranks read the same rows, each of which was therefore counted cp_size times.
@@ -72,4 +83,6 @@ def next_batch(
     if not supervised:
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     named = dict(zip(source_names, by_source, strict=True))
-    return GlobalBatch(micro_batches, supervised, inputs, pairs, places, named, bool(stops), seconds)
+    return GlobalBatch(
+        micro_batches, supervised, inputs, pairs, places, named, bool(stops), bool(failed_saves), seconds
+    )

@@ -27,6 +27,7 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.global_batch import Batches, GlobalBatch, next_batch
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm, sum_loss
+from fsdp2kit.train.saving import Saving
 from fsdp2kit.train.signals import StopRequest
 from fsdp2kit.train.throughput import Throughput
 
@@ -97,6 +98,7 @@ class Hooks:
 
     log: Callable[[dict[str, Any]], None] = lambda record: None
     save: Callable[[Progress], object] | None = None
+    saving: Saving = field(default_factory=Saving)
     evaluate: Callable[[], Mapping[str, float]] | None = None
     """Metrics of the held-out data; ``eval_loss`` among them."""
     sample: Callable[[int], None] = lambda step: None
@@ -129,7 +131,7 @@ def train(
         How far it came: to the end, or less where it was asked to stop. A checkpoint of that is written.
 
     Raises:
-        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``.
+        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a save that failed.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     saved_at = first = progress.step
@@ -147,13 +149,25 @@ def train(
                 stop=stop.requested,
                 cp_size=plan.cp_size,
                 source_names=plan.source_names,
+                save_failed=hooks.saving.has_failed(),
             )
+            if batch.save_failed:
+                hooks.saving.finish()
             if batch.stop:
                 hooks.message(f"asked to stop ({stop.reason or 'on another rank'}) after step {progress.step}")
                 break
             torch.manual_seed(stream_seed(plan.seed, progress.step, plan.dp_rank))
             with hooks.first_step() if progress.step == first else contextlib.nullcontext():
-                record = train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=progress.step + 1)
+                record = train_step(
+                    model,
+                    optimizer,
+                    schedule,
+                    batch,
+                    to_device,
+                    plan=plan,
+                    step=progress.step + 1,
+                    before_update=hooks.saving.wait_until_staged,
+                )
             if not is_finite(record):
                 loss, norm = record["loss"], record["grad_norm"]
                 hooks.message(
@@ -229,8 +243,12 @@ def train_step(
     *,
     plan: Plan,
     step: int,
+    before_update: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """One optimizer step on one global batch.
+
+    Args:
+        before_update: called between backward and the optimizer, which changes what a save may still be copying.
 
     Returns:
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; of a mix also ``loss/NAME``, the mean over
@@ -250,6 +268,7 @@ def train_step(
         if tokens:
             record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
     if is_finite(record):
+        before_update()
         optimizer.step()
     elif plan.on_nonfinite == "stop":
         raise_nonfinite(local_loss, norm_value, step=step)

@@ -78,9 +78,9 @@ def write_assets(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def manager_of(run_dir: Path, *, keep: int = 2, identity: dict[str, str] | None = None) -> CheckpointManager:
+def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **section: int) -> CheckpointManager:
     return build_checkpoint_manager(
-        CheckpointConfig(keep=keep, export_dtype="bfloat16"),
+        CheckpointConfig(export_dtype="bfloat16", **section),
         run_dir=run_dir,
         identity=identity or IDENTITY,
         write_assets=write_assets,
@@ -147,12 +147,13 @@ def load_weights_sharded(path: Path) -> dict[str, np.ndarray]:
     }
 
 
-def save_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
+def save_on_full_disk(run_dir: Path, *, is_async: bool) -> tuple[str, str, list[str]]:
     """Save, fill the disk, save again: the second save's error, a check of the first, and what is left."""
     model = sharded(tiny_llama())
     optimizer = adamw(model)
-    manager = manager_of(run_dir, keep=1)
+    manager = manager_of(run_dir, keep=1, async_save=is_async)
     first = manager.save(model, optimizer, progress_at(1))
+    manager.finish()
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as stream:
             while True:
@@ -160,6 +161,7 @@ def save_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
     dist.barrier()
     try:
         manager.save(model, optimizer, progress_at(2))
+        manager.finish()
         message = "saved"
     except RunFailure as failure:
         message = str(failure)

@@ -13,7 +13,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from fsdp2kit.checkpoint.compare import compare_logits
 from fsdp2kit.checkpoint.convert import dcp_to_hf, ensure_export, plan_export, publish, write_shards
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.verify import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 
@@ -84,8 +87,7 @@ def test_files_are_of_bounded_size_and_shared_between_ranks(
     assert_equal(loaded.state_dict(), model.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_fused_experts_are_written_as_save_pretrained_writes_them(tmp_path: Path) -> None:
+def tiny_moe() -> PreTrainedModel:
     config = Qwen3MoeConfig(
         vocab_size=97,
         hidden_size=16,
@@ -98,7 +100,12 @@ def test_fused_experts_are_written_as_save_pretrained_writes_them(tmp_path: Path
         num_experts_per_tok=2,
         head_dim=8,
     )
-    model = Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fused_experts_are_written_as_save_pretrained_writes_them(tmp_path: Path) -> None:
+    model = tiny_moe()
     model.save_pretrained(tmp_path / "reference")
     checkpoint = plain_dcp(model.state_dict(), tmp_path / "dcp")
     dcp_to_hf(checkpoint, tmp_path / "out", config_dir=tmp_path / "reference", max_shard_bytes=10_000)
@@ -146,28 +153,27 @@ def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dty
     tmp_path: Path, checkpoint: Path, model: PreTrainedModel
 ) -> None:
     out = tmp_path / "out"
-    assert ensure_export(checkpoint, out, dtype="float32")
-    assert not ensure_export(checkpoint, out, dtype="float32")
-    assert ensure_export(checkpoint, out, dtype="bfloat16")
+    assert ensure_export(checkpoint, out=out, dtype="float32")
+    assert not ensure_export(checkpoint, out=out, dtype="float32")
+    assert ensure_export(checkpoint, out=out, dtype="bfloat16")
     assert {tensor.dtype for tensor in exported(out).values()} == {torch.bfloat16}
     (out / "tokenizer.json").unlink()
-    assert ensure_export(checkpoint, out, dtype="bfloat16")
+    assert ensure_export(checkpoint, out=out, dtype="bfloat16")
 
     with torch.no_grad():  # the same step, of another training
         model.lm_head.weight.add_(1)
     again = jobs.manager_of(tmp_path / "run").save(model, jobs.adamw(model), jobs.progress_at(3))
     assert again == checkpoint
-    assert ensure_export(checkpoint, out, dtype="float32")
+    assert ensure_export(checkpoint, out=out, dtype="float32")
     assert torch.equal(exported(out)["model.embed_tokens.weight"], model.lm_head.weight)
     (out / ".fsdp2kit-export.json").write_text('{"files": ["config.json"]}')  # as an older version wrote it
     with pytest.raises(UserError, match="which no export of fsdp2kit wrote"):
-        ensure_export(checkpoint, out, dtype="float32")
+        ensure_export(checkpoint, out=out, dtype="float32")
 
 
-@pytest.fixture
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "dcp_to_hf.py"
-    spec = importlib.util.spec_from_file_location("dcp_to_hf_tool", path)
+def tool(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -175,14 +181,63 @@ def tool() -> ModuleType:
     return module
 
 
-def test_the_command_line(
-    tmp_path: Path, checkpoint: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert tool.main([str(checkpoint), str(out), "--dtype", "float16", "--max-shard-gb", "0.00001"]) == 0
+    assert (
+        tool("dcp_to_hf").main(
+            [str(checkpoint), str(out), "--dtype", "float16", "--max-shard-gb", "0.00001", "--verify"]
+        )
+        == 0
+    )
     assert {tensor.dtype for tensor in exported(out).values()} == {torch.float16}
     assert (out / "model.safetensors.index.json").exists()
-    assert tool.main([str(tmp_path / "nothing"), str(out)]) == 2
+    assert "gives the same logits" in capsys.readouterr().out
+    assert tool("dcp_to_hf").main([str(tmp_path / "nothing"), str(out)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+def test_a_hugging_face_directory_becomes_a_checkpoint_and_comes_back(
+    tmp_path: Path, kind: str, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"tied": lambda: model, "untied": lambda: jobs.tiny_llama(tied=False), "experts": tiny_moe}[kind]()
+    model.bfloat16().save_pretrained(tmp_path / "hf", max_shard_size="10KB")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    out = tmp_path / "dcp"
+    assert tool("hf_to_dcp").main([str(tmp_path / "hf"), str(out), "--verify"]) == 0
+    assert "gives the same logits" in capsys.readouterr().out
+    assert "whole: step 0" in verify(out)
+
+    # Plain torch reads it, with nothing of ours.
+    state = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    dcp.load({"model": state}, checkpoint_id=out, no_dist=True)
+    assert_equal(state, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+    dcp_to_hf(out, tmp_path / "back")
+    assert_equal(exported(tmp_path / "back"), exported(tmp_path / "hf"))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
+def test_what_cannot_become_a_checkpoint_is_refused(tmp_path: Path, model: PreTrainedModel) -> None:
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+        hf_to_dcp(tmp_path, tmp_path / "out")
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UserError, match="taken: exists"):
+        hf_to_dcp(tmp_path / "hf", tmp_path / "taken")
+    file = tmp_path / "hf" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        hf_to_dcp(tmp_path / "hf", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "taken"]
+
+
+def test_logits_that_differ_are_told(tmp_path: Path, checkpoint: Path, model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(RunFailure, match="its logits differ from those of"):
+        compare_logits(checkpoint, tmp_path / "hf")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.files import in_use
 from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
 from fsdp2kit.checkpoint.verify import verify
 from fsdp2kit.config.schema import CheckpointConfig
@@ -35,6 +37,7 @@ def saved_alone(run_dir: Path, *steps: int, keep: int = 2) -> tuple[CheckpointMa
     manager, path = jobs.manager_of(run_dir, keep=keep), run_dir
     for step in steps:
         path = manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+    manager.finish()
     return manager, path
 
 
@@ -134,6 +137,40 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000003", "step-000004"]
 
 
+def test_every_so_many_steps_and_the_best_stay_for_good(tmp_path: Path) -> None:
+    manager = jobs.manager_of(tmp_path, keep=1, keep_every=4)
+    model = jobs.tiny_llama()
+    for step in range(1, 11):
+        progress = replace(jobs.progress_at(step), best_step=min(step, 3))
+        manager.save(model, jobs.adamw(model), progress)
+    manager.finish()
+    assert names(tmp_path) == ["step-000003", "step-000004", "step-000008", "step-000010"]
+
+
+def read_for_a_while(path: Path, ready: Path) -> None:
+    with in_use(path / "manifest.json"):
+        ready.touch()
+        time.sleep(60)
+
+
+def test_what_another_process_is_reading_is_kept_until_it_is_done(tmp_path: Path) -> None:
+    manager, path = saved_alone(tmp_path, 1, keep=1)
+    model = jobs.tiny_llama()
+    reader = mp.get_context("fork").Process(target=read_for_a_while, args=(path, tmp_path / "ready"))
+    reader.start()
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    manager.finish()
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert "whole" in verify(path)
+    reader.kill()
+    reader.join()
+    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
+    manager.finish()
+    assert names(tmp_path) == ["step-000003"]
+
+
 def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     _, path = saved_alone(tmp_path, 1, 1)
     assert names(tmp_path) == ["step-000001"]
@@ -141,6 +178,7 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     resumed, model = jobs.manager_of(tmp_path), jobs.tiny_llama()
     resumed.restore(path, model, jobs.adamw(model))
     resumed.save(model, jobs.adamw(model), jobs.progress_at(1))
+    resumed.finish()
     assert names(tmp_path) == ["step-000001"]
 
 
@@ -160,6 +198,7 @@ def test_our_leftovers_are_removed_and_strange_directories_set_aside(
         manager.save(model, jobs.adamw(model), jobs.progress_at(step))
         aside.append(f"step-000002.incomplete-{len(aside) + 1}")
         assert "set aside as " + aside[-1] in caplog.text
+    manager.finish()
     assert names(tmp_path) == [*aside, "step-000006", "step-000007"]
     assert (path.with_name(aside[0]) / "__0_0.distcp").is_file()
 
@@ -172,10 +211,12 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr("fsdp2kit.checkpoint.layout.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))
-    assert names(tmp_path) == [".tmp-step-000001", "step-000002"]
-    assert manager.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
-    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
-    assert names(tmp_path) == ["step-000003"]
+        manager.finish()
+    assert names(tmp_path) == [".trash-1-step-000001", "step-000002"]
+    resumed = jobs.manager_of(tmp_path)
+    assert resumed.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
+    resumed.finish()
+    assert names(tmp_path) == ["step-000002"]
 
 
 def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
@@ -325,25 +366,6 @@ def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> 
         assert "step-000001: the checkpoint was not saved" in message
         assert "No space left" in message
     assert names(tmp_path) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 640 KiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path) -> None:
-    for message, first, left in pool.run(2, jobs.save_on_full_disk, small_disk):
-        assert "step-000002: the checkpoint was not saved" in message
-        assert "whole: step 1" in first
-        assert left == ["step-000001"]
 
 
 def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.limits import check_attention, check_positions
+from fsdp2kit.model.limits import check_attention, check_positions, check_rope
 
 SMALL = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
@@ -52,3 +52,34 @@ def test_flex_attention_trains_on_cuda_alone() -> None:
     check_attention("sdpa", device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"model\.attention: .* no backward on a CPU"):
         check_attention("flex_attention", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 32,
+            },
+            32,
+        ),
+    ],
+)
+def test_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_limit(
+    parameters: dict, limit: int
+) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters)
+    check_rope(config, seq_len=limit)
+    with pytest.raises(UserError, match=f"beyond {limit}.*use at most {limit}"):
+        check_rope(config, seq_len=limit + 1)
+
+
+def test_other_frequencies_have_no_limit() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    for parameters in (None, yarn):
+        check_rope(LlamaConfig(max_position_embeddings=64, rope_parameters=parameters), seq_len=4096)

@@ -97,6 +97,11 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
     kinds = ("smollm2", "llama3", "mixtral", "gemma3")
     for kind in kinds:
         tiny_model_dir(kind, tmp_path)
+    # Its head is stored as `embed_out`, by a mapping that goes by the class's name.
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    neox = AutoConfig.for_model("gpt_neox", num_attention_heads=4, **sizes)
+    AutoModelForCausalLM.from_config(neox).save_pretrained(tmp_path / "gpt_neox")
+    kinds = (*kinds, "gpt_neox")
     for rank in pool.run(size, _load_sharded, tmp_path, kinds, shard):
         for kind in kinds:
             _assert_equal(rank[kind], _plain(tmp_path / kind))

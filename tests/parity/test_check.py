@@ -138,3 +138,46 @@ def test_a_whole_model(pool: WorkerPool, tmp_path: Path) -> None:
 def whole_model(path: Path) -> list[str]:
     rows = check_parity(config(path, data={"seq_len": 64}), world=distributed.start(), full=True)
     return [row.verdict for row in rows]
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: WorkerPool, tmp_path: Path) -> None:
+    """Frequencies that follow the longest sequence are refused there as they are in the run."""
+    model = {
+        "weights": "random",
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "rope_parameters": DYNAMIC,
+        },
+    }
+    for seq_len, verdict in ((512, "refused"), (256, "ok")):
+        found = pool.run(2, verdicts, tmp_path, model=model, data={"seq_len": seq_len})[0]
+        assert {row[2] for row in found} == {verdict}
+        assert all(("RoPE" in row[3]) == (verdict == "refused") for row in found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "data"),
+    [
+        ("opt", {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0}, {"pack": False}),
+        ("deepseek_v3", {"num_hidden_layers": 3}, {}),
+        ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4}, {"pack": False}),
+    ],
+)
+def test_unusual_models_are_compared_or_refused_in_the_table(
+    model_type: str, sizes: dict[str, Any], data: dict[str, Any], pool: WorkerPool, tmp_path: Path
+) -> None:
+    """A key's bias without RoPE has no gradient but noise; latent attention; attention sinks."""
+    config = {"model_type": model_type, "vocab_size": 128, **sizes}
+    model = {"weights": "random", "config": config, "attention": "eager"}
+    found = pool.run(2, verdicts, tmp_path, model=model, data={"seq_len": 64, **data})[0]
+    assert {row[2] for row in found} <= {"ok", "refused"}
+    assert any(row[2] == "ok" for row in found)

@@ -24,7 +24,7 @@ def attend(
     out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], *, scale: float
 ) -> None:
     """Merge a block of keys into ``out`` and ``lse``, in place; see `kernels.Partial`."""
-    for band in _bands(tuple(segments), query.shape[2], key.shape[2], query.device):
+    for band in _bands(tuple(segments), query.shape[0], query.shape[2], key.shape[2], query.device):
         q, k, v = band.queries.of(query), band.keys.of(key), band.keys.of(value)
         part, part_lse = cuda_flash_attention(q, k, v, **band.bounds(), scale=scale)
         if band.queries.places is None:
@@ -49,7 +49,7 @@ def attend_backward(
     scale: float,
 ) -> None:
     """Add a block's gradients to ``grads``, in place; see `kernels.attend_backward`."""
-    for band in _bands(tuple(segments), query.shape[2], key.shape[2], query.device):
+    for band in _bands(tuple(segments), query.shape[0], query.shape[2], key.shape[2], query.device):
         parts = cuda_flash_attention_backward(
             band.queries.of(grad_out),
             band.queries.of(query),
@@ -102,9 +102,11 @@ class _Band(NamedTuple):
         }
 
 
-@lru_cache(maxsize=64)
-def _bands(segments: tuple[Segment, ...], q_length: int, k_length: int, device: torch.device) -> list[_Band]:
-    """The segments of rows of ``q_length`` queries and ``k_length`` keys, by band.
+@lru_cache(maxsize=16)
+def _bands(
+    segments: tuple[Segment, ...], rows: int, q_length: int, k_length: int, device: torch.device
+) -> list[_Band]:
+    """The segments of ``rows`` rows of ``q_length`` queries and ``k_length`` keys, by band.
 
     Every layer asks the same of one micro-batch, so the answers stay on the device for a while.
     """
@@ -116,15 +118,14 @@ def _bands(segments: tuple[Segment, ...], q_length: int, k_length: int, device: 
                 break
         else:
             piles.append([segment])
-    return [
-        _Band(
-            _rows([range(s.row * q_length + s.q_start, s.row * q_length + s.q_stop) for s in pile], device),
-            _rows([range(s.row * k_length + s.k_start, s.row * k_length + s.k_stop) for s in pile], device),
-            pile[0].left,
-            pile[0].right,
-        )
-        for pile in piles
-    ]
+    found = []
+    for pile in piles:
+        pile.sort(key=lambda s: (s.row, s.q_start))
+        queries = [range(s.row * q_length + s.q_start, s.row * q_length + s.q_stop) for s in pile]
+        keys = [range(s.row * k_length + s.k_start, s.row * k_length + s.k_stop) for s in pile]
+        sides = _rows(queries, rows * q_length, device), _rows(keys, rows * k_length, device)
+        found.append(_Band(*sides, pile[0].left, pile[0].right))
+    return found
 
 
 def _meets_any(segment: Segment, pile: list[Segment]) -> bool:
@@ -135,10 +136,11 @@ def _meets_any(segment: Segment, pile: list[Segment]) -> bool:
     )
 
 
-def _rows(ranges: list[range], device: torch.device) -> _Rows:
+def _rows(ranges: list[range], total: int, device: torch.device) -> _Rows:
     places = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
     borders = torch.tensor([0, *map(len, ranges)]).cumsum(0).to(torch.int32)
-    return _Rows(_to(places, device), _to(borders, device), max(map(len, ranges)))
+    whole = torch.equal(places, torch.arange(total))
+    return _Rows(None if whole else _to(places, device), _to(borders, device), max(map(len, ranges)))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,8 +6,9 @@
     rank 2: q2·kv2   →   q2·kv1       →   q2·kv0       →   q2·kv3
     rank 3: q3·kv3   →   q3·kv2       →   q3·kv1       →   q3·kv0
 
-While a block is worked on, the next one arrives: beside its own, a rank never holds more than these two. In
-backward the blocks go round once more, each with its gradients behind it, which come home after cp steps.
+kv0 is what rank 0 holds: with zigzag, a chunk from the head and one from the tail. While a block is worked on, the
+next one arrives: beside its own keys and values, a rank never holds more than these two. In backward the blocks go
+round once more, each with its float32 gradients a step behind it, which come home after cp steps.
 
 Bytes sent per layer and rank, with n = B·s·G·(D + D) numbers in a rank's keys and values, e bytes each: forward
 (cp − 1)·n·e, backward (cp − 1)·n·e + cp·n·4 (gradients add up in float32). cp = 1 sends nothing.

@@ -6,7 +6,8 @@ head is sent to two ranks only where its group of query heads is cut.
 
 Bytes sent per layer and rank in forward, with B·s tokens local to a rank, head width D and e bytes an element:
 each rank keeps its own part, so q, k, v cost B·s·D·e·(Σ over other ranks r of H_r + 2·G_r), and the output
-B·s·D·e·(cp − 1)·H_own. Backward sends the same the other way.
+B·s·D·e·(cp − 1)·H_own. Backward returns what came: B·s·D·e·(cp − 1)·(H_own + 2·G_own) for the gradients of q, k
+and v, and B·s·D·e·(Σ over other ranks r of H_r) for the output's. The same, where heads deal out evenly.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""From a Hugging Face directory to a distributed checkpoint of its weights, a tensor at a time, on one process."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from fsdp2kit.checkpoint.assets import copy_assets
+from fsdp2kit.checkpoint.conversion import model_on_meta
+from fsdp2kit.checkpoint.files import sync, sync_tree
+from fsdp2kit.checkpoint.loading import MODEL_PREFIX
+from fsdp2kit.checkpoint.manifest import Manifest, record_files, write_manifest
+from fsdp2kit.checkpoint.safe_reader import first_failure
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.weights import StoredTensor, open_pretrained
+from fsdp2kit.progress import Progress
+
+
+class _ReadingPlanner(dcp.DefaultSavePlanner):
+    """The default save planner, for tensors that are read when it is their turn to be written."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
+
+
+def hf_to_dcp(source: Path, out: Path) -> None:
+    """Write the weights of a Hugging Face directory as a checkpoint for ``model.weights``; a tensor in memory at once.
+
+    It has a manifest with checksums, and config and tokenizer in ``hf/``, so `verify` checks it and `dcp_to_hf`
+    converts it back. It holds no optimizer, so no run resumes from it.
+
+    Raises:
+        UserError: the directory holds no model, or its files are damaged or of another model; `out` is taken.
+        RunFailure: `out` cannot be written.
+    """
+    out = out.absolute()
+    if out.exists():
+        raise UserError(str(out), "exists", "choose another directory, or move that away")
+    model = model_on_meta(source)
+    if model is None:
+        raise UserError(str(source), "is a model with code of its own", "start from it with model.path")
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        with open_pretrained(model, source) as stored:
+            _write_tensors(stored, staging)
+            dtypes = [str(one.dtype).removeprefix("torch.") for one in stored.values()]
+        (staging / "hf").mkdir()
+        copy_assets(source, staging / "hf")
+        manifest = Manifest(
+            step=0,
+            progress=asdict(Progress()),
+            identity={},
+            tied=tied_names(model),
+            export_dtype=max(sorted(set(dtypes)), key=dtypes.count),
+            files=record_files(staging, [path for path in staging.rglob("*") if path.is_file()]),
+        )
+        sync_tree(staging)
+        write_manifest(staging, manifest)
+        staging.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_tensors(stored: Mapping[str, StoredTensor], directory: Path) -> None:
+    placeholders: dict[str, Any] = {
+        "model": {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
+    }
+    with warnings.catch_warnings():
+        # dcp.save says so each time it works in one process, which here is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            writer = dcp.FileSystemWriter(directory)
+            dcp.save(placeholders, storage_writer=writer, planner=_ReadingPlanner(stored), no_dist=True)
+        except dcp.CheckpointException as error:
+            cause = next((failure for failure, _ in error.failures.values()), error)
+            if isinstance(cause, UserError):
+                raise cause from error
+            raise RunFailure(f"{directory}: was not written: {first_failure(error)}") from error

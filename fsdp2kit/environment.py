@@ -1,0 +1,50 @@
+"""What torchrun says in environment variables, checked: numbers of processes, and which of them this one is."""
+
+from __future__ import annotations
+
+import os
+
+from fsdp2kit.errors import UserError
+
+
+def world_size_from_environment() -> tuple[int, int]:
+    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE where it did not.
+
+    Raises:
+        UserError: one of them is no number of processes.
+    """
+    size = _size("WORLD_SIZE", default=1)
+    return size, _size("LOCAL_WORLD_SIZE", default=size)
+
+
+def rank_from_environment() -> tuple[int, int]:
+    """``(RANK, LOCAL_RANK)`` as torchrun sets them; 0 and 0 where it did not.
+
+    Raises:
+        UserError: one of them is no rank of a world of that size.
+    """
+    size, local_size = world_size_from_environment()
+    return _rank("RANK", size=size), _rank("LOCAL_RANK", size=local_size)
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that speaks; where the environment makes no sense, every one does."""
+    try:
+        return rank_from_environment()[0] == 0
+    except UserError:
+        return True
+
+
+def _size(name: str, *, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError(f"environment variable {name}", f"{text!r} is not a number of processes", f"set e.g. {name}=8")
+    return int(text)
+
+
+def _rank(name: str, *, size: int) -> int:
+    text = os.environ.get(name, "0")
+    if not text.strip().isdecimal() or int(text) >= size:
+        what = f"{text!r} is not one of the {size} ranks from 0 on"
+        raise UserError(f"environment variable {name}", what, "start the run with torchrun, which sets it")
+    return int(text)

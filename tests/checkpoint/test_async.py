@@ -1,0 +1,157 @@
+"""Saves beside training: what is written is what was there at the step, and failures are told on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from fsdp2kit.checkpoint.layout import CheckpointLayout
+from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.errors import RunFailure
+from tests.checkpoint import jobs
+from tests.checkpoint.test_manager import assert_same, names
+from tests.workers import WorkerPool
+
+
+def asynchronous(run_dir: Path, **section: int) -> CheckpointManager:
+    return build_checkpoint_manager(
+        CheckpointConfig(async_save=True, **section),
+        run_dir=run_dir,
+        identity=jobs.IDENTITY,
+        write_assets=jobs.write_assets,
+    )
+
+
+def slow_staging() -> Callable[[], None]:
+    """Let every copy begin half a second late; the function returned undoes that."""
+    original = DefaultStager._stage
+
+    def late(self, *args, **kwargs):
+        time.sleep(0.5)
+        return original(self, *args, **kwargs)
+
+    DefaultStager._stage = late
+    return lambda: setattr(DefaultStager, "_stage", original)
+
+
+def step_while_saving(run_dir: Path, *, waits: bool) -> tuple[dict, dict, float]:
+    """The state at a save, the state that was saved, and for how long `save` blocked; the copy begins late."""
+    model = jobs.sharded(jobs.tiny_llama())
+    optimizer = jobs.adamw(model)
+    jobs.train(model, optimizer, range(2))
+    at_the_save = jobs.full_state(model, optimizer)
+    undo = slow_staging()
+    try:
+        with asynchronous(run_dir) as manager:
+            start = time.perf_counter()
+            path = manager.save(model, optimizer, jobs.progress_at(2))
+            blocked = time.perf_counter() - start
+            if waits:
+                optimizer.register_step_pre_hook(lambda *_: manager.wait_until_staged())
+            jobs.train(model, optimizer, range(2, 4))
+    finally:
+        undo()
+    resumed = jobs.sharded(jobs.tiny_llama(seed=1))
+    after = jobs.adamw(resumed)
+    manager.restore(path, resumed, after)
+    return at_the_save, jobs.full_state(resumed, after), blocked
+
+
+def test_what_is_saved_are_the_values_of_the_step(pool: WorkerPool, tmp_path: Path) -> None:
+    for expected, saved, blocked in pool.run(2, step_while_saving, tmp_path / "run", waits=True):
+        assert_same(expected, saved)
+        assert blocked < 0.4, "save returned before the copy was made"
+    [(expected, saved, _), _] = pool.run(2, step_while_saving, tmp_path / "other", waits=False)
+    with pytest.raises(AssertionError):  # so the comparison would have shown it
+        assert_same(expected, saved)
+
+
+def two_saves(run_dir: Path) -> tuple[str, list[bool]]:
+    model = jobs.sharded(jobs.tiny_llama())
+    optimizer = jobs.adamw(model)
+    with asynchronous(run_dir, keep=1) as manager:
+        first = manager.save(model, optimizer, jobs.progress_at(1))
+        manager.wait_until_staged()
+        jobs.train(model, optimizer, range(1))
+        manager.save(model, optimizer, jobs.progress_at(2))  # waits for the first
+        dist.barrier()
+        was_there = (first / "manifest.json").exists() or not (first.with_name(".tmp-step-000001")).exists()
+    return verify(run_dir / "checkpoints" / "step-000002"), [was_there, first.exists()]
+
+
+def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(pool: WorkerPool, tmp_path: Path) -> None:
+    for found, (was_published, is_left) in pool.run(2, two_saves, tmp_path):
+        assert "whole: step 2" in found
+        assert was_published
+        assert not is_left
+
+
+def failing_save(run_dir: Path) -> tuple[str, str, bool]:
+    """A save that only rank 0 can know to fail: what finish says, what the context says, whether it was noticed."""
+
+    def fail(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = jobs.sharded(jobs.tiny_llama())
+    optimizer = jobs.adamw(model)
+    section = CheckpointConfig(async_save=True)
+    manager = build_checkpoint_manager(section, run_dir=run_dir, identity={}, write_assets=fail)
+    said = []
+    for finish in (manager.finish_save, manager.finish):
+        manager.save(model, optimizer, jobs.progress_at(1))
+        deadline = time.monotonic() + 30
+        while not manager.has_failed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        noticed = manager.has_failed()
+        with pytest.raises(RunFailure) as failure:
+            finish()
+        said.append(str(failure.value))
+    return said[0], said[1], noticed
+
+
+def test_a_failure_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for first, second, noticed in pool.run(2, failing_save, tmp_path):
+        assert noticed
+        assert first == second
+        assert "step-000001: the checkpoint was not saved" in first
+        assert "No space left on device" in first
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_a_save(tmp_path: Path, caplog) -> None:
+    def fail(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = jobs.tiny_llama()
+    section = CheckpointConfig(async_save=True)
+    manager = build_checkpoint_manager(section, run_dir=tmp_path, identity={}, write_assets=fail)
+
+    def run() -> None:
+        with manager:
+            manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+            raise ValueError("of the run")
+
+    with pytest.raises(ValueError, match="of the run"):
+        run()
+    assert "No space left on device" in caplog.text
+
+
+def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_delete = threading.Event()
+    sweep = CheckpointLayout.sweep
+    monkeypatch.setattr(CheckpointLayout, "sweep", lambda self: may_delete.wait(30) and sweep(self))
+    manager, model = jobs.manager_of(tmp_path, keep=1), jobs.tiny_llama()
+    for step in (1, 2, 3):
+        manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+    assert names(tmp_path) == [".trash-1-step-000001", ".trash-1-step-000002", "step-000003"]
+    may_delete.set()
+    manager.finish()
+    assert names(tmp_path) == ["step-000003"]

@@ -1,0 +1,82 @@
+"""Killed at any moment, a run loses nothing that was complete and ends as if it had never been killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdp2kit.checkpoint.files import sha256
+from tests.checkpoint.chaos import Harness, Kill, draw, tally
+
+DEMO = Path(__file__).parents[2] / "toml" / "demo"
+STEPS, EVERY, SIZE = 6, 2, 2
+TOML = f"""
+recipe = "sft"
+[model]
+weights = "random"
+tokenizer = "{DEMO / "tokenizer"}"
+config = {{ model_type = "llama", vocab_size = 1024, hidden_size = 64, intermediate_size = 96, num_hidden_layers = 2,
+            num_attention_heads = 4, num_key_value_heads = 2, tie_word_embeddings = true }}
+[fsdp]
+param_dtype = "float32"
+[data]
+path = "{DEMO / "chat.jsonl"}"
+seq_len = 64
+[train]
+steps = {STEPS}
+global_batch_size = 4
+[optimizer]
+lr = 1e-3
+[checkpoint]
+every = {EVERY}
+keep = 1
+[wandb]
+mode = "disabled"
+"""
+
+
+def outcome(run_dir: Path) -> tuple[list[tuple[float, ...]], str]:
+    """Every step's numbers, and a digest of the exported weights."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    numbers = [tuple(line[key] for key in ("step", "loss", "grad_norm", "tokens_total")) for line in lines]
+    return numbers, sha256(run_dir / "hf" / "model.safetensors")
+
+
+def kill_runs(folder: Path, *, runs: int, seed: int) -> list[Kill]:
+    """Kill so many runs, half of which save asynchronously; every one must end as the one that is not killed."""
+    toml = folder / "run.toml"
+    toml.write_text(TOML)
+    harness = Harness(folder / "starts", toml=toml, size=SIZE)
+    assert harness.start([f"run.dir='{folder / 'straight'}'"]) == -1
+    expected = outcome(folder / "straight")
+    assert len(expected[0]) == STEPS
+    generator, kills, killed_runs = random.Random(seed), [], 0
+    while killed_runs < runs:
+        run_dir = folder / f"run-{killed_runs:03d}"
+        shutil.rmtree(run_dir, ignore_errors=True)  # of one that came to its end before its doom did
+        dooms = [draw(generator, size=SIZE, saves=STEPS // EVERY) for _ in range(generator.randint(1, 3))]
+        is_async = str(killed_runs % 2 == 1).lower()
+        found = harness.kill_and_resume(run_dir, [f"checkpoint.async_save={is_async}"], dooms)
+        assert outcome(run_dir) == expected, f"{run_dir}: {found}"
+        assert [path.name for path in (run_dir / "checkpoints").glob("*")] == [f"step-{STEPS:06d}"]
+        kills += found
+        killed_runs += bool(found)
+    return kills
+
+
+def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kills = kill_runs(tmp_path, runs=4, seed=1)
+    with capsys.disabled():
+        print(f"\n{tally(kills)}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_killed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kills = kill_runs(tmp_path, runs=100, seed=2)
+    with capsys.disabled():
+        print(f"\n{tally(kills)}")
