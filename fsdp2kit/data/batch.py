@@ -40,6 +40,8 @@ class Batch:
     """Sum over documents of length², for counting floating-point operations; padding is left out."""
     tokens_by_source: tuple[int, ...] = ()
     """Supervised tokens of each source of a mix; empty without a mix."""
+    sources: Tensor | None = None
+    """int64 [B]: the source of each row of a mix; None without a mix."""
 
     @property
     def places(self) -> int:
@@ -104,4 +106,5 @@ class Share:
             input_tokens=tokens,
             attention_pairs=pairs,
             tokens_by_source=tuple(by_source) if self.sources > 1 else (),
+            sources=torch.tensor([row.source for row in rows]) if self.sources > 1 else None,
         )

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fsdp2kit.data.messages import Conversation
+from fsdp2kit.data.messages import Conversation, check_messages
 from fsdp2kit.data.spans import Span, TrainOn, render_spans, special_strings
 from fsdp2kit.errors import UserError
 
@@ -45,13 +45,14 @@ def encode_chat(
     Raises:
         UserError: the messages are malformed, or the template cannot say which tokens are the assistant's.
     """
-    return encode_chats([Conversation(messages, tools, where)], tokenizer, train_on=train_on)[0]
+    conversation = Conversation(check_messages(messages, where), tools, where)
+    return encode_chats([conversation], tokenizer, train_on=train_on)[0]
 
 
 def encode_chats(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn = "assistant"
 ) -> list[Encoded]:
-    """`encode_chat` for many conversations, tokenised in one call (fast tokenizers use threads for it).
+    """`encode_chat` for many conversations with checked messages, rendered and tokenised together.
 
     Raises:
         UserError: as `encode_chat`; or the tokenizer is not a fast one, and so knows no offsets.
@@ -60,8 +61,7 @@ def encode_chats(
         return []
     require_offsets(tokenizer)
     endings = special_strings(tokenizer)
-    rendered = [render_spans(one, tokenizer, endings=endings, train_on=train_on) for one in conversations]
-    texts, spans = zip(*rendered, strict=True)
+    texts, spans = zip(*render_spans(conversations, tokenizer, endings=endings, train_on=train_on), strict=True)
     return encode_spans(texts, spans, tokenizer, add_special_tokens=False)
 
 
@@ -76,12 +76,15 @@ def encode_spans(
     encoding = tokenizer(
         list(texts),
         add_special_tokens=add_special_tokens,
-        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
         truncation=False,
         verbose=False,
     )
-    pairs = zip(encoding["input_ids"], encoding["offset_mapping"], spans, strict=True)
-    return [(ids, _mask(offsets, where)) for ids, offsets, where in pairs]
+    assert encoding.encodings is not None, "a fast tokenizer has them (`require_offsets`)"
+    # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
+    rows = zip(encoding["input_ids"], encoding.encodings, spans, strict=True)
+    return [(ids, _mask(row.offsets, where)) for ids, row, where in rows]
 
 
 def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,23 @@ IGNORE = -100
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Which of ``count`` groups (the sources of a mix) each target belongs to."""
+
+    of: Tensor
+    """``[N]`` int64 in ``[0, count)``."""
+    count: int
+
+    def sums(self, losses: Tensor, *, start: int = 0) -> Tensor:
+        """float64 ``[count]``: each group's sum over ``losses`` ``[n]``, those of the targets from ``start`` on.
+
+        In float64, since ``index_add_`` adds thousands of tokens one after the other.
+        """
+        sums = torch.zeros(self.count, dtype=torch.float64, device=losses.device)
+        return sums.index_add_(0, self.of[start : start + len(losses)], losses.detach().double())
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Σ over tokens of −log softmax(hidden @ weightᵀ)[label], differentiable in ``hidden`` and ``weight``.
 
@@ -44,17 +62,27 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Returns:
         A float32 scalar; 0 with zero gradients where N = 0.
     """
-    loss, _, _ = _LinearCrossEntropy.apply(hidden, weight, labels)
-    return loss
+    return _linear_loss(hidden, weight, labels, None)[0]
+
+
+def _linear_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_cross_entropy`, and each group's part of it where there are groups, detached."""
+    loss, sums, _, _ = _LinearCrossEntropy.apply(hidden, weight, labels, groups)
+    return loss, sums
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
         grad_weight = weight.new_empty(0) if len(hidden) else torch.zeros_like(weight)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        sums = groups.sums(loss.expand(0)) if groups is not None else None
         rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             chunk, target = hidden[start : start + rows], labels[start : start + rows, None]
@@ -63,7 +91,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Softmax and its normalizer in place, with one exponential an element: logsumexp would take another.
             probabilities = logits.sub_(peak).exp_()
             total = probabilities.sum(dim=-1, keepdim=True)
-            loss += (peak + total.log() - wanted).sum()
+            losses = peak + total.log() - wanted
+            loss += losses.sum()
+            if groups is not None and sums is not None:
+                sums += groups.sums(losses.squeeze(1), start=start)
             if needs_grad:
                 probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 grad_logits = probabilities.to(weight.dtype)
@@ -79,14 +110,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.add_(grad_logits.t() @ chunk)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(grad_hidden, grad_weight)
-        return loss, grad_hidden, grad_weight
+        ctx.mark_non_differentiable(grad_hidden, grad_weight, *([] if sums is None else [sums]))
+        return loss, sums, grad_hidden, grad_weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # In place: a second gradient of the head's size would be gigabytes. A second backward raises.
-        return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None
+        return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None, None
 
 
 def select_supervised(labels: Tensor) -> Tensor:
@@ -100,9 +131,11 @@ def select_supervised(labels: Tensor) -> Tensor:
 def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Module:
     """Give ``model`` a method ``loss_sum`` and return the module whose method reads the head's parameters.
 
-    ``model.loss_sum(input_ids, labels, index=None, **inputs)`` runs the base model and returns the summed
-    cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is `select_supervised`'s.
-    With an untied head, the head gets a ``loss_sum(hidden, labels)`` of its own, so that as an FSDP unit its
+    ``model.loss_sum(input_ids, labels, index=None, groups=None, num_groups=0, **inputs)`` runs the base model and
+    returns the summed cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is
+    `select_supervised`'s. With ``groups``, int64 ``[N]`` in ``[0, num_groups)`` for each target of ``index``, it
+    returns that scalar and the detached sum of each group, float64 ``[num_groups]``.
+    With an untied head, the head gets a ``loss_sum`` of its own, so that as an FSDP unit its
     parameters are gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
 
     Args:
@@ -115,18 +148,31 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
     tied = head.weight is model.get_input_embeddings().weight
     own_head = None if linear else _own_head(model, head)
 
-    def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    def head_loss(
+        head: Any, hidden: Tensor, labels: Tensor, groups: Groups | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden = hidden.to(head.weight.dtype)  # units may return another dtype than they compute in
         if own_head is None:
-            return linear_cross_entropy(hidden, head.weight, labels)
-        return _chunked_loss(own_head, hidden, labels, vocabulary=head.weight.shape[0])
+            loss, sums = _linear_loss(hidden, head.weight, labels, groups)
+        else:
+            loss, sums = _chunked_loss(own_head, hidden, labels, groups, vocabulary=head.weight.shape[0])
+        return loss if groups is None else (loss, sums)
 
-    def loss_sum(model: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any) -> Tensor:
+    def loss_sum(
+        model: Any,
+        input_ids: Tensor,
+        labels: Tensor,
+        index: Tensor | None = None,
+        groups: Tensor | None = None,
+        num_groups: int = 0,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         # A cache would be built by default, and with it packed documents would see each other.
         hidden = getattr(model, backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
         index = select_supervised(labels) if index is None else index
         hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
-        return head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
+        known = None if groups is None else Groups(groups, num_groups)
+        return head_loss(head, hidden, targets, known) if tied else head.loss_sum(hidden, targets, known)
 
     _add_method(model, "loss_sum", loss_sum)
     if not tied:
@@ -134,7 +180,7 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
     return model if tied else head
 
 
-def _add_method(module: Any, name: str, function: Callable[..., Tensor]) -> None:
+def _add_method(module: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(module, name, MethodType(function, module))
 
 
@@ -233,13 +279,20 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
     return logits
 
 
-def _chunked_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, *, vocabulary: int) -> Tensor:
-    def one_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
+def _chunked_loss(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, groups: Groups | None, *, vocabulary: int
+) -> tuple[Tensor, Tensor | None]:
+    def one_chunk(hidden: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        logits = head(hidden).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        if groups is None:
+            return loss, None
+        return loss, groups.sums(F.cross_entropy(logits.detach(), labels, reduction="none"), start=start)
 
     rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
     # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
     # not take part in the reduction that the other ranks wait in.
-    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
-    losses = [checkpoint(one_chunk, chunk, target, use_reentrant=False) for chunk, target in chunks]
-    return torch.stack(losses).sum()
+    chunks = zip(hidden.split(rows), labels.split(rows), range(0, len(hidden) + 1, rows), strict=False)
+    pairs = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    sums = None if groups is None else torch.stack([sums for _, sums in pairs]).sum(0)
+    return torch.stack([loss for loss, _ in pairs]).sum(), sums

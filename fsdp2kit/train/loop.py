@@ -251,7 +251,8 @@ def train_step(
         before_update: called between backward and the optimizer, which changes what a save may still be copying.
 
     Returns:
-        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step.
+        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; of a mix also ``loss/NAME``, the mean over
+        that source's supervised tokens, where it has any in this batch.
     """
     inputs = [lambda micro=micro: to_device(micro) for micro in batch.micro_batches]
     local_loss = accumulate_gradients(
@@ -261,8 +262,11 @@ def train_step(
     if plan.max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), plan.max_grad_norm, norm)
     lr = optimizer.param_groups[0]["lr"]
-    loss_value, norm_value = _read(sum_loss(local_loss.clone()), norm)
+    loss_value, *parts, norm_value = _read(sum_loss(local_loss.clone()), norm)
     record = {"loss": loss_value, "grad_norm": norm_value, "lr": lr}
+    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
+        if tokens:
+            record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
     if is_finite(record):
         before_update()
         optimizer.step()
@@ -290,7 +294,9 @@ def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
     Raises:
         RunFailure: always, on every rank.
     """
-    ranks = [rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.item()))) if not finite]
+    ranks = [
+        rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.flatten()[0].item()))) if not finite
+    ]
     if ranks:
         what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
     else:
@@ -301,6 +307,6 @@ def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
     )
 
 
-def _read(*scalars: Tensor) -> Iterable[float]:
-    """Device scalars to host numbers in one wait."""
-    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()
+def _read(*figures: Tensor) -> Iterable[float]:
+    """Device scalars and vectors to host numbers in one wait."""
+    return torch.cat([figure.detach().to(figures[0].device, torch.float64).flatten() for figure in figures]).tolist()

@@ -31,7 +31,7 @@ def accumulate_gradients(
 
     Returns:
         This rank's summed cross-entropy ÷ ``tokens``, a float32 scalar on the device; summed over all ranks it
-        is the loss.
+        is the loss. Of a mix (the inputs have ``groups``), float32 ``[1 + G]``: the same, and each source's part.
     """
     scale = world_size() / tokens
     total = None
@@ -40,8 +40,10 @@ def accumulate_gradients(
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(reduce_every or last)
         loss = model.loss_sum(**inputs())
+        loss, parts = loss if isinstance(loss, tuple) else (loss, None)
         (loss * scale).backward()
-        total = loss.detach() if total is None else total + loss.detach()
+        found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
+        total = found if total is None else total + found
     assert total is not None, "a data-parallel rank has at least one micro-batch"
     return total / tokens
 

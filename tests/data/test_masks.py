@@ -164,3 +164,20 @@ def test_markers_under_a_filter_are_refused() -> None:
     template = "{% filter replace('\ufdd0', '') %}" + templates.MARKED_WIDE + "{% endfilter %}"
     with pytest.raises(UserError, match="cannot be located"):
         encode_chat(turns("a", "b\ufdd1"), make_tokenizer(template))
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.MARKED])
+def test_many_rows_take_few_calls_of_the_template(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(template)
+    render, calls = tokenizer.apply_chat_template, []
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(1) or render(*a, **k))
+    rows = [Conversation(QUESTIONS[:size], where=f"row {size}") for size in (2, 4)] * 20
+    encode_chats(rows, tokenizer)
+    assert len(calls) == 2
+
+
+def test_a_row_that_the_template_refuses_among_others_is_named() -> None:
+    tokenizer = make_tokenizer("{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}hi")
+    rows = [Conversation(turns(text, "yes"), where=f"row {text}") for text in ("yes", "no", "maybe")]
+    with pytest.raises(UserError, match=r"row no.*never"):
+        encode_chats(rows, tokenizer, train_on="all")

@@ -29,13 +29,18 @@ class ShardedBatch:
     """``[B, s]`` int64, restarting at 0 in every document."""
     index: Tensor
     """``[N]`` int64: flat places of the labels that are targets."""
+    groups: Tensor | None = None
+    """``[N]`` int64: of a mix, the source of each of these targets."""
+    num_groups: int = 0
+    """Sources of the mix."""
     attention: dict[str, Any] = field(default_factory=dict)
     """What the attention kernel wants: ``attention_mask`` of the whole sequence, ``segments`` of this rank's part of
     it, or document borders; nothing where the model's own mask is right."""
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for ``loss_sum``."""
-        named = {name: value for name, value in vars(self).items() if name != "attention"}
+        mix = ("groups", "num_groups") if self.groups is None else ()
+        named = {name: value for name, value in vars(self).items() if name not in ("attention", *mix)}
         return {**named, **self.attention}
 
 
@@ -54,6 +59,8 @@ def build_shard_batch(
             cp_rank=mesh.cp_rank,
             cp_size=mesh.sizes.cp,
             device=device,
+            sources=batch.sources,
+            num_sources=len(batch.tokens_by_source),
         ).inputs()
 
     return shard
@@ -69,12 +76,15 @@ def shard_batch(
     cp_rank: int,
     cp_size: int,
     device: torch.device,
+    sources: Tensor | None = None,
+    num_sources: int = 0,
 ) -> ShardedBatch:
     """Cut ``[B, S]`` host tensors to this context-parallel rank's S/cp tokens and move them over.
 
     Args:
         config: the model's config, which says what its layers see.
         path: the way that the model's attention goes.
+        sources: int64 ``[B]``, the source of each row of a mix of ``num_sources``.
     """
     length = input_ids.shape[1]
     chunks = chunks_of(cp_rank, cp=cp_size, length=length, method=path.method) if path.method else [range(length)]
@@ -94,6 +104,8 @@ def shard_batch(
         labels=to_device(local_labels, device),
         position_ids=to_device(take_chunks(position_ids, chunks), device),
         index=to_device(index, device),
+        groups=None if sources is None else to_device(sources[index // local_labels.shape[1]], device),
+        num_groups=num_sources,
         attention=attention,
     )
 

@@ -1,0 +1,131 @@
+"""The loss of each source of a mix: the mean over its own tokens of the global batch, whatever the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp2kit import distributed
+from fsdp2kit.data.batch import Share
+from fsdp2kit.data.loader import Loader, build_mixed_loader, build_part
+from fsdp2kit.model import loss_head
+from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import IGNORED, Rows, load_plain, plain_logits
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.loop import Hooks, build_plan, train
+from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from tests.data.test_properties import as_documents
+from tests.parallel.jobs import Case
+from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
+
+NAMES = ("code", "chat", "rare")
+GLOBAL = 4
+
+
+def mixed_loader(*, micro: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    """Three sources of documents of many lengths; a global batch holds rows of two or three of them."""
+    generator, parts = torch.Generator().manual_seed(0), []
+    for source, (name, count) in enumerate(zip(NAMES, (20, 12, 2), strict=True)):
+        rows = []
+        for number in range(count):
+            ids = torch.randint(VOCABULARY, (5 + 7 * number % 23,), generator=generator).tolist()
+            rows.append([(token, at % (2 + source) > 0) for at, token in enumerate(ids)])
+        options = {"seq_len": LENGTH, "pack": True, "shuffle": True, "seed": 1}
+        parts.append(build_part(as_documents(rows), **options, name=name, source=source))
+    share = Share(LENGTH, GLOBAL, micro, dp_rank, dp_size, 0)
+    return build_mixed_loader(parts, [1.0] * 3, share=share, shuffle=True, seed=1)
+
+
+def run(folder: Path, case: Case, steps: int) -> list[dict[str, Any]]:
+    """What our loop logs of the mix on a mesh."""
+    config = case.config(folder, steps=steps, rows=GLOBAL)
+    sharded = Sharded(config, world=distributed.start())
+    mesh, model = sharded.mesh, sharded.model
+    loader = mixed_loader(micro=case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+    optimizer = build_optimizer(config.optimizer, model)
+    records: list[dict[str, Any]] = []
+    train(
+        model,
+        optimizer,
+        build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps),
+        loader,
+        build_shard_batch(model.config, path=sharded.path, mesh=mesh, device=sharded.world.device),
+        plan=build_plan(config, steps_per_epoch=loader.steps_per_epoch, mesh=mesh, source_names=loader.source_names),
+        progress=Progress(),
+        throughput=sharded.throughput,
+        hooks=Hooks(log=records.append, message=lambda text: None),
+    )
+    return records
+
+
+def expected_losses(path: Path, index: int) -> dict[str, float]:
+    """transformers' own logits and torch's own cross-entropy of each token, by the source of its row."""
+    (batch,) = mixed_loader(micro=GLOBAL).batch(index)
+    assert batch.sources is not None
+    with torch.no_grad():
+        logits = plain_logits(load_plain(path), Rows(batch.input_ids, batch.labels, batch.position_ids))
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORED)
+    losses, targets = losses.view_as(batch.labels).double(), batch.labels != IGNORED
+    found = {"loss": (losses.sum() / targets.sum()).item()}
+    for source, name in enumerate(NAMES):
+        rows = batch.sources == source
+        if targets[rows].any():
+            found[f"loss/{name}"] = (losses[rows].sum() / targets[rows].sum()).item()
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("smollm2", "llama3", "granite"):
+        tiny_model_dir(kind, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite"])
+def test_each_sources_loss_is_that_of_plain_transformers_on_every_mesh(
+    kind: str, pool: WorkerPool, models: Path
+) -> None:
+    expected = expected_losses(models / kind, 0)
+    assert len(expected) > 2
+    cases = [Case(kind, 1, 2, method="ring"), Case(kind, 1, 2, 2), Case(kind, 2, 1), Case(kind, 2, 1, 2)]
+    for case in cases:
+        for first, _ in pool.run(2, run, models, case, 2):
+            found = {name: value for name, value in first.items() if name.startswith("loss")}
+            assert found == pytest.approx(expected, rel=1e-5), case
+
+
+def test_without_a_mix_nothing_is_carried_along() -> None:
+    part = build_part(as_documents([[(5, True)] * 8] * 4), seq_len=LENGTH, pack=True, shuffle=True, seed=1)
+    share = Share(LENGTH, 1, 1, 0, 1, 0)
+    (batch,) = build_mixed_loader([part], [1.0], share=share, shuffle=True, seed=1).batch(0)
+    assert batch.sources is None
+    assert batch.tokens_by_source == ()
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "granite"])
+def test_groups_change_neither_the_loss_nor_a_gradient(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * VOCABULARY)  # several chunks
+    rows, results = make_rows(4), []
+    index = loss_head.select_supervised(rows.labels)
+    groups = torch.arange(len(index)) % 3
+    for options in ({}, {"groups": groups, "num_groups": 4}):
+        model: Any = tiny_model(kind)
+        attach_loss(model)
+        loss = model.loss_sum(rows.input_ids, rows.labels, index, position_ids=rows.position_ids, **options)
+        loss, sums = loss if options else (loss, None)
+        loss.backward()
+        results.append((loss.detach(), sums, [parameter.grad for parameter in model.parameters()]))
+    (plain, _, gradients), (loss, sums, others) = results
+    assert torch.equal(plain, loss)
+    assert all(torch.equal(mine, other) for mine, other in zip(gradients, others, strict=True))
+    assert not sums.requires_grad
+    assert sums[3] == 0
+    assert sums.sum().item() == pytest.approx(loss.item(), rel=1e-6)
