@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.parity import reference
-from fsdp2kit.parity.reference import Rows
+from fsdp2kit.parity import rows as synthetic
+from fsdp2kit.parity.rows import Rows
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
 
@@ -77,14 +77,14 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 def make_rows(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Rows:
     """A global batch of the size that tests use."""
-    return reference.make_rows(seed, rows=rows, length=length, vocabulary=vocabulary)
+    return synthetic.make_rows(seed, rows=rows, length=length, vocabulary=vocabulary)
 
 
 def plain_batches(steps: int = STEPS) -> list[Rows]:
     """One global batch a step, of rows that are one document each."""
-    return reference.make_batches(steps, rows=ROWS, length=LENGTH, vocabulary=VOCABULARY, pack=False)
+    return synthetic.make_batches(steps, rows=ROWS, length=LENGTH, vocabulary=VOCABULARY, pack=False)
 
 
 def make_batches(steps: int = STEPS, *, seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> list[Rows]:
     """One global batch a step."""
-    return reference.make_batches(steps, seed=seed, rows=rows, length=length, vocabulary=VOCABULARY)
+    return synthetic.make_batches(steps, seed=seed, rows=rows, length=length, vocabulary=VOCABULARY)

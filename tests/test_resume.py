@@ -316,7 +316,7 @@ def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_p
 def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
     from fsdp2kit.data.build import build_data
     from fsdp2kit.model.tokenizer import build_tokenizer
-    from fsdp2kit.parity.reference import Rows
+    from fsdp2kit.parity.rows import Rows
 
     _, config = load(str(toml), ["train.micro_batch_size=4"])
     data = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=VOCABULARY)

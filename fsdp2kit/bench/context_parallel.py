@@ -29,7 +29,7 @@ from fsdp2kit.parallel.context_parallel.layout import Method
 from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.ulysses import share_heads
 from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parity.reference import DealtOut, Rows
+from fsdp2kit.parity.rows import DealtOut, Rows
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 12, 4, 16

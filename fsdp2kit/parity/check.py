@@ -22,7 +22,8 @@ from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.parity.cases import Variant, variants
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.likeness import likeness_length, write_model
-from fsdp2kit.parity.reference import Curves, Rows, errors, gradient_distances, make_batches, plain_forward, plain_loop
+from fsdp2kit.parity.reference import Curves, errors, gradient_distances, plain_forward, plain_loop
+from fsdp2kit.parity.rows import Rows, make_batches
 
 FLOOR = 1e-5
 CEILING = 1e-3

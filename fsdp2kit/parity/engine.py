@@ -23,7 +23,8 @@ from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.preflight import check_model
-from fsdp2kit.parity.reference import Curves, DealtOut, Rows, gradient_of, hidden_states, named_layers
+from fsdp2kit.parity.reference import Curves, gradient_of, hidden_states, named_layers
+from fsdp2kit.parity.rows import DealtOut, Rows
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.flops import count_model_flops
 from fsdp2kit.train.loop import Hooks, build_plan, next_batch, train

@@ -17,7 +17,8 @@ from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parity.reference import DealtOut, beyond, errors, plain_loop
+from fsdp2kit.parity.reference import beyond, errors, plain_loop
+from fsdp2kit.parity.rows import DealtOut
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from tests.parallel.jobs import Case, build, run_case

@@ -16,7 +16,8 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves, Rows
+from fsdp2kit.parity.reference import Curves
+from fsdp2kit.parity.rows import Rows
 from fsdp2kit.train.throughput import Throughput
 from tests.reference import LENGTH, make_batches, plain_batches
 

@@ -15,7 +15,8 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.cases import METHODS
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves, DealtOut, Rows, beyond, errors, plain_loop
+from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop
+from fsdp2kit.parity.rows import DealtOut, Rows
 from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.loop import build_plan
 from tests.parallel.jobs import Case, run_cases

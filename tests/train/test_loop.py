@@ -20,17 +20,8 @@ from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parity.engine import whole
-from fsdp2kit.parity.reference import (
-    IGNORED,
-    DealtOut,
-    Rows,
-    beyond,
-    cross_entropy_sum,
-    errors,
-    load_plain,
-    plain_logits,
-    plain_loop,
-)
+from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, load_plain, plain_logits, plain_loop
+from fsdp2kit.parity.rows import IGNORED, DealtOut, Rows
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.loop import Hooks, Plan, build_plan, next_batch, stream_seed, train

@@ -16,7 +16,8 @@ from fsdp2kit.model import loss_head
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import IGNORED, Rows, load_plain, plain_logits
+from fsdp2kit.parity.reference import load_plain, plain_logits
+from fsdp2kit.parity.rows import IGNORED, Rows
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.loop import Hooks, build_plan, train
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
