@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2kit import distributed
 from fsdp2kit.bench.figures import provenance, provenance_lines
 from fsdp2kit.bench.memory import peak_of
-from fsdp2kit.model.loss_head import linear_cross_entropy
+from fsdp2kit.model.linear_cross_entropy import linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

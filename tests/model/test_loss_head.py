@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.model import loss_head
-from fsdp2kit.model.loss_head import attach_loss, has_linear_head, linear_cross_entropy, select_supervised
+from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, linear_cross_entropy
+from fsdp2kit.model.loss_head import attach_loss, has_linear_head, select_supervised
 from fsdp2kit.model.twin import shrink_config
 from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, plain_logits, plain_loop
 from tests.parallel.jobs import Case, run_cases
@@ -43,7 +43,7 @@ HEADS = [
 @pytest.mark.parametrize("rows", [0, 1, 6, 7, 8, 21])
 def test_value_and_gradients(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks of seven rows: none, one short of a border, on it, past it, and three whole chunks.
-    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
@@ -72,7 +72,7 @@ def test_confident_tokens_have_a_loss_of_nearly_zero_without_overflow() -> None:
 
 
 def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
     seen, linear = [], F.linear
     monkeypatch.setattr(F, "linear", lambda *args: seen.append(linear(*args)) or seen[-1])
     hidden = torch.randn(30, WIDTH, requires_grad=True)
@@ -106,7 +106,7 @@ def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, An
 @pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere", "gemma2", "phi", "falcon_h1"])
 @pytest.mark.parametrize("supervised", [True, False])
 def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * 128)  # several chunks
     rows = make_rows(3)
     if not supervised:
         rows.labels.fill_(-100)

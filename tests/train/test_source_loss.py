@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from fsdp2kit import distributed
 from fsdp2kit.data.batch import Share
 from fsdp2kit.data.loader import Loader, build_mixed_loader, build_part
-from fsdp2kit.model import loss_head
-from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
+from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain, plain_logits
@@ -113,9 +113,9 @@ def test_without_a_mix_nothing_is_carried_along() -> None:
 
 @pytest.mark.parametrize("kind", ["smollm2", "granite"])
 def test_groups_change_neither_the_loss_nor_a_gradient(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss_head._CHUNK_BYTES, "cpu", 20 * 4 * VOCABULARY)  # several chunks
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * VOCABULARY)  # several chunks
     rows, results = make_rows(4), []
-    index = loss_head.select_supervised(rows.labels)
+    index = select_supervised(rows.labels)
     groups = torch.arange(len(index)) % 3
     for options in ({}, {"groups": groups, "num_groups": 4}):
         model: Any = tiny_model(kind)
