@@ -232,7 +232,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     gpu.set_defaults(run=_gpu)
     gpu.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
     gpu.add_argument("--dry-run", action="store_true", help="tiny shapes, 2 steps: does it run at all?")
-    gpu.add_argument("--attention", default="sdpa", help="a transformers attention implementation (sdpa)")
+    gpu.add_argument("--attention", default="auto", help="as model.attention (auto)")
     gpu.add_argument("--max-minutes", type=float, default=6.5, help="start no further variant after this long (6.5)")
     return parser.parse_args(arguments)
 

@@ -115,12 +115,12 @@ class SyntheticBatches:
         ]
 
 
-def bench_gpu(*, dry_run: bool = False, attention: str = "sdpa", max_minutes: float = 6.5) -> dict[str, Any]:
+def bench_gpu(*, dry_run: bool = False, attention: str = "auto", max_minutes: float = 6.5) -> dict[str, Any]:
     """Measure every shape with activation checkpointing off and on, in bfloat16, in this one process.
 
     Args:
         dry_run: tiny shapes and two steps, which any device can run.
-        attention: a transformers attention implementation.
+        attention: as `model.attention`.
         max_minutes: no variant is started later than this, in minutes; those left out are named.
 
     Raises:
