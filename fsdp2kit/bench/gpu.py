@@ -116,12 +116,12 @@ class SyntheticBatches:
         ]
 
 
-def bench_gpu(*, dry_run: bool = False, attention: str = "sdpa", max_minutes: float = 6.5) -> dict[str, Any]:
+def bench_gpu(*, dry_run: bool = False, attention: str = "auto", max_minutes: float = 6.5) -> dict[str, Any]:
     """Measure every shape with activation checkpointing off and on, in bfloat16, in this one process.
 
     Args:
         dry_run: tiny shapes and two steps, which any device can run.
-        attention: a transformers attention implementation.
+        attention: as `model.attention`.
         max_minutes: no variant is started later than this, in minutes; those left out are named.
 
     Raises:
@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench.py gpu``."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, 2 steps: does it run at all?")
-    parser.add_argument("--attention", default="sdpa", help="a transformers attention implementation (sdpa)")
+    parser.add_argument("--attention", default="auto", help="as model.attention (auto)")
     parser.add_argument(
         "--max-minutes", type=float, default=6.5, help="start no further variant after this long (6.5)"
     )

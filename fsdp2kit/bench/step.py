@@ -94,7 +94,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
     by_hand = HandWrittenLoop(
         options.model,
         param_dtype=getattr(torch, options.dtype),
-        attention=config.model.attention,
+        attention="sdpa",  # what one would write by hand
         lr=config.optimizer.lr,
         betas=config.optimizer.betas,
         max_grad_norm=config.train.max_grad_norm,

@@ -54,9 +54,10 @@ class ModelConfig(Section):
     """"pretrained" (from `path`), "random", or the path of a DCP checkpoint (weights only)."""
     config: dict[str, Any] = {}
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
-    attention: str = "sdpa"
-    """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …; or "varlen":
-    documents and sliding windows without masks, which "sdpa" becomes on CUDA where it would need a dense one."""
+    attention: str = "auto"
+    """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
+    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" for packed rows or windows where it
+    computes what the model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None

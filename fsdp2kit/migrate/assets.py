@@ -74,7 +74,7 @@ def _translate_attention(fields: Fields, draft: Draft) -> None:
         draft.was("model.attention", "flash_attention_2" if as_bool(fields, flash) else "sdpa", flash)
     else:
         draft.note(flash, "model.attention")
-    draft.note(fast, 'model.attention = "sdpa" is the default')
+    draft.note(fast, 'model.attention = "auto" is the default')
 
 
 def _translate_frozen(fields: Fields, draft: Draft) -> None:

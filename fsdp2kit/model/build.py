@@ -83,8 +83,8 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(hf_config),  # transformers writes dtype and attention into it
                 dtype=torch.float32,
-                # "varlen" is ours, and applied later (`fsdp2kit.parallel.context_parallel`)
-                attn_implementation="sdpa" if section.attention == "varlen" else section.attention,
+                # None is transformers' own choice. "varlen" is ours, and applied later (`parallel.context_parallel`).
+                attn_implementation=None if section.attention in ("auto", "varlen") else section.attention,
                 trust_remote_code=section.trust_remote_code,
             )
     except Exception as error:  # whatever a model's constructor raises for a config that does not suit it

@@ -20,7 +20,7 @@ def choose(
     heads: int = 32,
     kv_heads: int = 8,
     method: str = "auto",
-    kernel: str = "sdpa",
+    kernel: str = "auto",
     seq_len: int = 4096,
     pack: bool = False,
     device: str = "cpu",
@@ -60,19 +60,23 @@ def test_auto_says_why(options: dict[str, Any], method: str, says: str) -> None:
     assert says in str(path)
 
 
-def test_without_context_parallelism_the_kernel_is_the_one_asked_for() -> None:
-    assert choose(cp=1) == AttentionPath(None, "sdpa")
-    assert choose(cp=1, kernel="flex_attention") == AttentionPath(None, "flex_attention")
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex_attention", "varlen"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_that_was_asked_for_is_taken(kernel: str, device: str) -> None:
+    path = choose(cp=1, pack=True, kernel=kernel, device=device)
+    assert (path.method, path.kernel) == (None, kernel)
+    assert str(path) == f"attention: {kernel} (as asked for)"
 
 
-def test_no_dense_mask_on_cuda() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_needs_no_mask(device: str) -> None:
     windowed = MistralConfig(sliding_window=128)
-    assert choose(cp=1, pack=True, device="cuda").kernel == "varlen"
-    assert choose(cp=1, hf_config=windowed, device="cuda").kernel == "varlen"
-    assert choose(cp=2, pack=True, device="cuda").kernel == "varlen"
-    assert choose(cp=1, device="cuda").kernel == "sdpa"
-    assert choose(cp=1, pack=True, device="cuda", kernel="eager").kernel == "eager"
-    assert choose(cp=1, pack=True, device="cpu").kernel == "sdpa"
+    says = "attention: varlen (auto: packed documents need no mask)"
+    assert str(choose(cp=1, pack=True, device=device)) == says
+    assert "sliding windows need no mask" in str(choose(cp=1, hf_config=windowed, device=device))
+    ulysses = choose(cp=2, pack=True, device=device)
+    assert (ulysses.method, ulysses.kernel) == ("ulysses", "varlen")
+    assert choose(cp=1, device=device).kernel == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_no_dense_mask_on_cuda() -> None:
             {"method": "ulysses", "cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4000},
             "than the model's 9.*'ring'",
         ),
-        ({"method": "ring", "cp": 2, "kernel": "eager"}, "kernel of its own.*sdpa.*'ulysses'"),
+        ({"method": "ring", "cp": 2, "kernel": "eager"}, "kernel of its own.*auto.*'ulysses'"),
         ({"method": "allgather", "cp": 2, "seq_len": 4094}, "use 4092 or 4096 or .*'ulysses'"),
         ({"cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4010}, "not divisible by 2 × mesh.cp = 20"),
         ({"cp": 4, "method": "ulysses", "seq_len": 4098}, "not divisible by mesh.cp = 4; use 4096 or 4100"),
@@ -104,7 +108,9 @@ def test_a_model_whose_attention_is_not_ours_keeps_its_own(monkeypatch: pytest.M
         return original(module, query, key + 0.3 * key.flip(-1), value, attention_mask, **options)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
-    assert choose(cp=1, pack=True, device="cuda").kernel == "sdpa"
+    plain = choose(cp=1, pack=True)
+    assert plain.kernel == "sdpa"
+    assert "does what ours does not" in str(plain)
     path = choose(cp=2, heads=9, kv_heads=3)
     assert (path.method, path.kernel) == ("ulysses", "sdpa")
     assert "its own attention" in path.reason

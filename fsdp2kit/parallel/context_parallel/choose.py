@@ -30,7 +30,8 @@ def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, devi
         UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
     if cp == 1:
-        return AttentionPath(None, _local_kernel(config, model, method=None, device_type=device_type))
+        kernel, why = _local_kernel(config, model, device_type=device_type)
+        return AttentionPath(None, kernel, kernel_reason=why)
     heads, kv_heads = _heads(model.config)
     if not heads:
         raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
@@ -51,10 +52,9 @@ def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, devi
         what, todo = obstacle
         raise UserError(f"context_parallel.method {method!r}", what, " or ".join([todo, *possible]))
     if method == "ulysses":
-        return AttentionPath(
-            "ulysses", _local_kernel(config, model, method="ulysses", device_type=device_type), reason
-        )
-    return AttentionPath(method, VARLEN, reason)
+        own, why = _local_kernel(config, model, device_type=device_type)
+        return AttentionPath("ulysses", own, reason, why)
+    return AttentionPath(method, VARLEN, reason, f"as {method} needs")
 
 
 def _pick(
@@ -84,8 +84,8 @@ def _against_ulysses(heads: int, seq_len: int, *, cp: int) -> Obstacle | None:
 
 def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
     """Why ring and allgather cannot be: what is wrong, and what to do."""
-    if kernel not in ("sdpa", VARLEN) and not kernel.startswith("flash"):
-        return f"it brings a kernel of its own, not model.attention = {kernel!r}", 'use model.attention = "sdpa"'
+    if kernel not in ("auto", "sdpa", VARLEN) and not kernel.startswith("flash"):
+        return f"it brings a kernel of its own, not model.attention = {kernel!r}", 'use model.attention = "auto"'
     if seq_len % (2 * cp):
         return f"data.seq_len {seq_len} is not divisible by 2 × mesh.cp = {2 * cp}", _divisible(seq_len, 2 * cp)
     return None
@@ -96,14 +96,21 @@ def _divisible(seq_len: int, by: int) -> str:
     return "use " + " or ".join(str(length) for length in (below, below + by) if length)
 
 
-def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, method: Method | None, device_type: str) -> str:
-    """What computes attention over whole sequences."""
-    kernel, windows = config.model.attention, layer_windows(model.config)
-    masked = config.data.pack or any(window is not None for window in windows.values())
-    if device_type == "cuda" and kernel == "sdpa" and masked and not unknown_kinds(model.config):
-        # sdpa would need a dense mask: 16 GiB for 128k tokens
-        return VARLEN if _suits(model, VARLEN, pack=config.data.pack) else kernel
-    return kernel
+def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, device_type: str) -> tuple[str, str]:
+    """What computes attention over whole sequences, and why."""
+    if config.model.attention != "auto":
+        return config.model.attention, "as asked for"
+    own = str(model.config._attn_implementation)  # transformers' choice: "sdpa" where the model has it, else "eager"
+    needs = ["packed documents"] if config.data.pack else []
+    needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
+    if not needs:
+        return own, "auto: rows are single documents without windows, which need no mask"
+    if device_type == "cuda" and config.fsdp.param_dtype == "float32":
+        return own, "auto: varlen's kernel on CUDA takes 16 bits only"
+    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if dropout or unknown_kinds(model.config) or not _suits(model, VARLEN, pack=config.data.pack):
+        return own, "auto: the model's attention does what ours does not"
+    return VARLEN, f"auto: {' and '.join(needs)} need no mask"
 
 
 def _suits(model: PreTrainedModel, kernel: str, *, pack: bool) -> bool:

@@ -19,7 +19,10 @@ class AttentionPath:
     kernel: str
     """A transformers attention implementation, or "varlen"."""
     reason: str = ""
+    """Why this method."""
+    kernel_reason: str = ""
 
     def __str__(self) -> str:
         words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]
-        return ", ".join([*words, f"attention kernel: {self.kernel}"])
+        why = f" ({self.kernel_reason})" if self.kernel_reason else ""
+        return ", ".join([*words, f"attention: {self.kernel}{why}"])
