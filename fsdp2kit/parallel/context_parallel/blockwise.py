@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2kit.parallel.context_parallel import bands, pieces
 from fsdp2kit.parallel.context_parallel.allgather import allgather_backward, allgather_forward
 from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
 from fsdp2kit.parallel.context_parallel.ring import ring_backward, ring_forward
-from fsdp2kit.parallel.context_parallel.segments import Segment, read_segments
+from fsdp2kit.parallel.context_parallel.segments import read_segments
 from fsdp2kit.torch_compat import group_named
 
 _FORWARD = {"ring": ring_forward, "allgather": allgather_forward}
@@ -33,15 +32,12 @@ def blockwise_attention(
     Returns:
         ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
     """
-    planned = read_segments(segments)
-    if exchange == "none" and _are_documents(query, planned):
-        return pieces.attend_documents(query, key, value, planned, scale=scale)
     if exchange == "none":
         partial = Partial(query)
-        partial.attend(query, key, value, planned, scale=scale)
+        partial.attend(query, key, value, read_segments(segments), scale=scale)
     else:
         forward = _FORWARD[exchange]
-        partial = forward(query, key, value, planned, scale=scale, group=group_named(group))
+        partial = forward(query, key, value, read_segments(segments), scale=scale, group=group_named(group))
     return partial.out.to(query.dtype), partial.lse
 
 
@@ -69,8 +65,6 @@ def blockwise_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes."""
     planned = read_segments(segments)
-    if exchange == "none" and _are_documents(query, planned):
-        return pieces.attend_documents_backward(grad_out, query, key, value, out, lse, planned, scale=scale)
     if exchange == "none":
         grads = (zeros_for(query), zeros_for(key), zeros_for(value))
         attend_backward(grads, grad_out, query, key, value, out, lse, planned, scale=scale)
@@ -96,11 +90,6 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return grad_query, grad_key, grad_value
-
-
-def _are_documents(query: Tensor, segments: list[Segment]) -> bool:
-    """Whether each token is in just one segment, and none of them is computed together with others."""
-    return not bands.is_usable(query) and all(segment.is_document for segment in segments)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -55,48 +55,6 @@ def attend_backward(
             _cut(total, places).add_(part)
 
 
-def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp where every segment `Segment.is_document`: each token is in one, so nothing is merged.
-
-    Returns:
-        As `fsdp2kit.parallel.context_parallel.blockwise.blockwise_attention`.
-    """
-    forward = cpu_flash_attention if query.device.type == "cpu" else plain_attention
-    batch, heads, length, width = query.shape
-    out = query.new_empty((batch, length, heads, width)).transpose(1, 2)
-    lse = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
-    for s in segments:
-        places = _Places(s.row, s.q_start, s.q_stop)
-        parts = forward(*(_cut(each, places) for each in (query, key, value)), causal=True, mask=None, scale=scale)
-        for total, part in zip((out, lse), parts, strict=True):
-            _cut(total, places).copy_(part)
-    return out, lse
-
-
-def attend_documents_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Sequence[Segment],
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their dtypes; see `attend_documents`."""
-    backward = cpu_flash_attention_backward if query.device.type == "cpu" else plain_attention_backward
-    grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-    for s in segments:
-        places = _Places(s.row, s.q_start, s.q_stop)
-        final = (_cut(each, places) for each in (grad_out, query, key, value, out, lse))
-        for total, part in zip(grads, backward(*final, causal=True, mask=None, scale=scale), strict=True):
-            _cut(total, places).copy_(part)
-    return grads
-
-
 class _Places(NamedTuple):
     row: int
     start: int

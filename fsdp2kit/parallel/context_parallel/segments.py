@@ -44,12 +44,6 @@ class Segment(NamedTuple):
         """Whether every query sees every key."""
         return self.left < 0 and self.right < 0
 
-    @property
-    def is_document(self) -> bool:
-        """Whether queries and keys are the same tokens, each of which sees those up to itself."""
-        same = (self.q_start, self.q_stop) == (self.k_start, self.k_stop)
-        return same and self.left < 0 and (self.right == 0 or self.q_stop - self.q_start == 1)
-
 
 @dataclass(frozen=True)
 class SegmentTables:
