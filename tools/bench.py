@@ -10,6 +10,7 @@ python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py data --model DIR --data chat.jsonl [--chat-template FILE]
 python tools/bench.py gpu [--device cpu --dry-run]
+python tools/bench.py curves RUN_DIR [RUN_DIR ...] [--reference NAME] [--picture FILE.png]
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     common.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
     commands = parser.add_subparsers(
         required=True,
-        metavar="step | load | save | convert | context-parallel | checkpointing | vocabulary | ring | data | gpu",
+        metavar="step | load | save | convert | context-parallel | checkpointing | vocabulary | ring | data | gpu"
+        " | curves",
     )
 
     step = commands.add_parser("step", parents=[common], help="a step against a hand-written FSDP2 loop")
@@ -227,6 +229,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     data.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
     data.add_argument("--seq-len", type=_positive, default=2048, help="tokens a row (2048)")
     data.add_argument("--repeats", type=_positive, default=7, help="timed runs of each side (7)")
+
+    from fsdp2kit.bench import curves
+
+    runs = commands.add_parser("curves", parents=[common], help="finished runs side by side, from their directories")
+    runs.set_defaults(run=curves.run)
+    curves.add_arguments(runs)
 
     gpu = commands.add_parser("gpu", parents=[common], help="step time, MFU and memory on one device")
     gpu.set_defaults(run=_gpu)

@@ -175,7 +175,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "muon"] = "adamw"
     """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (its moments in bfloat16; they, and parameters
     that `fsdp.storage_dtype` keeps in bfloat16, are rounded stochastically), "adamw_8bit" and "adamw_4bit" (torchao's,
-    with quantised moments; extra `lowbit`), or "muon" (torch's, for the weights of linear maps; AdamW for all else)."""
+    with quantised moments; extra `lowbit`), or "muon" (torch's, for weights of linear maps; AdamW for all else)."""
     lr: NonNegativeFloat = 2e-5
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so it is one for both."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)

@@ -7,6 +7,7 @@ beta2 = 0.999 never falls, and small updates of a bfloat16 parameter are lost. R
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -69,22 +70,21 @@ class AdamWBF16(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        number = 0
+        numbers = itertools.count()
         for group in self.param_groups:
             alike: dict[tuple[int, torch.dtype, torch.device], list[_Piece]] = {}
-            for number, parameter in enumerate(group["params"], start=number):
+            for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
                     step = self._count(parameter)
                     key = noise_key(self._seed, number, step)
                     pieces = self._pieces(parameter, key=key)
                     alike.setdefault((step, parameter.dtype, parameter.device), []).extend(pieces)
-            number += 1
             for (step, _, device), pieces in alike.items():
                 for bucket in _buckets(pieces, self._at_once(device)):
                     _update(bucket, group, step=step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts moments to the dtype of their parameter; they are bfloat16 again afterwards, with equal values."""
+        """Moments, which torch casts to the dtype of their parameter, are bfloat16 again, with equal values."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name in _MOMENTS:
