@@ -126,6 +126,14 @@ def test_updates_are_those_of_float32_adamw_within_what_bfloat16_can_say() -> No
     assert (ours - theirs).abs().mean() < 0.01 * moved
 
 
+def test_the_two_moments_are_rounded_independently() -> None:
+    _, _, reference, state = pair(torch.float32, 1)
+    first, second = ((state[name].float() - reference[name]).flatten() for name in ("exp_avg", "exp_avg_sq"))
+    away_from_zero = first * reference["exp_avg"].flatten().sign()
+    together = float(torch.corrcoef(torch.stack([away_from_zero, second]))[0, 1])
+    assert abs(together) < 5 / first.numel() ** 0.5
+
+
 def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
     size, steps, lr = 20_000, 40, 1e-4  # an update is 1/10000 of a parameter: far below half a bfloat16 step
     parameters = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for _ in range(2)]
