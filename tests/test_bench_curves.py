@@ -61,6 +61,17 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert picture.stat().st_size < 150_000
 
 
+def test_a_shorter_run_is_compared_where_it_ends(tmp_path: Path) -> None:
+    whole, short = make_run(tmp_path, "whole", scale=1.0), make_run(tmp_path, "short", scale=1.1)
+    metrics = short / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text(encoding="utf-8").splitlines(keepends=True)[:15]), encoding="utf-8")
+    done = curves(whole, short, "--json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)["runs"][1]
+    assert (row["steps"], row["eval_step"]) == (15, 10)
+    assert row["ratio"] == pytest.approx(1.1)
+
+
 def test_a_run_without_evaluations_has_no_ratio(tmp_path: Path) -> None:
     run = make_run(tmp_path, "one", scale=1.0)
     metrics = run / "metrics.jsonl"

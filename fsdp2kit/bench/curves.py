@@ -121,11 +121,13 @@ _SAME: dict[str, tuple[str, ...]] = {
 
 
 def compare_runs(runs: Sequence[Run], *, reference: str) -> list[dict[str, Any]]:
-    """One row a run: losses, their ratio to the reference's, seconds a step, and peak memory in GiB."""
-    final = {each.name: (each.points("eval_loss")[1] or [None])[-1] for each in runs}
+    """One row a run: losses, the ratio to the reference at the same step, seconds a step, peak GiB."""
+    (compared,) = (dict(zip(*each.points("eval_loss"), strict=True)) for each in runs if each.name == reference)
     rows = []
     for each in runs:
-        optimizer, ours, theirs = each.config.get("optimizer", {}), final[each.name], final[reference]
+        optimizer, evaluations = each.config.get("optimizer", {}), each.points("eval_loss")
+        step, ours = (points[-1] if points else None for points in evaluations)
+        theirs = compared.get(step)
         rows.append(
             {
                 "run": each.name,
@@ -133,6 +135,7 @@ def compare_runs(runs: Sequence[Run], *, reference: str) -> list[dict[str, Any]]
                 "lr": optimizer.get("lr"),
                 "steps": each.records[-1]["step"],
                 "loss": statistics.fmean(each.points("loss")[1][-_LAST:]),
+                "eval_step": step,
                 "eval_loss": ours,
                 "ratio": ours / theirs if ours is not None and theirs else None,
                 "step_seconds": statistics.median(each.points("step_seconds")[1] or [float("nan")]),
@@ -144,7 +147,7 @@ def compare_runs(runs: Sequence[Run], *, reference: str) -> list[dict[str, Any]]
 
 def table(rows: Sequence[dict[str, Any]], *, reference: str) -> list[str]:
     """`compare_runs` as a Markdown table."""
-    head = ("run", "optimizer", "lr", "steps", f"loss, last {_LAST} steps", "final eval_loss", f"÷ {reference}")
+    head = ("run", "optimizer", "lr", "steps", f"loss, last {_LAST} steps", "last eval_loss", f"÷ {reference} there")
     lines = ["| " + " | ".join((*head, "s a step", "peak GiB")) + " |", "| --- " * 9 + "|"]
     for row in rows:
         cells = [f"`{row['run']}`", str(row["optimizer"]), f"{row['lr']:g}", str(row["steps"])]
