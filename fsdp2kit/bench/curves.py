@@ -126,8 +126,8 @@ def compare_runs(runs: Sequence[Run], *, reference: str) -> list[dict[str, Any]]
     rows = []
     for each in runs:
         optimizer, evaluations = each.config.get("optimizer", {}), each.points("eval_loss")
-        step, ours = (points[-1] if points else None for points in evaluations)
-        theirs = compared.get(step)
+        step, ours = (evaluations[0][-1], evaluations[1][-1]) if evaluations[0] else (None, None)
+        theirs = None if step is None else compared.get(step)
         rows.append(
             {
                 "run": each.name,
@@ -178,9 +178,10 @@ def draw(runs: Sequence[Run], *, out: Path) -> None:
     training, held_out = figure.subplots(1, 2)
     for number, each in enumerate(runs):
         color = _COLORS[number % len(_COLORS)]
+        width = 1 + 0.7 * (len(runs) - 1 - number)  # of runs that coincide, the later do not hide the earlier
         steps, losses = each.points("loss")
-        training.plot(steps, smoothed(losses), color=color, linewidth=1.4, label=each.name)
-        held_out.plot(*each.points("eval_loss"), color=color, marker="o", markersize=4, linewidth=1)
+        training.plot(steps, smoothed(losses), color=color, linewidth=width, label=each.name)
+        held_out.plot(*each.points("eval_loss"), color=color, marker="o", markersize=2.5 + width, linewidth=width)
     training.set_title(f"training loss, mean of {_LAST} steps", fontsize=10, color=_GREY)
     held_out.set_title("held-out loss", fontsize=10, color=_GREY)
     for axes in (training, held_out):
