@@ -40,12 +40,17 @@ class DtypeLedger:
     """What the units return."""
     export: str
     """The Hugging Face directory."""
+    rounding: str = "nearest"
+    """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
 
     def __str__(self) -> str:
         dtypes = asdict(self)
         dtypes |= {f"compute of {name}": dtype for name, dtype in dtypes.pop("compute_by_class").items()}
+        rounding = dtypes.pop("rounding")
         line = "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        if self.storage != "float32":
+        if rounding != "nearest":
+            line += f"; the optimizer rounds to bfloat16 with {rounding} rounding"
+        elif self.storage != "float32":
             line += (
                 f"\nWARNING: parameters and moments are stored in {self.storage}: updates below 1/256 of a parameter "
                 'are lost. fsdp.storage_dtype = "float32" keeps them'
@@ -60,6 +65,7 @@ def dtype_ledger(section: FSDPConfig, *, export: str, optimizer: str = "adamw") 
         export: dtype of the Hugging Face directory.
         optimizer: ``optimizer.name``.
     """
+    kept = {"adamw_bf16": "bfloat16"} | dict.fromkeys(LOW_BIT, f"uint8 or {section.storage_dtype}")
     return DtypeLedger(
         storage=section.storage_dtype,
         compute=section.param_dtype,
@@ -67,9 +73,10 @@ def dtype_ledger(section: FSDPConfig, *, export: str, optimizer: str = "adamw") 
         accumulation=section.reduce_dtype,
         reduction=section.reduce_dtype,
         gradients=section.storage_dtype,
-        optimizer=f"uint8 or {section.storage_dtype}" if optimizer in LOW_BIT else section.storage_dtype,
+        optimizer=kept.get(optimizer, section.storage_dtype),
         output=section.output_dtype or section.param_dtype,
         export=export,
+        rounding="stochastic" if optimizer == "adamw_bf16" else "nearest",
     )
 
 

@@ -92,7 +92,10 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     """Every tensor of the training state, whole, as it would be on one process."""
 
     def whole(tensor: Tensor) -> np.ndarray:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy(force=True).copy()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()  # numpy has none; float32 holds the same value
+        return tensor.numpy(force=True).copy()
 
     named = model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: whole(tensor) for name, tensor in named.items()}

@@ -21,7 +21,8 @@ from tests.train import optim_jobs as jobs
 from tests.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
-OPTIONS = ["muon", "adamw_8bit", "adamw_4bit"]
+OPTIONS = ["muon", "adamw_8bit", "adamw_4bit", "adamw_bf16"]
+EXACT = [name for name in OPTIONS if name != "adamw_bf16"]  # test_adamw_bf16.py has the bounds of the other
 MUON = {"wide.weight", "tall.weight", "same.weight", "odd.weight", "row.weight"}
 LAYOUTS = [(1, 1), (3, 1), (4, 2)]  # ranks, replicas
 
@@ -73,7 +74,7 @@ def torchao_4bit(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
 REFERENCES = {"muon": muon, "adamw_8bit": torchao_8bit, "adamw_4bit": torchao_4bit}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(("ranks", "replicas"), LAYOUTS)
 def test_updates_equal_those_of_whole_tensors(name: str, ranks: int, replicas: int, pool: WorkerPool) -> None:
     expected = plain_run(REFERENCES[name])
@@ -102,19 +103,19 @@ def test_muon_takes_linear_maps_alone() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    if name != "muon":
+    if name in lowbit.LARGEST_BLOCK:
         pytest.importorskip("torchao")
     for straight, resumed in pool.run(2, jobs.interrupted, tmp_path, section_of(name)):
         assert straight.keys() == resumed.keys()
         assert all(np.array_equal(straight[key], resumed[key]) for key in straight)
     codes = {key for key in straight if key.endswith(".codes")}
-    assert bool(codes) == (name != "muon")
+    assert bool(codes) == (name in lowbit.LARGEST_BLOCK)
     assert all(straight[key].dtype == np.uint8 for key in codes)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_checkpoint_is_read_on_any_number_of_ranks(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    if name != "muon":
+    if name in lowbit.LARGEST_BLOCK:
         pytest.importorskip("torchao")
     pool.run(2, jobs.interrupted, tmp_path, section_of(name))
     (expected, *_) = pool.run(2, jobs.restored, tmp_path, section_of(name))
@@ -143,7 +144,7 @@ def test_blocks_stay_within_rows() -> None:
 def test_the_ledger_says_what_moments_are(name: str, pool: WorkerPool) -> None:
     if name in lowbit.LARGEST_BLOCK:
         pytest.importorskip("torchao")
-    kept = {"adamw": "float32", "muon": "float32"}.get(name, "uint8 or float32")
+    kept = {"adamw": "float32", "muon": "float32", "adamw_bf16": "bfloat16"}.get(name, "uint8 or float32")
     assert pool.run(2, jobs.ledger_of_a_step, section_of(name), None) == [kept] * 2
     for said in pool.run(2, jobs.ledger_of_a_step, section_of(name), "float16"):
         assert said.startswith("dtype ledger: optimizer should be float16, but torch.")
@@ -154,7 +155,7 @@ def test_the_ledger_says_what_moments_are(name: str, pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_schedule_moves_every_group(name: str) -> None:
-    if name != "muon":
+    if name in lowbit.LARGEST_BLOCK:
         pytest.importorskip("torchao")
     optimizer = build_optimizer(section_of(name), jobs.make_net())
     schedule = build_lr_schedule(LRScheduleConfig(name="linear", warmup_steps=4), optimizer, total_steps=8, step=1)

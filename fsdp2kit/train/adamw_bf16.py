@@ -1,0 +1,183 @@
+"""AdamW that keeps its moments in bfloat16 and rounds them, and parameters stored in bfloat16, stochastically.
+
+Rounded to nearest, what changes by less than 1/256 of itself does not change at all: a second moment under
+beta2 = 0.999 never falls, and small updates of a bfloat16 parameter are lost. Rounded stochastically (see
+`fsdp2kit.train.rounding`), both are kept on average. Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from fsdp2kit.train.rounding import noise_key, noise_of, round_stochastically, scramble
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
+# cache; elsewhere launches are few, and the float32 copies take 0.3 GB.
+_AT_ONCE_CPU = 2**18
+_AT_ONCE = 2**23
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring elements of this rank's shard of a parameter: views of what an update reads and writes."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    key: int
+    start: int
+    """Place of the first in the whole parameter."""
+
+
+class AdamWBF16(Optimizer):
+    """`torch.optim.AdamW` with ``exp_avg`` and ``exp_avg_sq`` in bfloat16.
+
+    Parameters of bfloat16 are rounded stochastically as well; others are computed in float32 and keep their dtype.
+    The noise is a function of (seed, number of the parameter, its step count, element): the same on any mesh.
+
+    Args:
+        params: parameters or groups, whole or sharded over their first dimension.
+        seed: of the noise.
+        elements_at_once: are updated at a time; changes no number. Default: by the device.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        elements_at_once: int | None = None,
+    ) -> None:
+        self._seed = seed
+        self._elements_at_once = elements_at_once
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        numbers = itertools.count()
+        for group in self.param_groups:
+            alike: dict[tuple[int, torch.dtype, torch.device], list[_Piece]] = {}
+            for parameter, number in zip(group["params"], numbers, strict=False):
+                if parameter.grad is not None:
+                    step = self._count(parameter)
+                    key = noise_key(self._seed, number, step)
+                    pieces = self._pieces(parameter, key=key)
+                    alike.setdefault((step, parameter.dtype, parameter.device), []).extend(pieces)
+            for (step, _, device), pieces in alike.items():
+                for bucket in _buckets(pieces, self._at_once(device)):
+                    _update(bucket, group, step=step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Moments, which torch casts to the dtype of their parameter, are bfloat16 again, with equal values."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in _MOMENTS:
+                state[name] = state[name].bfloat16()
+
+    def _count(self, parameter: Tensor) -> int:
+        """The number of the update that ``parameter`` is about to get; its state is made where there is none."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in _MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        return int(state["step"])
+
+    def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Piece]:
+        state, gradient = self.state[parameter], parameter.grad
+        flat = [_local(tensor).view(-1) for tensor in (parameter, *(state[name] for name in _MOMENTS))]
+        flat.insert(1, _local(gradient).reshape(-1))
+        start = _first_element(parameter)
+        for parts in zip(*(tensor.split(self._at_once(parameter.device)) for tensor in flat), strict=True):
+            yield _Piece(*parts, key=key, start=start)
+            start += parts[0].numel()
+
+    def _at_once(self, device: torch.device) -> int:
+        return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE)
+
+
+def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
+    """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``, with moments as they were before rounding.
+
+    Products and sums are separate operations: fused, they would round differently at the end of a vector, and the
+    numbers would depend on how elements are cut into pieces.
+    """
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    parameter = torch.cat([piece.parameter for piece in pieces]).float()
+    gradient = torch.cat([piece.gradient for piece in pieces]).float()
+    exp_avg = torch.cat([piece.exp_avg for piece in pieces]).float()
+    exp_avg_sq = torch.cat([piece.exp_avg_sq for piece in pieces]).float()
+
+    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
+    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    parameter.mul_(1 - lr * group["weight_decay"])
+    parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
+
+    bits = torch.cat([_noise(piece) for piece in pieces])
+    _write([piece.exp_avg for piece in pieces], round_stochastically(exp_avg, bits))
+    # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.
+    exp_avg_sq = torch.where(exp_avg_sq > 0, exp_avg_sq.clamp(min=torch.finfo(torch.bfloat16).tiny), exp_avg_sq)
+    _write([piece.exp_avg_sq for piece in pieces], round_stochastically(exp_avg_sq, bits >> 16))
+    if pieces[0].parameter.dtype == torch.bfloat16:
+        parameter = round_stochastically(parameter, scramble(bits))
+    _write([piece.parameter for piece in pieces], parameter)
+
+
+def _noise(piece: _Piece) -> Tensor:
+    return noise_of(piece.key, start=piece.start, length=piece.parameter.numel(), device=piece.parameter.device)
+
+
+def _write(targets: list[Tensor], values: Tensor) -> None:
+    for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
+        target.copy_(part)
+
+
+def _buckets(pieces: Iterable[_Piece], elements: int) -> Iterator[list[_Piece]]:
+    """The pieces in lists of at most ``elements`` elements, or of one piece."""
+    bucket: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if bucket and size + piece.parameter.numel() > elements:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece.parameter.numel()
+    if bucket:
+        yield bucket
+
+
+def _first_element(parameter: Tensor) -> int:
+    """Where this rank's shard begins in the whole parameter, counted in elements."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    spread = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if not spread or coordinates is None:
+        return 0
+    if len(spread) > 1 or parameter.placements[spread[0]] != Shard(0):
+        raise NotImplementedError(f"AdamWBF16 wants parameters sharded by rows, not {parameter.placements}")
+    rows = -(-parameter.shape[0] // mesh.size(spread[0]))  # of each rank; the last may have fewer
+    return coordinates[spread[0]] * rows * math.prod(parameter.shape[1:])
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
