@@ -8,6 +8,7 @@ one a tensor (tensorwise), or one a row (rowwise).
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -166,12 +167,13 @@ def apply_float8(
     if section.all_gather:
         whole = {name for name, _ in ignored_modules(fsdp, model)}
         gathered = {name for name, module in maps.items() if module.out_features % shards == 0} - whole
-    for names, in_float8 in ((gathered, True), (maps.keys() - gathered, False)):
-        torchao.convert_to_float8_training(
-            model,
-            module_filter_fn=lambda _module, name, names=names: name in names,
-            config=replace(config, enable_fsdp_float8_all_gather=in_float8),
-        )
+
+    def convert(names: Collection[str], config: Any) -> None:
+        torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+
+    convert(maps.keys() - gathered, config)
+    if gathered:
+        convert(gathered, replace(config, enable_fsdp_float8_all_gather=True))
 
 
 def keep_scales(model: nn.Module, optimizer: Optimizer) -> None:
