@@ -78,9 +78,7 @@ def main(config: Config) -> None:
         sharding = describe_fsdp(config, model, sizes=sizes, device_type=world.device.type)
         sharding += describe_float8(config, model, device=world.device)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
-        ledger = dtype_ledger(
-            config.fsdp, export=export_dtype, optimizer=config.optimizer.name, float8=config.float8
-        )
+        ledger = dtype_ledger(config.fsdp, export=export_dtype, optimizer=config.optimizer.name, float8=config.float8)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
         claim = claim_run_dir(run_dir, is_main=world.is_main)
         prepare_run_dir(run_dir, config_text=dump_toml(config), environment=environment, is_main=world.is_main)

@@ -199,7 +199,7 @@ def _check_float8_all_gather(config: TrainingConfig) -> None:
     )
     for where, value, is_refused, instead in refused:
         if is_refused:
-            raise UserError(where, f"{value!r} with float8.all_gather = true", f"use {instead}; or turn all_gather off")
+            raise UserError(where, f"{value!r} with float8.all_gather = true", f"use {instead}, or turn that off")
 
 
 def _check_train_length(config: TrainingConfig) -> None:

@@ -136,7 +136,8 @@ class _Seen:
             parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
             if parameters:
                 self.note(f"compute of {_class_of(module)}", parameters)
-            if in_float8 := [p._data for p in parameters if hasattr(p, "_data")]:  # torchao's, by their own name bfloat16
+            in_float8 = [p._data for p in parameters if hasattr(p, "_data")]  # torchao's, which say the compute dtype
+            if in_float8:
                 self.note("gathered", in_float8)
         self.note("accumulation", accumulated_gradients(unit))
 
