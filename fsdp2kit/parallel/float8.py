@@ -177,24 +177,24 @@ def apply_float8(
 
 
 def keep_scales(model: nn.Module, optimizer: Optimizer) -> None:
-    """Compute the scales of weights that are gathered in float8 after every step of ``optimizer``, in one all-reduce.
+    """Compute the scales of weights that are gathered in float8 after every step of ``optimizer``.
 
     Without this FSDP computes each weight's in an all-reduce of its own whenever it gathers it; the values are the
     same. Does nothing where no weight is gathered in float8.
     """
-    if any(plain_shard(p) is not p for p in model.parameters()):
-        compute_scales = _torchao().precompute_float8_dynamic_scale_for_fsdp
-        optimizer.register_step_post_hook(lambda *_: compute_scales(model))
+    if _gathers_float8(model):
+        optimizer.register_step_post_hook(lambda *_: refresh_scales(model))
 
 
-def forget_scales(model: nn.Module) -> None:
-    """Drop what `keep_scales` computed: for whoever writes other values into the weights."""
-    for parameter in model.parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if hasattr(shard, "_precomputed_scale"):
-            shard._precomputed_scale = None
+def refresh_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in float8, in one all-reduce: for whoever writes values into
+    the shards. Does nothing where no weight is gathered in float8. Collective.
+    """
+    if _gathers_float8(model):
+        _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
+@torch.no_grad()
 def plain_shard(tensor: Tensor) -> Tensor:
     """``tensor``, or where it is to be gathered in float8, its values as a plain DTensor that shares their storage.
 
@@ -210,6 +210,10 @@ def plain_shard(tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def _gathers_float8(model: nn.Module) -> bool:
+    return any(plain_shard(parameter) is not parameter for parameter in model.parameters())
 
 
 def _torchao() -> Any:

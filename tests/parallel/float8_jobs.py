@@ -16,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.contents import model_tensors
-from fsdp2kit.config.schema import Float8Config, TrainingConfig
+from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.checkpoint.saver import build_saver
+from fsdp2kit.config.schema import CheckpointConfig, Float8Config, TrainingConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.ledger import checked, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
@@ -24,7 +26,7 @@ from fsdp2kit.parity.reference import Curves
 from fsdp2kit.parity.rows import Rows
 from fsdp2kit.train.losses import accumulate_gradients
 from fsdp2kit.train.optim import build_optimizer
-from tests.checkpoint.jobs import full_state, manager_of, progress_at
+from tests.checkpoint.jobs import IDENTITY, full_state, manager_of, progress_at
 from tests.parallel.jobs import Case
 from tests.reference import VOCABULARY, make_batches
 
@@ -131,7 +133,14 @@ def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps
     """Train, save and export; the state that was saved."""
     run = Run(folder, case, float8)
     run.train(range(steps))
-    run.save(run_dir, 2, export_hf="every", export_dtype="bfloat16")
+    manager = build_checkpoint_manager(
+        CheckpointConfig(export_hf="every", export_dtype="bfloat16"),
+        run_dir=run_dir,
+        identity=IDENTITY,
+        write_assets=run.sharded.model.config.save_pretrained,
+    )
+    with manager:
+        build_saver(manager, run.sharded.model, run.optimizer, is_over=lambda _: True).save(progress_at(2))
     return run.state()
 
 

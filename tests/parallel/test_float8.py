@@ -91,9 +91,7 @@ def test_a_map_is_what_its_formula_says(recipe: str, folder: Path) -> None:
     assert (output.flatten(0, 1) - tokens @ weight.T).abs().max() > 1e-2, "and is not the unrounded product"
 
 
-def plain_curves(
-    folder: Path, batches: list[Any], recipe: str | None, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> Curves:
+def plain_curves(folder: Path, batches: list[Any], recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> Curves:
     """A plain loop over a transformers model whose decoder layers torchao converted, without any code of ours."""
 
     def converted(path: Path) -> Any:
@@ -106,7 +104,7 @@ def plain_curves(
     with monkeypatch.context() as patch:
         if recipe:
             patch.setattr(reference, "load_plain", converted)
-        return reference.plain_loop(folder / jobs.KIND, batches, **{"micro_batch_size": 1, "lr": 1e-3, **options})
+        return reference.plain_loop(folder / jobs.KIND, batches, micro_batch_size=1, lr=1e-3)
 
 
 def _emulated(config: Any) -> Any:
@@ -115,24 +113,22 @@ def _emulated(config: Any) -> Any:
     return replace(config, emulate=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_ranks_train_as_torchao_does_in_a_plain_loop(
-    recipe: str, dtype: str, folder: Path, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+    recipe: str, folder: Path, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = plain_batches()
-    case = Case(jobs.KIND, dp=2, pack=False, fsdp=(("param_dtype", dtype),))
+    case = Case(jobs.KIND, dp=2, pack=False)
     found = pool.run(2, jobs.curves, folder, case, {"recipe": recipe}, batches)[0]
-    torch_dtype = getattr(torch, dtype)
-    expected = plain_curves(folder, batches, recipe, monkeypatch, dtype=torch_dtype)
-    unrounded = plain_curves(folder, batches, None, monkeypatch, dtype=torch_dtype)
+    expected = plain_curves(folder, batches, recipe, monkeypatch)
+    unrounded = plain_curves(folder, batches, None, monkeypatch)
 
     # A last bit that differs becomes a whole float8 step where it crosses a border, and few do.
     far, near = errors(unrounded, expected), errors(found, expected)
-    assert far["gradient"] > 0.02
-    assert near["gradient"] < far["gradient"] / 4, (near, far)
+    assert far["gradients"] > 0.02
+    assert near["gradients"] < far["gradients"] / 4, (near, far)
     assert near["loss"] < max(far["loss"] / 4, 1e-4), (near, far)
-    assert abs(found.loss[0] - expected.loss[0]) < (1e-6 if dtype == "float32" else 1e-3) * expected.loss[0]
+    assert abs(found.loss[0] - expected.loss[0]) < 1e-6 * expected.loss[0]
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}, {"micro": 2}], ids=str)
@@ -145,7 +141,7 @@ def test_only_rowwise_with_gw_hp_does_not_depend_on_the_mesh(
     for recipe in ("tensorwise", "rowwise_with_gw_hp"):
         one = pool.run(1, jobs.curves, folder, ONE, {"recipe": recipe}, batches)[0]
         other = pool.run(case.world, jobs.curves, folder, case, {"recipe": recipe}, batches)[0]
-        differences[recipe] = errors(other, one)["gradient"]
+        differences[recipe] = errors(other, one)["gradients"]
     assert differences["rowwise_with_gw_hp"] < 1e-3
     if "dp" not in layout:  # the same micro-batches on other ranks have the same scales
         assert differences["tensorwise"] > 5e-3
