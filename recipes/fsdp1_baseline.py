@@ -32,6 +32,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.choose import choose_path
+from fsdp2kit.parallel.float8 import describe_float8
 from fsdp2kit.parallel.fsdp import describe_fsdp
 from fsdp2kit.parallel.ledger import checked, dtype_ledger
 from fsdp2kit.parallel.mesh import build_mesh
@@ -120,8 +121,9 @@ def main(config: Config) -> None:
         path = choose_path(config, model, cp=sizes.cp, device_type=world.device.type)
         check_model(model, config, path=path, device=world.device)
         sharding = describe_fsdp(config, model, sizes=sizes, device_type=world.device.type)
+        sharding += describe_float8(config, model, device=world.device)
         export_dtype = config.checkpoint.export_dtype or source_dtype(hf_config, source)
-        ledger = dtype_ledger(config.fsdp, export=export_dtype, optimizer=config.optimizer.name)
+        ledger = dtype_ledger(config.fsdp, export=export_dtype, optimizer=config.optimizer.name, float8=config.float8)
         environment = describe_environment(world_size=world.size, mesh=asdict(sizes), dtype_ledger=asdict(ledger))
         claim = claim_run_dir(run_dir, is_main=world.is_main)
         prepare_run_dir(run_dir, config_text=dump_toml(config), environment=environment, is_main=world.is_main)

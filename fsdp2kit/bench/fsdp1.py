@@ -58,6 +58,7 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
         ("mesh.cp", config.mesh.cp, config.mesh.cp > 1, "set it to 1"),
         ("fsdp.unit_classes", fsdp.unit_classes, bool(mixes_policies), 'use fsdp.unit = "layer" or "root"'),
         ("fsdp.class_dtypes", fsdp.class_dtypes, bool(fsdp.class_dtypes), "leave it out"),
+        ("float8.recipe", config.float8.recipe, config.float8.recipe != "none", 'use "none"'),
         ("fsdp.output_dtype", fsdp.output_dtype, fsdp.output_dtype is not None, "leave it out"),
         ("optimizer.name", config.optimizer.name, config.optimizer.name != "adamw", 'use "adamw"'),
         ("fsdp.offload", fsdp.offload, fsdp.offload == "optimizer", 'use "none" or "params"'),

@@ -15,18 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp2kit.parallel.float8 import plain_shard
+
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by Hugging Face name, a tied parameter once, under its first name.
 
     The tensors are detached and share the model's storage: loading into them loads the model. Sharded parameters are
-    DTensors of the global shape.
+    DTensors of the global shape, plain ones also where they are gathered in float8.
     """
     # A forward under no_grad may leave units unsharded, and their parameters would then be plain tensors.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {name: plain_shard(parameter.detach()) for name, parameter in model.named_parameters()}
     tensors.update((name, buffer.detach()) for name, buffer in _persistent_buffers(model).items())
     return tensors
 

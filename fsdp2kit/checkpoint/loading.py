@@ -15,6 +15,7 @@ from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
 from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
+from fsdp2kit.parallel.float8 import refresh_scales
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -100,6 +101,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
             for name, tensor in tensors.items():
                 check_shape(path, keys[name], tuple(stored[keys[name]].size), tuple(tensor.shape))
         load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
+    refresh_scales(model)
 
 
 def find_weights(

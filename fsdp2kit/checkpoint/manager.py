@@ -31,6 +31,7 @@ from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import agreement, background_group, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
+from fsdp2kit.parallel.float8 import refresh_scales
 from fsdp2kit.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,7 @@ class CheckpointManager:
                 progress = _read_progress(path, manifest)
             parts = self.stage(model, optimizer).items()
             load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
+        refresh_scales(model)
         if path.resolve().parent == self._layout.root.resolve():
             self._writer.reached = manifest.step
         return progress

@@ -137,6 +137,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
             'set activation_checkpointing.mode = "full"',
         )
     _check_optimizer(config.optimizer, config.fsdp)
+    _check_float8(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
         raise UserError(
             "lr_schedule.min_lr_ratio",
@@ -160,6 +161,45 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
     if name in LOW_BIT and importlib.util.find_spec("torchao") is None:
         what = f"{name!r} is torchao's, which is not installed"
         raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'")
+
+
+def _check_float8(config: TrainingConfig) -> None:
+    section, fsdp = config.float8, config.fsdp
+    if section.recipe == "none":
+        for name in section.model_fields_set - {"recipe"}:
+            if getattr(section, name):
+                what = f"is set, but float8.recipe is {section.recipe!r}"
+                raise UserError(f"float8.{name}", what, "set float8.recipe, or leave it out")
+        return
+    if importlib.util.find_spec("torchao") is None:
+        what = f"{section.recipe!r} is torchao's, which is not installed"
+        raise UserError("float8.recipe", what, "install it: pip install 'fsdp2kit[lowbit]'")
+    for key, names in (("class_dtypes", fsdp.class_dtypes), ("unit_classes", fsdp.unit_classes)):
+        if "Linear" in names:
+            what = "names Linear, whose modules get another class with float8"
+            raise UserError(f"fsdp.{key}", what, "name the class of the module around them, or use float8.exclude")
+    if section.all_gather:
+        _check_float8_all_gather(config)
+
+
+def _check_float8_all_gather(config: TrainingConfig) -> None:
+    section, fsdp = config.float8, config.fsdp
+    refused = (
+        ("float8.recipe", section.recipe, section.recipe != "tensorwise", "'tensorwise', whose scale fits all shards"),
+        ("fsdp.strategy", fsdp.strategy, fsdp.strategy == "no_shard", "a strategy that shards, or it gathers nothing"),
+        ("fsdp.storage_dtype", fsdp.storage_dtype, fsdp.storage_dtype != "float32", "'float32', which torchao casts"),
+        ("fsdp.offload", fsdp.offload, fsdp.offload != "none", "'none'"),
+        (
+            "fsdp.reshard_after_forward",
+            fsdp.reshard_after_forward,
+            type(fsdp.reshard_after_forward) is int,
+            "true or false: FSDP2 cannot reshard float8 to fewer ranks",
+        ),
+        ("optimizer.name", config.optimizer.name, config.optimizer.name != "adamw", "'adamw'"),
+    )
+    for where, value, is_refused, instead in refused:
+        if is_refused:
+            raise UserError(where, f"{value!r} with float8.all_gather = true", f"use {instead}, or turn that off")
 
 
 def _check_train_length(config: TrainingConfig) -> None:

@@ -151,6 +151,21 @@ class CompileConfig(Section):
     """Compile each decoder layer. The first step takes minutes, the others less time and memory."""
 
 
+class Float8Config(Section):
+    """Products in float8 (torchao's) in the linear maps of the decoder layers; docs/float8.md. Extra `lowbit`."""
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """"tensorwise": one scale a tensor, the fastest. "rowwise": one a row, more exact. "rowwise_with_gw_hp": rowwise,
+    with the weights' gradients in `fsdp.param_dtype`; the only one whose numbers do not depend on the mesh."""
+    all_gather: bool = False
+    """recipe = "tensorwise" only: weights are cast to float8 before FSDP gathers them: half of bfloat16's bytes."""
+    exclude: list[str] = []
+    """Patterns of the names of linear maps that stay as they are, e.g. `["*.down_proj", "model.layers.0.*"]`."""
+    emulate: bool = False
+    """Round to float8 and multiply in float32, on devices without float8 products: for checking numerics, slower than
+    bfloat16. A CPU run always does."""
+
+
 class TrainConfig(Section):
     """How long and in which batches."""
 
@@ -273,6 +288,7 @@ class TrainingConfig(Section):
     context_parallel: ContextParallelConfig = ContextParallelConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     compile: CompileConfig = CompileConfig()
+    float8: Float8Config = Float8Config()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

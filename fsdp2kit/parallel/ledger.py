@@ -13,9 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2kit.config.checks import LOW_BIT
-from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.config.schema import Float8Config, FSDPConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import accumulated_gradients
+
+# What torchao's recipes cast inputs, weights and gradients of outputs to.
+_FLOAT8_PRODUCTS = {
+    "none": None,
+    "tensorwise": "float8_e4m3fn, gradients float8_e5m2",
+    "rowwise": "float8_e4m3fn",
+    "rowwise_with_gw_hp": "float8_e4m3fn, but for the weights' gradients",
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,13 @@ class DtypeLedger:
     """The Hugging Face directory."""
     rounding: str = "nearest"
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
+    gathered: str | None = None
+    """Weights of linear maps on their way through the all-gather, where that is not ``compute``."""
+    products: str | None = None
+    """What the linear maps of the decoder layers multiply, where that is not ``compute``."""
 
     def __str__(self) -> str:
-        dtypes = asdict(self)
+        dtypes = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
         dtypes |= {f"compute of {name}": dtype for name, dtype in dtypes.pop("compute_by_class").items()}
         rounding = dtypes.pop("rounding")
         line = "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -58,8 +70,10 @@ class DtypeLedger:
         return line
 
 
-def dtype_ledger(section: FSDPConfig, *, export: str, optimizer: str = "adamw") -> DtypeLedger:
-    """The ledger that ``[fsdp]`` asks for.
+def dtype_ledger(
+    section: FSDPConfig, *, export: str, optimizer: str = "adamw", float8: Float8Config | None = None
+) -> DtypeLedger:
+    """The ledger that ``[fsdp]`` and ``[float8]`` ask for.
 
     Args:
         export: dtype of the Hugging Face directory.
@@ -77,6 +91,8 @@ def dtype_ledger(section: FSDPConfig, *, export: str, optimizer: str = "adamw") 
         output=section.output_dtype or section.param_dtype,
         export=export,
         rounding="stochastic" if optimizer == "adamw_bf16" else "nearest",
+        gathered="float8_e4m3fn" if float8 and float8.all_gather else None,
+        products=_FLOAT8_PRODUCTS[float8.recipe] if float8 else None,
     )
 
 
@@ -105,7 +121,7 @@ def checked(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iter
         seen.note("optimizer", (_as_stored(value) for name, value in state.items() if name != "step"))
     by_class = {f"compute of {name}": dtype for name, dtype in ledger.compute_by_class.items()}
     for name, dtypes in seen.dtypes.items():
-        expected: str = by_class.get(name) or getattr(ledger, name.split(" of ")[0])
+        expected: str = by_class.get(name) or getattr(ledger, name.split(" of ")[0]) or ledger.compute
         if wrong := dtypes - {getattr(torch, dtype) for dtype in expected.split(" or ")}:
             found = ", ".join(sorted(map(str, wrong)))
             raise RunFailure(f"dtype ledger: {name} should be {expected}, but {found} was found")
@@ -127,6 +143,9 @@ class _Seen:
             parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
             if parameters:
                 self.note(f"compute of {_class_of(module)}", parameters)
+            in_float8 = [p._data for p in parameters if hasattr(p, "_data")]  # torchao's, which say the compute dtype
+            if in_float8:
+                self.note("gathered", in_float8)
         self.note("accumulation", accumulated_gradients(unit))
 
     def watch_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -13,6 +13,7 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.float8 import apply_float8
 from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
 from fsdp2kit.parallel.mesh import Mesh
 
@@ -33,12 +34,13 @@ def parallelize_model(
         path: the way that attention goes, the same as for `build_shard_batch`; by default what `choose_path` says.
 
     Raises:
-        UserError: transformers names no layer class for this model.
+        UserError: transformers names no layer class for this model, or float8 is not to be had.
     """
     path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
     head = attach_loss(model)
     # 1. What changes the computation itself comes first, so that everything after wraps the final one.
+    apply_float8(config.float8, model, fsdp=config.fsdp, shards=mesh.shard.shape[-1], device=device)
     apply_attention(model, path, group=mesh.cp_group)
     # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before
     # a layer runs again in backward.

@@ -24,6 +24,7 @@ from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.masks import unknown_kinds
 from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.trial import find_difference
+from fsdp2kit.parallel.float8 import check_float8
 from fsdp2kit.parallel.units import plan_units
 
 
@@ -42,6 +43,7 @@ def check_model(
     """
     hf_config = model.config.get_text_config()
     plan_units(config.fsdp, model)
+    check_float8(config, model, device=device)
     _check_dropout(model, hf_config, config.preflight.allow)
     _check_router(hf_config, config.preflight.allow)
     check_rope(model.config, seq_len=config.data.seq_len)

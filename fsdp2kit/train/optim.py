@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+from fsdp2kit.parallel.float8 import keep_scales
 from fsdp2kit.train.adamw_bf16 import AdamWBF16
 from fsdp2kit.train.host_state import keep_state_on_host
 from fsdp2kit.train.lowbit import build_low_bit
@@ -62,6 +63,7 @@ def build_optimizer(
         return build_low_bit(section, _groups(trainable, section))
     if state_on_host and any(parameter.device.type != "cpu" for parameter in trainable):
         keep_state_on_host(optimizer)
+    keep_scales(model, optimizer)
     return optimizer
 
 

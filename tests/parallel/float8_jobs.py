@@ -1,0 +1,156 @@
+"""What the float8 tests run on every rank: a tiny model whose sides float8 kernels take, trained by our own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fsdp2kit import distributed
+from fsdp2kit.checkpoint.contents import model_tensors
+from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.checkpoint.saver import build_saver
+from fsdp2kit.config.schema import CheckpointConfig, Float8Config, TrainingConfig
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.parallel.ledger import checked, dtype_ledger
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import Curves
+from fsdp2kit.parity.rows import Rows
+from fsdp2kit.train.losses import accumulate_gradients
+from fsdp2kit.train.optim import build_optimizer
+from tests.checkpoint.jobs import IDENTITY, full_state, manager_of, progress_at
+from tests.parallel.jobs import Case
+from tests.reference import VOCABULARY, make_batches
+
+KIND = "float8"
+
+
+def write_model(folder: Path) -> None:
+    """A tiny Llama under ``folder / KIND``, every side of whose linear maps is divisible by 16, and by 2 ranks."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / KIND)
+
+
+def config_of(folder: Path, case: Case, float8: dict[str, Any], *, steps: int = 5) -> TrainingConfig:
+    config = case.config(folder, steps=steps, rows=4)
+    return config.model_copy(update={"float8": Float8Config.model_validate(float8)})
+
+
+def curves(folder: Path, case: Case, float8: dict[str, Any], batches: Sequence[Rows]) -> Curves:
+    """First-step gradients and the whole run, with ``[float8]``."""
+    return Sharded(config_of(folder, case, float8, steps=len(batches)), world=distributed.start()).curves(batches)
+
+
+def gathered(folder: Path, case: Case) -> tuple[list[str], list[str], str, str]:
+    """Names of weights whose shards are torchao's; classes of what a checkpoint would hold; what the ledger says of a
+    step, and what it says if it claims another dtype."""
+    config = config_of(folder, case, {"recipe": "tensorwise", "all_gather": True})
+    sharded = Sharded(config, world=distributed.start())
+    torchaos = [name for name, p in sharded.model.named_parameters() if type(_local(p)) is not Tensor]
+    classes = sorted({type(_local(tensor)).__name__ for tensor in model_tensors(sharded.model).values()})
+    optimizer = build_optimizer(config.optimizer, sharded.model)
+    ledger = dtype_ledger(config.fsdp, export="float32", float8=config.float8)
+    batch = make_batches(1)[0]
+    said = []
+    for claimed in (ledger, replace(ledger, gathered="bfloat16")):
+        try:
+            with checked(claimed, sharded.model, optimizer):
+                micro = partial(sharded.inputs, batch.as_batch())
+                accumulate_gradients(sharded.model, [micro, micro], tokens=batch.targets)
+                optimizer.step()
+            said.append("ok")
+        except RunFailure as failure:
+            said.append(str(failure))
+    return torchaos, classes, said[0], said[1]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+
+
+class Run:
+    """A model and its optimizer that take one step a batch."""
+
+    def __init__(self, folder: Path, case: Case, float8: dict[str, Any]) -> None:
+        config = config_of(folder, case, float8)
+        self.sharded = Sharded(config, world=distributed.start())
+        self.optimizer = build_optimizer(config.optimizer, self.sharded.model)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            batch = make_batches(1, seed=step)[0]
+            accumulate_gradients(
+                self.sharded.model, [partial(self.sharded.inputs, batch.as_batch())], tokens=batch.targets
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, run_dir: Path, step: int, **section: Any) -> Path:
+        with manager_of(run_dir, **section) as manager:
+            return manager.save(self.sharded.model, self.optimizer, progress_at(step))
+
+    def restore(self, run_dir: Path, path: Path) -> None:
+        manager_of(run_dir).restore(path, self.sharded.model, self.optimizer)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return full_state(self.sharded.model, self.optimizer)
+
+
+def interrupted(
+    folder: Path, run_dir: Path, case: Case, float8: dict[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The state after four steps in one go, and after two, a save, a restore into fresh objects and two more."""
+    straight = Run(folder, case, float8)
+    straight.train(range(4))
+    before = Run(folder, case, float8)
+    before.train(range(2))
+    path = before.save(run_dir, 2, export_hf="never", async_save=True)
+    after = Run(folder, case, float8)
+    after.restore(run_dir, path)
+    after.train(range(2, 4))
+    return straight.state(), after.state()
+
+
+def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps: int) -> dict[str, np.ndarray]:
+    """Train, save and export; the state that was saved."""
+    run = Run(folder, case, float8)
+    run.train(range(steps))
+    manager = build_checkpoint_manager(
+        CheckpointConfig(export_hf="every", export_dtype="bfloat16"),
+        run_dir=run_dir,
+        identity=IDENTITY,
+        write_assets=run.sharded.model.config.save_pretrained,
+    )
+    with manager:
+        build_saver(manager, run.sharded.model, run.optimizer, is_over=lambda _: True).save(progress_at(2))
+    return run.state()
+
+
+def resumed(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The state that the newest checkpoint gives; one more step must be possible from there."""
+    run = Run(folder, case, float8)
+    path = manager_of(run_dir).resolve("auto")
+    assert path is not None
+    run.restore(run_dir, path)
+    state = run.state()
+    run.train(range(2, 3))
+    assert any(not np.array_equal(state[name], value) for name, value in run.state().items())
+    return state
