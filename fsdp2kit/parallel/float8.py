@@ -49,9 +49,11 @@ def plan_float8(section: Float8Config, model: PreTrainedModel, *, fsdp: FSDPConf
     Raises:
         UserError: a pattern of ``exclude`` without a match, or no map is left.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) in inside}
+    linear: dict[str, nn.Linear] = {
+        name: m for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) in inside
+    }
     _check_patterns(section.exclude, linear)
     uncalled = uncalled_modules(model)
     tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
