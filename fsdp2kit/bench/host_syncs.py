@@ -1,11 +1,11 @@
 """How often the host waits for the device in a stretch of code, and where.
 
-On CUDA torch itself tells (`torch.cuda.set_sync_debug_mode`), collectives and sparse tensors aside. On a CPU nobody waits,
-so the device is imagined: operators are watched for those that would wait. Imagined to be on the device is every tensor
-there was before but those named as the host's, and what is computed from one; on the host is what is made without naming
-a device, and what is computed from such tensors alone. ``tensor.to(device)`` is the way over, ``cpu()``, ``tolist()``,
-``numpy()`` and ``to("cpu")`` are the way back. What only CUDA kernels do is not seen: the count on a GPU is the one that
-counts, and this one finds what would be wrong there before there is a GPU.
+On CUDA torch itself tells (`torch.cuda.set_sync_debug_mode`), collectives and sparse tensors aside. On a CPU nobody
+waits, so the device is imagined: operators are watched for those that would wait. Imagined to be on the device is every
+tensor that was there before, but those named as the host's, and what is computed from one; on the host is what is made
+without naming a device, and what is computed from such tensors alone. ``tensor.to(device)`` is the way over, ``cpu()``,
+``tolist()``, ``numpy()`` and ``to("cpu")`` are the way back. What only CUDA kernels do is not seen: the count on a GPU
+is the one that holds, and this one finds what would be wrong there before there is a GPU.
 """
 
 from __future__ import annotations
@@ -89,24 +89,23 @@ def host_tensors(micro_batches: Iterable[Any], optimizer: torch.optim.Optimizer)
 
 
 class _HostTensors:
-    """Knows tensors of the host by their storage, which views share."""
+    """Knows tensors of the host by their storage."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # A weak reference keeps the storage's address from being used again.
-        self._storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+        self._storages = {_storage_of(tensor) for tensor in tensors}
 
     def add(self, tensor: Tensor) -> None:
-        if _is_plain(tensor):
-            self._storages.add(StorageWeakRef(tensor.untyped_storage()))
+        self._storages.add(_storage_of(tensor))
 
     def uploaded(self, tensor: Tensor) -> Tensor:
         """A copy that is on the device."""
         copy = tensor.clone()
-        self._storages.discard(StorageWeakRef(copy.untyped_storage()))
+        self._storages.discard(_storage_of(copy))
         return copy
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return _is_plain(tensor) and StorageWeakRef(tensor.untyped_storage()) in self._storages
+        storage = _storage_of(tensor)
+        return storage is not None and storage in self._storages
 
 
 class _Operators(TorchDispatchMode):
@@ -179,8 +178,14 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
+def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """What views share; a weak reference keeps its address from being used again. None: a tensor without one."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return None
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except NotImplementedError:  # inside vmap, and where a layout is sparse
+        return None
 
 
 def _is_text(value: object) -> bool:
