@@ -56,7 +56,7 @@ class ModelConfig(Section):
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
     attention: str = "sdpa"
     """A transformers attention implementation: "sdpa", "eager", "flash_attention_2", "flex_attention", …; or "varlen":
-    documents and sliding windows without masks, which "sdpa" becomes on CUDA."""
+    documents and sliding windows without masks, which "sdpa" becomes on CUDA where it would need a dense one."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None

@@ -157,7 +157,8 @@ def test_batches_go_to_the_device_without_a_wait(folder: Path, world: World) -> 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_a_step_waits_for_the_device_once(folder: Path, world: World, micro: int, checkpointing: str) -> None:
     """Reading the batch, moving it, the step with clipping, and its record: as torch's own debug mode counts."""
-    case = Case("llama3", micro=micro, fsdp=(("param_dtype", "bfloat16"),), checkpointing=checkpointing)
+    fsdp = (("param_dtype", "bfloat16"),)
+    case = Case("llama3", micro=micro, fsdp=fsdp, checkpointing=checkpointing, attention="varlen")
     config = case.config(folder, steps=3, rows=4)
     model, mesh, to_device, throughput = build(config)
     optimizer = build_optimizer(config.optimizer, model)

@@ -65,7 +65,7 @@ def count_steps(folder: Path, cases: list[dict[str, Any]]) -> list[HostSyncs]:
     return [count_step(folder, **case) for case in cases]
 
 
-# What CUDA runs: attention over documents, without transformers' masks.
+# As packed rows run on CUDA: attention over documents, without transformers' masks.
 ONE = Case("llama3", attention="varlen")
 ONE_RANK: list[dict[str, Any]] = [
     {"case": Case("llama3", micro=4, attention="varlen")},
@@ -106,7 +106,7 @@ def test_a_step_waits_once(ranks: int, cases: list[dict[str, Any]], folder: Path
 
 
 def test_transformers_masks_wait_in_every_micro_batch(folder: Path, pool: WorkerPool) -> None:
-    """Why "sdpa" becomes "varlen" on CUDA."""
+    """They look at the positions, whether a row holds several documents; "varlen" has none of them."""
     (found,) = pool.run(1, count_step, folder, Case("llama3", micro=2))
     assert found.calls == {"_local_scalar_dense": 2, "tolist": 1}
     assert all("find_packed_sequence_indices" in place for place in found.places[:2])

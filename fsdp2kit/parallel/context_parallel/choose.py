@@ -8,7 +8,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.twin import build_twin
 from fsdp2kit.parallel.context_parallel.layout import Method
-from fsdp2kit.parallel.context_parallel.masks import unknown_kinds
+from fsdp2kit.parallel.context_parallel.masks import layer_windows, unknown_kinds
 from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
 from fsdp2kit.parallel.context_parallel.trial import find_difference
 
@@ -98,10 +98,10 @@ def _divisible(seq_len: int, by: int) -> str:
 
 def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, method: Method | None, device_type: str) -> str:
     """What computes attention over whole sequences."""
-    kernel = config.model.attention
-    if device_type == "cuda" and kernel == "sdpa" and not unknown_kinds(model.config):
-        # Packed or padded, sdpa would need a dense mask: 16 GiB for 128k tokens. And to find out whether it does,
-        # transformers makes the host wait for the device in every micro-batch.
+    kernel, windows = config.model.attention, layer_windows(model.config)
+    masked = config.data.pack or any(window is not None for window in windows.values())
+    if device_type == "cuda" and kernel == "sdpa" and masked and not unknown_kinds(model.config):
+        # sdpa would need a dense mask: 16 GiB for 128k tokens
         return VARLEN if _suits(model, VARLEN, pack=config.data.pack) else kernel
     return kernel
 
