@@ -5,6 +5,7 @@ Counted on a small decoder of Llama 3's proportions without FSDP, so that there 
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import compare, provenance, provenance_lines
+from fsdp2kit.bench.figures import compare, positive, provenance, provenance_lines
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.loss_head import attach_loss
@@ -152,3 +153,16 @@ def _timed(model: Any, tokens: Tensor) -> float:
     if tokens.is_cuda:
         torch.cuda.synchronize()
     return clock() - start
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py checkpointing``."""
+    parser.add_argument("--seq-len", type=positive, default=2048, help="tokens of the one sequence (2048)")
+    parser.add_argument("--layers", type=positive, default=4, help="decoder layers (4)")
+    parser.add_argument("--pairs", type=positive, default=10, help="steps that count, of each mode (10)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_checkpointing(Options(seq_len=options.seq_len, layers=options.layers, pairs=options.pairs))
+    return result, checkpointing_lines(result)

@@ -6,6 +6,7 @@ activations and attention's exchanges is there to count; time is measured on who
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import compare, provenance, provenance_lines, slowest_rank, summary
+from fsdp2kit.bench.figures import compare, positive, provenance, provenance_lines, slowest_rank, summary
 from fsdp2kit.bench.traffic import Traffic, count_traffic
 from fsdp2kit.bench.trainer import Trainer, build_trainer
 from fsdp2kit.config import TrainingConfig
@@ -223,3 +224,28 @@ def context_parallel_lines(result: dict[str, Any]) -> list[str]:
             f"({timed['ratio_low']:.3f} – {timed['ratio_high']:.3f}), median {timed['median_seconds']:.2f} s a step"
         )
     return [*lines, *provenance_lines(result["provenance"])]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py context-parallel``."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory; weights are random")
+    parser.add_argument("--seq-len", type=positive, default=4096, help="tokens a sequence (4096)")
+    parser.add_argument("--pairs", type=positive, default=10, help="rounds that count, each of all four ways (10)")
+    parser.add_argument("--warmup", type=positive, default=1, help="rounds before those (1)")
+    parser.add_argument("--layers", type=positive, default=None, help="of the model's layers, so many (all)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_context_parallel(
+        Options(
+            model=options.model,
+            seq_len=options.seq_len,
+            pairs=options.pairs,
+            warmup=options.warmup,
+            layers=options.layers,
+            dtype=options.dtype,
+        )
+    )
+    return result, context_parallel_lines(result)

@@ -7,6 +7,7 @@ nothing of an earlier one left to be written; the median of several rounds, in w
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -147,3 +148,17 @@ def _merge(checkpoint: Path, out: Path) -> None:
     out.mkdir()
     merge_fsdp_weights(str(checkpoint), str(out))
     sync_tree(out)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py convert``."""
+    parser.add_argument("--params", type=float, nargs="+", default=[0.5, 1.5], help="in 10^9 parameters (0.5 1.5)")
+    parser.add_argument("--shard-gb", type=float, default=1.0, help="largest file, in 10^9 bytes (1)")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write (the temporary folder)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    params = [size * 1e9 for size in options.params]
+    result = bench_convert(Options(params, shard_bytes=int(options.shard_gb * 1e9), folder=options.folder))
+    return result, convert_lines(result)

@@ -7,6 +7,7 @@ its trainer does, with the masks of ``{% generation %}`` markers, or, with a tem
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp2kit.bench.figures import Cost, compare, provenance, provenance_lines, summary
+from fsdp2kit.bench.figures import Cost, compare, positive, provenance, provenance_lines, summary
 from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import build_part
@@ -137,3 +138,26 @@ def _trl(options: DataOptions, tokenizer: Any) -> Callable[[], tuple[int, int, i
         return kept, len(packed), kept
 
     return work
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py data``."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of the tokenizer")
+    parser.add_argument("--data", required=True, metavar="FILE", help="conversations, JSONL with `messages`")
+    parser.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
+    parser.add_argument("--seq-len", type=positive, default=2048, help="tokens a row (2048)")
+    parser.add_argument("--repeats", type=positive, default=7, help="timed runs of each side (7)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_data(
+        DataOptions(
+            model=options.model,
+            data=options.data,
+            chat_template=options.chat_template,
+            seq_len=options.seq_len,
+            repeats=options.repeats,
+        )
+    )
+    return result, data_lines(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import statistics
@@ -119,3 +120,11 @@ def _cpu_name() -> str:
     except OSError:
         return "CPU"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def positive(text: str) -> int:
+    """An argument that counts something, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

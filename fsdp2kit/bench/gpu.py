@@ -6,6 +6,7 @@ lengths packed into rows. FLOPs are the model's (recomputation under activation 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -256,3 +257,19 @@ def gpu_lines(result: dict[str, Any]) -> list[str]:
         notes.append("a dry run on tiny shapes: these are no figures of the models' speed")
     source = provenance_lines(result["provenance"])
     return [*lines, "", *notes, f"attention: {result['attention']}; bfloat16 compute, float32 shards", *source]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py gpu``."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, 2 steps: does it run at all?")
+    parser.add_argument("--attention", default="sdpa", help="a transformers attention implementation (sdpa)")
+    parser.add_argument(
+        "--max-minutes", type=float, default=6.5, help="start no further variant after this long (6.5)"
+    )
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_gpu(dry_run=options.dry_run, attention=options.attention, max_minutes=options.max_minutes)
+    return result, gpu_lines(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import barrier, compare, provenance, provenance_lines, slowest_rank, summary
+from fsdp2kit.bench.figures import barrier, compare, positive, provenance, provenance_lines, slowest_rank, summary
 from fsdp2kit.bench.memory import PrivateMemory, give_back_memory
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects
@@ -242,3 +243,17 @@ def load_lines(result: dict[str, Any]) -> list[str]:
 
 def _mib(count: float) -> str:
     return f"{count / 2**20:,.0f} MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py load``."""
+    parser.add_argument("--params", type=float, default=0.5, help="size of the random model, in 10^9 parameters (0.5)")
+    parser.add_argument("--files", type=positive, default=1, help="safetensors files it is stored in (1)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="it is stored in")
+    parser.add_argument("--repeats", type=positive, default=7, help="timed loads of each kind (7)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_load(params=options.params * 1e9, files=options.files, dtype=options.dtype, repeats=options.repeats)
+    return result, load_lines(result)

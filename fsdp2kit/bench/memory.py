@@ -51,8 +51,13 @@ class PrivateMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes above those at the start of the block."""
         return self._highest - self._baseline
+
+    @property
+    def highest(self) -> int:
+        """Bytes, all that the process had."""
+        return self._highest
 
 
 def peak_of(build: Callable[[], T], run: Callable[[T], object], *, device: torch.device) -> tuple[T, int | None]:

@@ -6,6 +6,7 @@ with torch's attention over the whole of it.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -157,3 +158,15 @@ def ring_lines(result: dict[str, Any]) -> list[str]:
             f"peak {found['peak_gib']['blocks']} GiB"
         )
     return [*lines, *provenance_lines(result["provenance"])]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py ring``."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes: does it run at all?")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_ring(Options(dry_run=options.dry_run))
+    return result, ring_lines(result)

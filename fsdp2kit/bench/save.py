@@ -7,6 +7,7 @@ in the steps that run beside it: reported, and no part of the waiting.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import barrier, compare, provenance, provenance_lines, slowest_rank, summary
+from fsdp2kit.bench.figures import barrier, compare, positive, provenance, provenance_lines, slowest_rank, summary
 from fsdp2kit.bench.load import llama_config
 from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
 from fsdp2kit.config.schema import CheckpointConfig, FSDPConfig, ModelConfig, TrainingConfig
@@ -161,3 +162,16 @@ def _shared_folder(world: World) -> Iterator[Path]:
     finally:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py save``."""
+    parser.add_argument("--params", type=float, default=0.5, help="size of the random model, in 10^9 parameters (0.5)")
+    parser.add_argument("--pairs", type=positive, default=3, help="saves that count, of each kind (3)")
+    parser.add_argument("--tokens", type=positive, default=256, help="tokens of a rank's batch (256)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_save(Options(params=options.params * 1e9, pairs=options.pairs, tokens=options.tokens))
+    return result, save_lines(result)

@@ -6,6 +6,7 @@ at every step.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import provenance, provenance_lines
+from fsdp2kit.bench.figures import positive, provenance, provenance_lines
 from fsdp2kit.bench.handwritten import HandWrittenLoop
 from fsdp2kit.bench.pairs import Pairs, pairs_lines
 from fsdp2kit.bench.trainer import build_trainer
@@ -141,3 +142,34 @@ def step_lines(result: dict[str, Any]) -> list[str]:
         *pairs_lines(result, "handwritten"),
         *provenance_lines(result["provenance"]),
     ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py step``."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument("--data", required=True, metavar="FILE", help="conversations (format chat)")
+    parser.add_argument("--pairs", type=positive, default=60, help="pairs of steps that count (60)")
+    parser.add_argument("--warmup", type=positive, default=3, help="pairs before those (3)")
+    parser.add_argument("--seq-len", type=positive, default=512, help="tokens a row (512)")
+    parser.add_argument("--global-batch", type=positive, default=2, help="rows a step, over all ranks (2)")
+    parser.add_argument("--micro-batch", type=positive, default=1, help="rows a forward pass (1)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks on fsdp2kit's side (1)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_step(
+        StepOptions(
+            model=options.model,
+            data=options.data,
+            pairs=options.pairs,
+            warmup=options.warmup,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+            dtype=options.dtype,
+            cp=options.cp,
+        )
+    )
+    return result, step_lines(result)

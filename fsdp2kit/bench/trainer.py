@@ -17,6 +17,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.choose import choose_path
+from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.progress import Progress
@@ -40,6 +41,7 @@ class Trainer:
     throughput: Throughput
     metrics: Metrics
     progress: Progress
+    path: AttentionPath
 
     def run(self, steps: int) -> list[dict[str, Any]]:
         """Train ``steps`` more steps, exactly as a recipe would, and return their metrics records.
@@ -97,4 +99,5 @@ def build_trainer(
         throughput=throughput,
         metrics=Metrics(console=None, lines=lines, wandb=None, wandb_id=None),
         progress=Progress(),
+        path=path,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import provenance, provenance_lines
+from fsdp2kit.bench.figures import positive, provenance, provenance_lines
 from fsdp2kit.bench.memory import peak_of
 from fsdp2kit.model.linear_cross_entropy import linear_cross_entropy
 
@@ -75,3 +76,17 @@ def _peak(loss: Loss, options: Options, device: torch.device) -> tuple[int | Non
     _, peak = peak_of(lambda: None, run, device=device)
     gradients = hidden.nbytes + weight.nbytes
     return (None if peak is None else peak - gradients), values[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py vocabulary``."""
+    parser.add_argument("--vocabulary", type=positive, default=128_256, help="words (128256)")
+    parser.add_argument("--tokens", type=positive, default=16_384, help="with a target (16384)")
+    parser.add_argument("--hidden", type=positive, default=64, help="size of a hidden state (64)")
+    parser.add_argument("--whole", action="store_true", help="also cross-entropy on whole logits: 16.8 GB by default")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    result = bench_vocabulary(Options(options.vocabulary, options.tokens, options.hidden, options.whole))
+    return result, vocabulary_lines(result)

@@ -1,0 +1,264 @@
+"""fsdp2kit beside what users would pick instead: the same model and conversations, as a table and a figure.
+
+This starts processes of its own: every side alone for a few steps, for its memory, then the sides of each group in
+turns. Each figure is a ratio to fsdp2kit's side of the same group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp2kit.bench.figures import RESAMPLES, provenance_lines, summary
+from fsdp2kit.bench.sides import Workload, missing_packages
+from fsdp2kit.errors import RunFailure, UserError
+
+GROUPS: dict[str, list[str]] = {
+    "fsdp2kit": ["handwritten", "trl", "hf_trainer"],
+    "fsdp2kit_padded": ["hf_trainer_padded"],
+}
+"""Our sides, and those that each is measured against."""
+
+SAME_BATCHES = {"handwritten", "hf_trainer_padded"}
+"""Sides that see our side's batches, so that their losses must agree."""
+
+_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+_ALONE_STEPS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py peers``."""
+    others = [name for names in GROUPS.values() for name in names]
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument("--data", required=True, metavar="FILE", help="conversations (format chat)")
+    parser.add_argument("--peers", nargs="+", choices=others, default=others, help="whom to compare with (all)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (2)")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds that count, a step of each side (60)")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before those (3)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens a row (512)")
+    parser.add_argument("--global-batch", type=int, default=2, help="rows a step, over all ranks (2)")
+    parser.add_argument("--micro-batch", type=int, default=1, help="rows a forward pass (1)")
+    parser.add_argument("--conversations", type=int, default=3, help="a rank, where padded to the longest (3)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks on fsdp2kit's side (1)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of fsdp2kit's config")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the Markdown table to a file")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw a PNG (extra: plot)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Run the comparison; returns the result and the lines of the console.
+
+    Raises:
+        UserError: a number that cannot be, or matplotlib is missing.
+        SystemExit: a process of a contest failed, and said why.
+    """
+    for name in ("nproc", "rounds", "warmup", "seq_len", "global_batch", "micro_batch", "conversations", "cp"):
+        if getattr(options, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(flag, f"{getattr(options, name)} is not a positive number", "use 1 or more")
+    if options.figure:
+        _pyplot()
+    workload = Workload(
+        model=options.model,
+        data=options.data,
+        steps=options.warmup + options.rounds,
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        micro_batch=options.micro_batch,
+        conversations=options.conversations,
+        dtype=options.dtype,
+        cp=options.cp,
+        overrides=tuple(options.set),
+    )
+    left_out = {name: missing_packages(name) for name in options.peers if missing_packages(name)}
+    groups = []
+    for ours, others in GROUPS.items():
+        names = [name for name in others if name in options.peers and name not in left_out]
+        if names:
+            groups.append(_compare(ours, names, workload, warmup=options.warmup, nproc=options.nproc))
+    result = {
+        "benchmark": "peers",
+        "workload": asdict(workload),
+        "nproc": options.nproc,
+        "groups": groups,
+        "left_out": left_out,
+        "losses_agree": all(other["losses_agree"] is not False for group in groups for other in group["others"]),
+    }
+    lines = peers_lines(result)
+    if options.table:
+        options.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.figure:
+        draw(result, options.figure)
+    return result, lines
+
+
+def _compare(ours: str, others: list[str], workload: Workload, *, warmup: int, nproc: int) -> dict[str, Any]:
+    names = [ours, *others]
+    peaks = {}
+    for name in names:
+        alone = Workload(**{**asdict(workload), "steps": _ALONE_STEPS})
+        peaks[name] = _contest([name], alone, warmup=1, nproc=nproc)["sides"][name]["peak_bytes"]
+    contest = _contest(names, workload, warmup=warmup, nproc=nproc)
+    sides = contest["sides"]
+    for name in names:
+        sides[name] |= {"name": name, "peak_bytes": peaks[name], **summary(sides[name]["seconds"])}
+        sides[name]["supervised_tokens_per_second"] = _speed(sides[name], "seconds", slice(None))
+    compared = [
+        {
+            **sides[name],
+            **against(sides[ours], sides[name]),
+            "losses_agree": _agree(sides[ours], sides[name], workload),
+        }
+        for name in others
+    ]
+    return {"ours": sides[ours], "others": compared, "provenance": contest["provenance"]}
+
+
+def against(ours: dict[str, Any], other: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
+    """Ratios of our side to another: supervised tokens a second, the same of CPU time, and peak memory.
+
+    A side's speed is its mean of supervised tokens a step over its median duration of a step. The 95 % interval is a
+    percentile bootstrap over rounds, which all sides share, and with them the machine's noise.
+    """
+    rounds = len(ours["seconds"])
+    draws = np.random.default_rng(seed).integers(0, rounds, size=(RESAMPLES // 5, rounds))
+    ratios = [_speed(ours, "seconds", draw) / _speed(other, "seconds", draw) for draw in draws]
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    whole = slice(None)
+    return {
+        "speed_ratio": _speed(ours, "seconds", whole) / _speed(other, "seconds", whole),
+        "speed_ratio_low": float(low),
+        "speed_ratio_high": float(high),
+        "cpu_speed_ratio": _speed(ours, "cpu_seconds", whole) / _speed(other, "cpu_seconds", whole),
+        "memory_ratio": ours["peak_bytes"] / other["peak_bytes"],
+    }
+
+
+def _speed(side: dict[str, Any], clock: str, rounds: Any) -> float:
+    return float(np.mean(np.asarray(side["supervised_tokens"])[rounds]) / np.median(np.asarray(side[clock])[rounds]))
+
+
+def _agree(ours: dict[str, Any], other: dict[str, Any], workload: Workload) -> bool | None:
+    """Whether the losses agree at every step; None where the batches are not the same."""
+    if other["name"] not in SAME_BATCHES:
+        return None
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], other["losses"], strict=True))
+    return worst <= _LOSS_TOLERANCE[workload.dtype]
+
+
+def _contest(names: Sequence[str], workload: Workload, *, warmup: int, nproc: int) -> dict[str, Any]:
+    """`run_contest` in ``nproc`` processes that this one starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "contest.json"
+        order = {"names": list(names), "workload": asdict(workload), "warmup": warmup}
+        file.write_text(json.dumps(order), encoding="utf-8")
+        _start([sys.executable, "-m", "fsdp2kit.bench.contest", str(file)], nproc=nproc)
+        result = json.loads(file.read_text(encoding="utf-8"))
+    result["provenance"]["command"] = shlex.join(["python", *sys.argv])
+    return result
+
+
+def _start(command: list[str], *, nproc: int) -> None:
+    """Run a command as ``nproc`` ranks of one job on this machine; where one fails, the others are ended.
+
+    torchrun would do, but puts a page of its own around a user's mistake.
+
+    Raises:
+        SystemExit: with the exit code of one that failed, which has said why.
+        RunFailure: a rank was killed.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    job = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    ranks = [
+        subprocess.Popen(command, env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.1)
+        failed = [rank.returncode for rank in ranks if rank.poll()]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+            rank.wait()
+    if failed and failed[0] < 0:
+        raise RunFailure(f"a rank was ended by signal {-failed[0]} (memory?) in: {' '.join(command)}")
+    if failed:
+        raise SystemExit(failed[0])
+
+
+def peers_lines(result: dict[str, Any]) -> list[str]:
+    """The result as Markdown: a table, what each side really ran, and where it comes from."""
+    workload = result["workload"]
+    lines = [
+        f"{workload['dtype']}, {result['nproc']} ranks, rows of {workload['seq_len']} tokens, "
+        f"{workload['global_batch']} a step",
+        "",
+        "| side | supervised tokens/s | fsdp2kit ÷ it (95 %) | by CPU time | step, median (quartiles) | peak memory a "
+        "rank | fsdp2kit ÷ it | losses agree |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for group in result["groups"]:
+        lines.append(_row(group["ours"], ratios="1 | 1", memory="1", agree=""))
+        for other in group["others"]:
+            interval = f"{other['speed_ratio_low']:.2f} – {other['speed_ratio_high']:.2f}"
+            ratios = f"**{other['speed_ratio']:.2f}** ({interval}) | {other['cpu_speed_ratio']:.2f}"
+            agree = {True: "yes", False: "NO: void", None: "other batches"}[other["losses_agree"]]
+            lines.append(_row(other, ratios=ratios, memory=f"{other['memory_ratio']:.2f}", agree=agree))
+    lines.append("")
+    for group in result["groups"]:
+        lines += [f"- {side['name']} ran {side['ran']}" for side in (group["ours"], *group["others"])]
+    lines += [f"- left out: {name} needs {', '.join(needs)}" for name, needs in result["left_out"].items()]
+    if result["groups"]:
+        lines += ["", *provenance_lines(result["groups"][0]["provenance"])]
+    return lines
+
+
+def _row(side: dict[str, Any], *, ratios: str, memory: str, agree: str) -> str:
+    seconds = f"{side['median_seconds']:.2f} s ({side['p25_seconds']:.2f} – {side['p75_seconds']:.2f})"
+    speed, peak = f"{side['supervised_tokens_per_second']:,.0f}", f"{side['peak_bytes'] / 2**20:,.0f} MiB"
+    return f"| {side['name']} | {speed} | {ratios} | {seconds} | {peak} | {memory} | {agree} |"
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Bars of speed and peak memory, as a PNG."""
+    sides = [side for group in result["groups"] for side in (group["ours"], *group["others"])]
+    names = [side["name"] for side in sides]
+    colors = ["tab:blue" if name.startswith("fsdp2kit") else "tab:gray" for name in names]
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 0.5 + 0.45 * len(names)), sharey=True)
+    left.barh(names, [side["supervised_tokens_per_second"] for side in sides], color=colors)
+    left.set_xlabel("supervised tokens/s")
+    right.barh(names, [side["peak_bytes"] / 2**30 for side in sides], color=colors)
+    right.set_xlabel("peak memory a rank (GiB)")
+    left.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    _pyplot().close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError("--figure", "needs matplotlib", "install it: pip install 'fsdp2kit[plot]'") from None
+    return pyplot

@@ -1,0 +1,193 @@
+"""The comparison with other libraries runs, agrees where batches are the same, and says what was run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.bench.contest import run_contest
+from fsdp2kit.bench.peers import against, draw, peers_lines
+from fsdp2kit.bench.sides import Workload
+from fsdp2kit.bench.turns import Turns
+from tests.reference import tiny_model_dir
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "toml" / "demo"
+needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the demo's tokenizer, whose ids its vocabulary covers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tiny_model_dir("smollm2", tmp_path_factory.mktemp("models"))
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size = 1024
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    for file in (DEMO / "tokenizer").iterdir():
+        shutil.copy(file, path)
+    return path
+
+
+def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "bench.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        check=False,
+    )
+
+
+def workload(model: Path, **changes: Any) -> Workload:
+    options: dict[str, Any] = {"steps": 4, "seq_len": 64, "global_batch": 4, "micro_batch": 1}
+    return Workload(model=str(model), data=str(DEMO / "chat.jsonl"), **{**options, **changes})
+
+
+def test_a_loop_stands_still_between_its_steps() -> None:
+    done: list[int] = []
+
+    def loop() -> None:
+        while True:
+            done.append(len(done))
+            if not turns.wait():
+                return
+
+    turns = Turns(loop)
+    assert done == []
+    for number in range(3):
+        turns.advance()
+        assert done == list(range(number + 1))
+    turns.stop()
+    assert done == [0, 1, 2]
+
+
+def test_what_a_loop_raises_reaches_its_driver() -> None:
+    def loop() -> None:
+        turns.wait()
+        raise ValueError("in the loop")
+
+    turns = Turns(loop)
+    turns.advance()
+    with pytest.raises(ValueError, match="in the loop"):
+        turns.advance()
+
+
+def test_a_loop_that_ends_early_is_told() -> None:
+    with pytest.raises(RuntimeError, match="came to its end"):
+        Turns(lambda: None).advance()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sides_on_the_same_batches_agree(pool: WorkerPool, chat_model: Path, cp: int) -> None:
+    result, _ = pool.run(2, run_contest, ["fsdp2kit", "handwritten"], workload(chat_model, cp=cp), warmup=1)
+
+    ours, other = result["sides"]["fsdp2kit"], result["sides"]["handwritten"]
+    assert len(ours["losses"]) == 4
+    assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5)
+    assert ours["losses"][-1] != ours["losses"][0]
+    assert ours["supervised_tokens"] == other["supervised_tokens"]
+    assert ours["input_tokens"] == other["input_tokens"]
+    assert len(ours["seconds"]) == len(other["cpu_seconds"]) == 3
+    assert "peak_bytes" not in ours, "it was not alone"
+
+
+def test_a_side_alone_is_weighed(pool: WorkerPool, chat_model: Path) -> None:
+    result, other = pool.run(2, run_contest, ["fsdp2kit"], workload(chat_model, steps=2), warmup=1)
+
+    assert result["sides"]["fsdp2kit"]["peak_bytes"] > 1e7
+    assert result["sides"]["fsdp2kit"]["peak_bytes"] == other["sides"]["fsdp2kit"]["peak_bytes"]
+
+
+def test_ratios() -> None:
+    ours = {"seconds": [1.0, 1.0, 9.0], "cpu_seconds": [1.0] * 3, "supervised_tokens": [30] * 3, "peak_bytes": 10}
+    other = {"seconds": [2.0, 4.0, 2.0], "cpu_seconds": [3.0] * 3, "supervised_tokens": [10] * 3, "peak_bytes": 40}
+
+    ratios = against(ours, other)
+
+    assert math.isclose(ratios["speed_ratio"], (30 / 1) / (10 / 2))
+    assert math.isclose(ratios["cpu_speed_ratio"], 9)
+    assert ratios["memory_ratio"] == 0.25
+    assert ratios["speed_ratio_low"] <= 6 <= ratios["speed_ratio_high"]
+
+
+def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
+    done = tool(
+        *("--model", str(chat_model), "--data", str(DEMO / "chat.jsonl"), "--peers", "handwritten", "--rounds", "2"),
+        *("--warmup", "1", "--seq-len", "64", "--out", str(tmp_path / "peers.json")),
+        *("--table", str(tmp_path / "peers.md"), "--figure", str(tmp_path / "peers.png")),
+    )
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
+    (group,) = result["groups"]
+    (other,) = group["others"]
+    assert result["losses_agree"]
+    assert other["name"] == "handwritten"
+    assert other["losses_agree"]
+    assert "fully_shard by hand" in other["ran"]
+    assert "tools/bench.py --model" in group["provenance"]["command"]
+    assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mistake_is_one_line(chat_model: Path, tmp_path: Path) -> None:
+    arguments = ("peers", "--model", str(chat_model), "--peers", "handwritten")
+    done = tool(*arguments, "--data", str(tmp_path / "none.jsonl"))
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    done = tool(*arguments, "--data", str(DEMO / "chat.jsonl"), "--rounds", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --rounds")
+
+
+@needs_accelerate
+def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_model: Path) -> None:
+    names = ["fsdp2kit_padded", "hf_trainer_padded"]
+    result, _ = pool.run(2, run_contest, names, workload(chat_model, global_batch=4, micro_batch=2), warmup=1)
+
+    ours, other = (result["sides"][name] for name in names)
+    assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5)
+    assert ours["supervised_tokens"] == other["supervised_tokens"]
+    assert ours["input_tokens"] == other["input_tokens"]
+    assert "DistributedDataParallel" in other["ran"], "accelerate drops FSDP on a CPU, and the bench says so"
+
+
+@needs_trl
+def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
+    result, _ = pool.run(2, run_contest, ["trl"], workload(chat_model, steps=2, global_batch=2), warmup=1)
+
+    trl = result["sides"]["trl"]
+    assert all(32 < tokens / 2 <= 64 for tokens in trl["input_tokens"]), "rows are nearly full"
+    assert all(math.isfinite(loss) for loss in trl["losses"])
+
+
+def test_what_is_left_out_is_named() -> None:
+    side = {"name": "fsdp2kit", "ran": "x", "peak_bytes": 2**20, "supervised_tokens_per_second": 1.0}
+    side |= {"median_seconds": 1.0, "p25_seconds": 1.0, "p75_seconds": 1.0}
+    source = {"command": "c", "devices": ["d"], "world_size": 2, "load_average": 1, "versions": {}, "git": None}
+    group = {"ours": side, "others": [], "provenance": source}
+    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "groups": [group]}
+    result["left_out"] = {"trl": ["accelerate", "trl"]}
+
+    assert "- left out: trl needs accelerate, trl" in peers_lines(result)
+
+
+def test_drawing_writes_a_file(tmp_path: Path) -> None:
+    side = {"name": "fsdp2kit", "supervised_tokens_per_second": 1.0, "peak_bytes": 2**30}
+    draw({"groups": [{"ours": side, "others": []}]}, tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 1000
