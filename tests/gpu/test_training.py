@@ -22,6 +22,7 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import beyond, errors, plain_loop
 from fsdp2kit.parity.rows import DealtOut
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
+from fsdp2kit.train.memory import PhaseMemory
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from tests.parallel.jobs import Case, build, run_case
 from tests.reference import make_batches, tiny_model_dir
@@ -213,6 +214,20 @@ def test_peak_memory_is_the_allocators_maximum(folder: Path, world: World) -> No
 
     assert record["memory_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
     assert record["memory_gib"] >= 0.25
+
+
+def test_each_phase_has_its_own_peak(world: World) -> None:
+    phases = PhaseMemory(world.device, by_phase=True)
+    sizes = {"forward": 64, "backward": 192, "optimizer": 128}
+    phases.start()
+    base = torch.cuda.memory_allocated()
+    with count_host_syncs(world.device) as syncs:
+        for phase, size in sizes.items():
+            torch.empty(size * 2**20, dtype=torch.uint8, device=world.device)
+            phases.end(phase)
+    assert {phase: (peak - base) / 2**20 for phase, peak in phases.phases.items()} == sizes
+    assert phases.highest >= base + 192 * 2**20
+    assert syncs.count == 0
 
 
 DETERMINISTIC_RUN = """
