@@ -8,6 +8,7 @@ torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
 python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py checkpointing [--seq-len 2048] [--layers 4]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
+torchrun --nproc-per-node 2 tools/bench.py traffic [--strategy full_shard] [--micro-batches 2]
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py data --model DIR --data chat.jsonl [--chat-template FILE]
 python tools/bench.py gpu [--device cpu --dry-run]
@@ -38,6 +39,7 @@ COMMANDS = {
     "context-parallel": "its memory, its traffic, its time",
     "checkpointing": "activation checkpointing: what it saves, and costs",
     "vocabulary": "memory of the loss at a large vocabulary",
+    "traffic": "the collectives of a step beside their formulae, and the waits of the host",
     "ring": "a ring's blocks over the fused kernel, on one device",
     "data": "tokenise and pack, against datasets.map and trl",
     "gpu": "step time, MFU and memory on one device",
