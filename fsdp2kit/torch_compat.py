@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# DTensor tries every operator on these before it runs it; whoever looks on at operators must tell them from real ones.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # Checkpoints behind any fsspec URL; torch has kept these under a private name since it has them.
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -26,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "FakeTensor",
     "FsspecReader",
     "FsspecWriter",
     "TorchDispatchMode",

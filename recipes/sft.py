@@ -84,7 +84,7 @@ def main(config: Config) -> None:
     write_assets = partial(
         save_assets, config=hf_config, architecture=type(model).__name__, tokenizer=tokenizer, source=source
     )
-    throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size)
+    throughput = Throughput(count_model_flops(model), device=world.device, world_size=world.size, memory_by_phase=True)
 
     # Text → tokens → packs → global batches → this rank's share → its part of each sequence, on the device.
     vocab_size = hf_config.get_text_config().vocab_size

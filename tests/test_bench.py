@@ -136,6 +136,25 @@ def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     assert plain["loss_last"] == recomputed["loss_last"], "recomputation changes no number"
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_traffic_counts_what_the_formulae_say_and_one_wait(pool: WorkerPool, strategy: str, tied: bool) -> None:
+    from fsdp2kit.bench.step_traffic import SMALL, Options, bench_traffic, traffic_lines
+
+    result, other = pool.run(2, bench_traffic, Options(strategy=strategy, tied=tied))
+
+    assert_has_provenance(result, ranks=2)
+    assert result["values_equal"], (result["counted"], result["formula"])
+    assert result["counted"] == other["counted"]
+    assert result["host_syncs"]["count"] == 1, result["host_syncs"]["places"]
+    table = SMALL["vocab_size"] * SMALL["hidden_size"]
+    norm = SMALL["hidden_size"] if tied else 0
+    # Half of a table's float32 gradient goes to the other rank: never those of two tables at once.
+    expected = 0 if strategy == "no_shard" else (table + norm) * 4 // 2
+    assert result["largest_reduce_scatter"] == expected
+    assert any("host synchronisations in the step: 1" in line for line in traffic_lines(result))
+
+
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
     cases = {
         "bench gpu: finds no CUDA device": ("gpu", "--device", "cpu"),

@@ -4,6 +4,7 @@ python tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten
 torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
+torchrun --nproc-per-node 2 tools/bench.py traffic
 torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
 python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py checkpointing [--seq-len 2048] [--layers 4]
@@ -33,6 +34,7 @@ from fsdp2kit.errors import UserError
 COMMANDS = {
     "peers": "beside a hand-written loop, TRL and transformers' Trainer (the default)",
     "step": "a step against a hand-written FSDP2 loop",
+    "traffic": "a step's collectives beside their formulae, and the host's waits for the device",
     "load": "loading: memory beside the shards, and time",
     "save": "saving: how long training waits, in both ways",
     "convert": "DCP to Hugging Face: memory and time",

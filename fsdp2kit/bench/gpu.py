@@ -27,7 +27,7 @@ from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.train.flops import device_peak_flops
-from fsdp2kit.train.throughput import peak_memory_bytes
+from fsdp2kit.train.memory import peak_memory_bytes
 
 Shape = dict[str, Any]
 

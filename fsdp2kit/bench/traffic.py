@@ -1,16 +1,21 @@
-"""What goes over the wire, counted at the process group: every collective and message of this process."""
+"""What goes over the wire, counted at the process group: every collective and message of this process.
+
+``bench.py traffic`` counts one training step, and the waits of the host for the device in it.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.torch_compat import TorchDispatchMode, group_named
 
 
@@ -20,6 +25,8 @@ class Traffic:
 
     calls: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes sent in the largest call of each kind."""
 
     @property
     def total(self) -> int:
@@ -30,6 +37,7 @@ class Traffic:
         """One more call."""
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent[kind] = self.sent.get(kind, 0) + sent
+        self.largest[kind] = max(self.largest.get(kind, 0), sent)
 
 
 @contextmanager
@@ -109,3 +117,20 @@ def _exchanged(group: Any, result: Tensor, whole: Tensor, receive: list[int], se
 
 def _reduced(group: Any, tensors: list[Tensor], *_: Any) -> int:
     return sum(2 * (group.size() - 1) * tensor.nbytes // group.size() for tensor in tensors)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``bench.py traffic``."""
+    strategies = get_args(FSDPConfig.model_fields["strategy"].annotation)
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory; weights are random (a small Llama)")
+    parser.add_argument("--strategy", choices=strategies, default="full_shard", help="of sharding (full_shard)")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a rank and step (2)")
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens a row (64)")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure; returns the result and the lines of the console."""
+    from fsdp2kit.bench.step_traffic import Options, bench_traffic, traffic_lines  # which imports this file
+
+    result = bench_traffic(Options(options.model, options.strategy, options.micro_batches, options.seq_len))
+    return result, traffic_lines(result)

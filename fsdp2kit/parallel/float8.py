@@ -8,7 +8,7 @@ one a tensor (tensorwise), or one a row (rowwise).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -49,9 +49,9 @@ def plan_float8(section: Float8Config, model: PreTrainedModel, *, fsdp: FSDPConf
     Raises:
         UserError: a pattern of ``exclude`` without a match, or no map is left.
     """
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    linear: dict[str, nn.Linear] = {
+    linear: Mapping[str, nn.Linear] = {
         name: m for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) in inside
     }
     _check_patterns(section.exclude, linear)
@@ -228,7 +228,7 @@ def _torchao() -> Any:
     return float8
 
 
-def _check_patterns(patterns: list[str], linear: dict[str, nn.Linear]) -> None:
+def _check_patterns(patterns: list[str], linear: Mapping[str, nn.Linear]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linear):
             near = difflib.get_close_matches(pattern, linear, n=1) or list(linear)[:1]
@@ -248,7 +248,7 @@ def _is_router(name: str, module: nn.Linear, expert_counts: set[int]) -> bool:
     return bool(expert_counts) and (named_so or module.out_features in expert_counts)
 
 
-def _has_own_dtype(name: str, modules: dict[str, nn.Module], fsdp: FSDPConfig) -> bool:
+def _has_own_dtype(name: str, modules: Mapping[str, nn.Module], fsdp: FSDPConfig) -> bool:
     """Whether the innermost module of ``class_dtypes`` around it computes in another dtype than the rest."""
     parts = name.split(".")
     around = (type(modules[".".join(parts[:size])]).__name__ for size in range(len(parts), -1, -1))

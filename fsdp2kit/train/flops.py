@@ -157,9 +157,18 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
 
 
 def _attention_flops_per_pair(config: PreTrainedConfig) -> float:
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    layer_types = layer_types or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind not in _WITHOUT_ATTENTION for kind in layer_types)
+    return math.fsum(_layer_flops_per_pair(layer) for layer in _attention_layers(config))
+
+
+def _attention_layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """What each layer with softmax attention is configured by; in Gemma 4, for one, their heads differ."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = kinds or ["full_attention"] * config.num_hidden_layers
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
+    return [layer for layer, kind in zip(each, kinds, strict=True) if kind not in _WITHOUT_ATTENTION]
+
+
+def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
         return 0.0  # Mamba, RWKV
@@ -167,7 +176,7 @@ def _attention_flops_per_pair(config: PreTrainedConfig) -> float:
     # Latent attention (DeepSeek) has other widths for keys than for values.
     qk_dim = getattr(config, "qk_head_dim", None) or head_dim
     v_dim = getattr(config, "v_head_dim", None) or head_dim
-    return 2.0 * (qk_dim + v_dim) * heads * layers
+    return 2.0 * (qk_dim + v_dim) * heads
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:

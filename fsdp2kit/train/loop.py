@@ -158,6 +158,7 @@ def train(
                 hooks.message(f"asked to stop ({stop.reason or 'on another rank'}) after step {progress.step}")
                 break
             torch.manual_seed(stream_seed(plan.seed, progress.step, plan.dp_rank))
+            throughput.memory.start()
             with hooks.first_step() if progress.step == first else contextlib.nullcontext():
                 record = train_step(
                     model,
@@ -168,6 +169,7 @@ def train(
                     plan=plan,
                     step=progress.step + 1,
                     before_update=hooks.saving.wait_until_staged,
+                    end_phase=throughput.memory.end,
                 )
             if not is_finite(record):
                 loss, norm = record["loss"], record["grad_norm"]
@@ -246,11 +248,13 @@ def train_step(
     plan: Plan,
     step: int,
     before_update: Callable[[], None] = lambda: None,
+    end_phase: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, float]:
     """One optimizer step on one global batch.
 
     Args:
         before_update: called between backward and the optimizer, which changes what a save may still be copying.
+        end_phase: called with "forward", "backward" and "optimizer" when each is over.
 
     Returns:
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; of a mix also ``loss/NAME``, the mean over
@@ -263,6 +267,7 @@ def train_step(
         tokens=batch.supervised_tokens,
         reduce_every=plan.reduce_every_micro_batch,
         gather_once=plan.gather_once,
+        end_phase=end_phase,
     )
     norm = gradient_norm(model)
     if plan.max_grad_norm > 0:
@@ -280,6 +285,7 @@ def train_step(
         raise_nonfinite(local_loss, norm_value, step=step)
     schedule.step()
     optimizer.zero_grad(set_to_none=True)
+    end_phase("optimizer")
     return record
 
 

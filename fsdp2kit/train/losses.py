@@ -28,6 +28,7 @@ def accumulate_gradients(
     tokens: int,
     reduce_every: bool = False,
     gather_once: bool = False,
+    end_phase: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
     """Forward and backward over a rank's micro-batches; gradients are reduced once, with the last one.
 
@@ -39,6 +40,7 @@ def accumulate_gradients(
         reduce_every: reduce after every micro-batch: the unsharded gradients need no memory between them.
         gather_once: keep what was gathered until the last micro-batch is done, for units that stay whole from forward
             to backward anyway: their parameters do not change in between.
+        end_phase: called with "forward" and "backward" when each is over.
 
     Returns:
         This rank's summed cross-entropy ÷ ``tokens``, a float32 scalar on the device; summed over all ranks it
@@ -52,8 +54,10 @@ def accumulate_gradients(
         model.set_requires_gradient_sync(reduce_every or last)
         model.set_reshard_after_backward(last or not gather_once)
         loss = model.loss_sum(**inputs())
+        end_phase("forward")
         loss, parts = loss if isinstance(loss, tuple) else (loss, None)
         (loss * scale).backward()
+        end_phase("backward")
         found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
         total = found if total is None else total + found
     assert total is not None, "a data-parallel rank has at least one micro-batch"

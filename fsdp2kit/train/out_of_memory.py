@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from fsdp2kit.errors import RunFailure
 
 # Memory that the allocator holds and cannot use for the request, as a share of all, from which it is worth a word.
 _FRAGMENTED = 0.1
+
+# The first is the newer name, from torch 2.9 on; both are read.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,16 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
     text = f"Alive of {alive.total / 2**30:.0f} GiB: {listed}."
     unused = alive.reserved - alive.allocated
     if unused > _FRAGMENTED * alive.total:
-        text += (
-            f" {unused / 2**30:.1f} GiB more were reserved in pieces too small: start with "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment."
-        )
+        text += f" {unused / 2**30:.1f} GiB more were reserved in pieces too small"
+        # Without it a segment never grows, and what is freed serves only what fits into it.
+        text += "." if has_expandable_segments() else f": start with {_EXPANDABLE} in the environment."
     return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
+
+
+def has_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the CUDA allocator was told to let its segments grow."""
+    told = ",".join(environment.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
+    return "expandable_segments:true" in told
 
 
 def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:

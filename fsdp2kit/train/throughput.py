@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 
 from fsdp2kit.distributed import max_over_ranks
 from fsdp2kit.train.flops import ModelFlops, device_peak_flops, flops_per_batch
+from fsdp2kit.train.memory import PHASES, PhaseMemory
 
 
 class Throughput:
@@ -20,10 +19,14 @@ class Throughput:
         counts: what `count_model_flops` returns for the model.
         device: this rank's device.
         world_size: ranks in the job, to divide the whole job's work by.
+        memory_by_phase: whether records have the peak memory of each phase, for which the device's own peak is reset.
     """
 
-    def __init__(self, counts: ModelFlops, *, device: torch.device, world_size: int) -> None:
-        self._counts, self._device, self._world_size = counts, device, world_size
+    def __init__(
+        self, counts: ModelFlops, *, device: torch.device, world_size: int, memory_by_phase: bool = False
+    ) -> None:
+        self._counts, self._world_size = counts, world_size
+        self.memory = PhaseMemory(device, by_phase=memory_by_phase)
         self._peak = device_peak_flops(device)
         self.restart()
 
@@ -47,7 +50,8 @@ class Throughput:
         Every rank calls it: peak memory and data waits are the maximum over ranks.
         """
         seconds = time.perf_counter() - self._started
-        memory, waited = max_over_ranks([float(peak_memory_bytes(self._device)), self._data_seconds])
+        phases = [float(self.memory.phases.get(phase, 0)) for phase in PHASES]
+        memory, waited, *phases = max_over_ranks([float(self.memory.highest), self._data_seconds, *phases])
         flops = self._flops / seconds / self._world_size
         record = {
             "tokens_per_second": self._input / seconds,
@@ -55,16 +59,9 @@ class Throughput:
             "tflops_per_device": flops / 1e12,
             "mfu": None if self._peak is None else flops / self._peak,
             "memory_gib": memory / 2**30,
+            **{f"memory_gib/{name}": peak / 2**30 for name, peak in zip(PHASES, phases, strict=True) if peak},
             "step_seconds": seconds / self._steps,
             "data_seconds": waited / self._steps,
         }
         self.restart()
         return record
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory: the allocator's on CUDA, the process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2kit.bench.host_syncs import count_host_syncs
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.batch import Batch
 from fsdp2kit.distributed import World
@@ -21,6 +22,7 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import beyond, errors, plain_loop
 from fsdp2kit.parity.rows import DealtOut
 from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
+from fsdp2kit.train.memory import PhaseMemory
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from tests.parallel.jobs import Case, build, run_case
 from tests.reference import make_batches, tiny_model_dir
@@ -152,6 +154,40 @@ def test_batches_go_to_the_device_without_a_wait(folder: Path, world: World) -> 
     assert torch.equal(inputs["labels"].cpu(), micro.labels)
 
 
+@pytest.mark.parametrize("micro", [4, 2])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_step_waits_for_the_device_once(folder: Path, world: World, micro: int, checkpointing: str) -> None:
+    """Reading the batch, moving it, the step with clipping, and its record: as torch's own debug mode counts."""
+    fsdp = (("param_dtype", "bfloat16"),)
+    case = Case("llama3", micro=micro, fsdp=fsdp, checkpointing=checkpointing, attention="varlen")
+    config = case.config(folder, steps=3, rows=4)
+    model, mesh, to_device, throughput = build(config)
+    optimizer = build_optimizer(config.optimizer, model)
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=3)
+    dealt, plan = DealtOut(make_batches(3), micro), build_plan(config, steps_per_epoch=3, mesh=mesh)
+    for index in range(3):  # the first uses of kernels and pinned memory may wait
+        torch.cuda.synchronize()
+        with count_host_syncs(world.device) as syncs:
+            batch = next_batch(dealt, index, stop=False, cp_size=1)
+            train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=index + 1)
+            throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
+            throughput.record()
+    assert syncs.calls == {"synchronizing operation": 1}, syncs.places
+
+
+@pytest.mark.parametrize("wait", ["item", "nonzero", "pageable", "synchronize"])
+def test_waits_are_counted(world: World, wait: str) -> None:
+    x, host = torch.ones(8, device=world.device), torch.ones(8)
+    with count_host_syncs(world.device) as syncs:
+        {
+            "item": lambda: x.sum().item(),
+            "nonzero": lambda: x.nonzero(),
+            "pageable": lambda: host.to(world.device),
+            "synchronize": lambda: torch.cuda.synchronize(),
+        }[wait]()
+    assert syncs.count >= 1
+
+
 def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
     """A second batch must not overwrite the pinned memory that the first one's copy still reads."""
     config = TrainingConfig(recipe="none")
@@ -178,6 +214,20 @@ def test_peak_memory_is_the_allocators_maximum(folder: Path, world: World) -> No
 
     assert record["memory_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
     assert record["memory_gib"] >= 0.25
+
+
+def test_each_phase_has_its_own_peak(world: World) -> None:
+    phases = PhaseMemory(world.device, by_phase=True)
+    sizes = {"forward": 64, "backward": 192, "optimizer": 128}
+    phases.start()
+    base = torch.cuda.memory_allocated()
+    with count_host_syncs(world.device) as syncs:
+        for phase, size in sizes.items():
+            torch.empty(size * 2**20, dtype=torch.uint8, device=world.device)
+            phases.end(phase)
+    assert {phase: (peak - base) / 2**20 for phase, peak in phases.phases.items()} == sizes
+    assert phases.highest >= base + 192 * 2**20
+    assert syncs.count == 0
 
 
 DETERMINISTIC_RUN = """

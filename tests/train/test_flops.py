@@ -78,6 +78,31 @@ def test_latent_attention_has_two_widths() -> None:
     assert count_model_flops(model).attention_per_pair == 2 * (12 + 6) * 4 * 2
 
 
+def test_heads_of_two_widths() -> None:
+    """Gemma 4's full attention has wider heads than its windows; torch's counter sees what really runs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **TINY,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=4,
+        attn_implementation="eager",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    widths = [layer.self_attn.q_proj.weight.shape[0] // 4 for layer in model.model.layers]
+    assert widths[0] < widths[1]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    counts = count_model_flops(model)
+
+    assert counts.attention_per_pair == sum(2 * 2 * width * 4 for width in widths)
+    ours = estimate_flops(model, tokens=TOKENS, attention_pairs=2 * TOKENS**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
+
+
 def test_experts_count_by_the_share_a_token_visits() -> None:
     mixtral = model_on_meta("mixtral", num_local_experts=4, num_experts_per_tok=2)
     router = 32 * 4

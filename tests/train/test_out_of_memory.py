@@ -59,7 +59,21 @@ def test_the_parts_add_up_to_what_was_allocated() -> None:
         in text
     )
     assert "expandable_segments" not in text
-    assert "9.0 GiB more were reserved" in diagnosis(_alive(reserved=79), _config())
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_fragments_are_counted_and_growing_segments_advised_where_they_are_not_in_use(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    without = diagnosis(_alive(reserved=79), _config())
+    monkeypatch.setenv(name, "max_split_size_mb:256, expandable_segments: True")
+    with_it = diagnosis(_alive(reserved=79), _config())
+
+    assert "9.0 GiB more were reserved in pieces too small: start with PYTORCH_CUDA_ALLOC_CONF=" in without
+    assert "9.0 GiB more were reserved in pieces too small. Next" in with_it
 
 
 def test_an_out_of_memory_error_becomes_a_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def shard_batch(
     elif path.kernel.startswith("flash"):
         attention = document_borders(position_ids, device=device)
     elif path.method:
-        mask = full_masks(to_device(position_ids, device), config=config, attention=path.kernel)
+        mask = full_masks(position_ids, config=config, attention=path.kernel, device=device)
         attention = {"attention_mask": mask} if mask is not None else {}
     return ShardedBatch(
         input_ids=to_device(take_chunks(input_ids, chunks), device),

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 
 
 def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str, Any]:
@@ -31,11 +36,12 @@ def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str,
     }
 
 
-def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str) -> Any:
+def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
     """The whole sequence's mask as transformers makes it, for the kinds of layer that the model has.
 
     Args:
-        position_ids: ``[B, S]``, restarting at 0 in every document.
+        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
+        device: that the mask is made on.
 
     Returns:
         One mask (a tensor, a block mask, or None for plain causal attention) where all layers are alike, else a
@@ -43,15 +49,17 @@ def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str
     """
     config = config.get_text_config()
     stand_in = _StandInConfig(config, attention)
-    # Mask functions read only the shape, dtype and device of the embeddings.
-    embeddings = torch.empty((*position_ids.shape, 1), device=position_ids.device)
+    # Given positions, transformers looks for documents on the device, and makes the host wait for the answer.
+    documents = find_packed_sequence_indices(position_ids)
     arguments = {
         "config": stand_in,
-        "inputs_embeds": embeddings,
+        # Mask functions read only the shape, dtype and device of the embeddings.
+        "inputs_embeds": torch.empty((*position_ids.shape, 1), device=device),
         "attention_mask": None,
         "past_key_values": None,
-        "position_ids": position_ids,
     }
+    if documents is not None:
+        arguments["and_mask_function"] = packed_sequence_mask_function(to_device(documents, device))
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     kinds = sorted(set(layer_kinds(config)))
     masks = {kind: makers[kind](**arguments) for kind in kinds}

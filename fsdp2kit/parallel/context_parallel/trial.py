@@ -57,7 +57,7 @@ def _logits_on(
         tables = {w: plan_segments(starts, method=None, rank=0, cp=1, window=w) for w in windows}
         extra["segments"] = SegmentTables(tables)
     else:
-        extra["attention_mask"] = full_masks(positions, config=twin.config, attention="eager")
+        extra["attention_mask"] = full_masks(positions, config=twin.config, attention="eager", device=positions.device)
     # Kernels that need a device are believed to compute what eager does; whether heads may be shared out is not.
     attention = VARLEN if path.kernel == VARLEN else "eager"
     whole = BlockwiseAttention()

@@ -1,0 +1,108 @@
+"""The peak of each phase, on this machine's own memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit.train import memory
+from fsdp2kit.train.flops import ModelFlops
+from fsdp2kit.train.memory import PHASES, PhaseMemory, peak_memory_bytes
+from fsdp2kit.train.throughput import Throughput
+from tests.workers import WorkerPool
+
+CPU = torch.device("cpu")
+BLOCK = 256 * 2**20
+ROOM = 64 * 2**20  # what else a process may take or give back in the meantime
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's high-water mark is Linux's")
+
+
+def use(blocks: int) -> None:
+    """Fill so much memory for a moment."""
+    torch.ones(blocks * BLOCK, dtype=torch.uint8)
+
+
+@linux
+def test_each_phase_has_its_own_peak() -> None:
+    phases = PhaseMemory(CPU, by_phase=True)
+    use(4)  # belongs to no phase, but to the whole
+    phases.start()
+    for phase, blocks in (("forward", 1), ("backward", 3), ("optimizer", 2)):
+        use(blocks)
+        phases.end(phase)
+
+    found = [phases.phases[phase] for phase in PHASES]
+    assert found[1] - found[0] == pytest.approx(2 * BLOCK, abs=ROOM)
+    assert found[2] - found[0] == pytest.approx(BLOCK, abs=ROOM)
+    assert phases.highest - found[1] == pytest.approx(BLOCK, abs=ROOM)
+
+
+@linux
+def test_a_phases_peak_is_that_of_all_steps() -> None:
+    phases = PhaseMemory(CPU, by_phase=True)
+    for blocks in (2, 1):
+        phases.start()
+        use(blocks)
+        phases.end("forward")
+        if blocks == 2:
+            first = phases.phases["forward"]
+    assert phases.phases["forward"] == first
+
+
+@linux
+def test_the_whole_peak_survives_and_is_left_alone_without_phases() -> None:
+    use(2)
+    before = peak_memory_bytes(CPU)
+    plain = PhaseMemory(CPU, by_phase=False)
+    plain.start()
+    plain.end("forward")
+    assert plain.phases == {}
+    assert peak_memory_bytes(CPU) == plain.highest >= before
+
+    phases = PhaseMemory(CPU, by_phase=True)
+    phases.start()
+    phases.end("forward")
+    assert phases.phases["forward"] < before - BLOCK
+    assert phases.highest >= phases.phases["forward"]
+
+
+def test_where_peaks_cannot_be_reset_there_are_no_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_RESET", tmp_path / "no folder" / "clear_refs")
+    phases = PhaseMemory(CPU, by_phase=True)
+    phases.start()
+    phases.end("forward")
+    assert phases.phases == {}
+    assert phases.highest == peak_memory_bytes(CPU)
+
+
+def record_of(rank_blocks: list[int]) -> tuple[dict[str, Any], int]:
+    """A record, and the collectives that it took."""
+    import torch.distributed as dist
+
+    from fsdp2kit.bench.traffic import count_traffic
+
+    throughput = Throughput(ModelFlops(1, 1), device=CPU, world_size=dist.get_world_size(), memory_by_phase=True)
+    throughput.memory.start()
+    throughput.add(1, 1, 1, 0.0)
+    use(rank_blocks[dist.get_rank()])
+    for phase in PHASES:
+        throughput.memory.end(phase)
+    with count_traffic() as traffic:
+        record = throughput.record()
+    return record, sum(traffic.calls.values())
+
+
+@linux
+def test_a_record_has_the_largest_ranks_phases_in_one_collective(pool: WorkerPool) -> None:
+    (record, collectives), (other, _) = pool.run(2, record_of, [1, 3])
+
+    assert collectives == 1
+    keys = [f"memory_gib/{phase}" for phase in PHASES]
+    assert [record[key] for key in keys] == [other[key] for key in keys]
+    assert record["memory_gib/forward"] - record["memory_gib/optimizer"] == pytest.approx(0.75, abs=0.1)
+    assert record["memory_gib"] >= record["memory_gib/forward"]
