@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_DIR := runs/demo_cp2
 
-.PHONY: demo test lint format schema gpu clean
+.PHONY: demo test lint format schema gpu gpu-out gpu-tests gpu-kernels gpu-1b gpu-3b gpu-8b gpu-profile clean
 
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fsdp2kit.run toml/demo_cp2.toml
@@ -26,11 +26,27 @@ format: $(VENV)/installed
 schema: $(VENV)/installed
 	$(BIN)/python tools/schema.py
 
-# On a machine with a CUDA device, with the torch that is there: installs nothing.
-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests
-	PYTHONPATH=. $(PYTHON) tools/bench.py ring
-	PYTHONPATH=. $(PYTHON) tools/bench.py gpu
+# On a machine with a CUDA device, with the torch that is there: installs nothing. Each piece can be started alone, takes
+# nine minutes at most, and leaves its results in the folder GPU_OUT, where that is set.
+GPU_BENCH = env PYTHONPATH=. $(PYTHON) tools/bench.py
+GPU_FILE = $(if $(GPU_OUT),--out $(GPU_OUT)/$@.json)
+
+gpu: gpu-tests gpu-kernels gpu-1b gpu-3b gpu-8b gpu-profile
+
+gpu-out:
+	$(if $(GPU_OUT),mkdir -p $(GPU_OUT))
+
+gpu-tests: gpu-out
+	timeout 540 env PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests $(if $(GPU_OUT),--junitxml $(GPU_OUT)/$@.xml)
+
+gpu-kernels: gpu-out
+	timeout 540 $(GPU_BENCH) ring --max-minutes 7 $(GPU_FILE)
+
+gpu-1b gpu-3b gpu-8b: gpu-out
+	timeout 540 $(GPU_BENCH) gpu --groups $(@:gpu-%=%) --max-minutes 7 $(GPU_FILE)
+
+gpu-profile: gpu-out
+	timeout 540 $(GPU_BENCH) gpu --groups 1b 8b --profile --max-minutes 7 $(GPU_FILE)
 
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp2kit.bench.figures import compare, summary
-from fsdp2kit.bench.gpu import SyntheticBatches, Workload
+from fsdp2kit.bench.gpu import Options, bench_gpu, gpu_lines
+from fsdp2kit.bench.kinds import kind_of, shares
 from fsdp2kit.bench.load import bench_load, llama_config, load_lines
 from fsdp2kit.bench.step import StepOptions, bench_step, step_lines
+from fsdp2kit.bench.synthetic import SyntheticBatches, Workload
+from fsdp2kit.bench.variants import GROUPS, Variant, config_of, obstacle
 from fsdp2kit.data.formats import IGNORED
+from tests.overlap import synthetic
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -116,24 +121,103 @@ def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str)
 def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
 
-    done = tool("gpu", "--device", "cpu", "--dry-run", "--json", "--out", str(out))
+    groups = ("--groups", "small", "1b", "3b", "8b")
+    done = tool("gpu", "--device", "cpu", "--dry-run", *groups, "--json", "--out", str(out))
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert_has_provenance(result, ranks=1)
     assert result["dry_run"]
-    assert result["left_out"] == []
-    assert [(variant["model"], variant["activation_checkpointing"]) for variant in result["variants"]] == [
-        (f"tiny {name}", mode) for name in ("SmolLM2-135M", "Llama-3.2-1B") for mode in ("none", "full")
-    ]
-    for variant in result["variants"]:
-        assert variant["dtype"] == "bfloat16"
-        assert variant["tokens_per_second"] == pytest.approx(128 / variant["step_seconds"])
-        assert variant["mfu"] is None
-        assert variant["peak_memory_gib"] is None
+    ran = [f"{one['model']}, {one['variant']}".removeprefix("tiny ") for one in result["variants"]]
+    left = {one["variant"]: one["reason"] for one in result["left_out"]}
+    assert sorted([*ran, *left]) == sorted(str(one) for group in GROUPS.values() for one in group)
+    assert all("for a device" in reason for variant, reason in left.items() if variant.endswith("bfloat16, compiled"))
+    for one in result["variants"]:
+        assert "error" not in one
+        assert one["tokens_per_second"] == pytest.approx(128 * 2 / sum(one["seconds"]))
+        assert one["step"]["p25_seconds"] <= one["step"]["median_seconds"] <= one["step"]["p75_seconds"]
+        assert one["mfu"] is None
+        assert one["memory"] is None
+        assert len(one["losses"]) == 3
     plain, recomputed = result["variants"][:2]
-    assert plain["loss_last"] == recomputed["loss_last"], "recomputation changes no number"
+    assert plain["losses"] == recomputed["losses"], "recomputation changes no number"
+
+
+def test_gpu_profile_and_ring_dry_runs() -> None:
+    profile = tool("gpu", "--device", "cpu", "--dry-run", "--profile", "--groups", "small", "--json")
+    ring = tool("ring", "--device", "cpu", "--dry-run", "--max-minutes", "0", "--json")
+
+    assert profile.returncode == ring.returncode == 0, profile.stderr + ring.stderr
+    for one in json.loads(profile.stdout)["variants"]:
+        assert one["shares"]["matmul"] > 0
+        assert one["shares"]["optimizer"] > 0
+        assert 0 <= one["idle"] < 1
+    assert json.loads(ring.stdout)["left_out"] == [64, 128]
+
+
+def test_no_variant_starts_after_its_time(pool: WorkerPool) -> None:
+    result = pool.run(1, bench_gpu, Options(groups=("small",), dry_run=True, max_minutes=-1))[0]
+
+    assert result["variants"] == []
+    assert [one["reason"] for one in result["left_out"]] == ["-1 minutes were over"] * 2
+    assert any("minutes were over" in line for line in gpu_lines(result))
+
+
+def test_variants_ask_for_what_they_are_called() -> None:
+    """Those that this version knows; and what it does not know is named."""
+    for variant in (one for group in GROUPS.values() for one in group):
+        reason = obstacle(variant, device=torch.device("cuda")) if "float8" not in variant.name else None
+        if reason is None and "float8" not in variant.name:
+            config = config_of(variant, attention="varlen", dry_run=False)
+            assert config.compile.enabled == ("compiled" in variant.name)
+            assert config.model.attention == "varlen"
+            assert (config.fsdp.offload == "optimizer") == ("host" in variant.name)
+            assert config.data.seq_len * config.train.global_batch_size >= 8192
+    unknown = Variant("Llama-3.2-1B", "x", ({"no_such_section": {"key": 1}},))
+    assert obstacle(unknown, device=torch.device("cpu")) == "this version does not know no_such_section as asked for"
+    missing = Variant("Llama-3.2-1B", "x", packages=("no_such_package",))
+    assert obstacle(missing, device=torch.device("cpu")) == "no_such_package is not installed"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("triton_poi_fused_mul_silu_3", "elementwise and others"),
+        ("triton_red_fused__flash_attention_forward_mm_mean_4", "elementwise and others"),
+        ("aten::mm", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::mul", "elementwise and others"),
+    ],
+)
+def test_kernels_are_sorted_by_what_they_are_for(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_shares_are_of_the_steps_time(tmp_path: Path) -> None:
+    trace = synthetic.Trace()
+    for number in range(2):
+        start = 1000 * number
+        trace.step(number, start, start + 1000)
+        trace.mark("Optimizer.step#AdamW.step", start + 900, start + 950)
+        trace.kernel(synthetic.GEMM, start + 100, start + 500)
+        trace.kernel("flash_fwd_kernel", start + 500, start + 600)
+        trace.kernel("triton_poi_fused_mul_0", start + 600, start + 750)
+        trace.kernel("multi_tensor_apply_kernel", start + 900, start + 950)
+
+    found = shares(trace.write(tmp_path / "rank-00000.json.gz"))
+
+    busy = {kind: share for kind, share in found["shares"].items() if share}
+    assert busy == pytest.approx({"matmul": 0.4, "attention": 0.1, "elementwise and others": 0.15, "optimizer": 0.05})
+    assert found["idle"] == pytest.approx(0.3)
+    assert found["step_seconds"] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -182,7 +266,6 @@ def test_compare_brackets_the_ratio_of_medians() -> None:
 
 @pytest.mark.parametrize("params", [1e6, 5e8, 1e9, 7e9])
 def test_random_models_have_about_the_size_asked_for(params: float) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,275 +1,190 @@
-"""Step time, tokens/s, MFU and peak memory on one device, on random models of two well-known shapes.
+"""Step time, tokens/s, MFU and peak memory on one device, on random models of well-known shapes.
 
-No weights, no tokenizer and no network: the shapes are written here, the tokens are drawn, in documents of mixed
-lengths packed into rows. FLOPs are the model's (recomputation under activation checkpointing does not count).
+No weights, no tokenizer and no network: the shapes are written in `fsdp2kit.bench.variants`, the tokens are drawn, in
+documents of mixed lengths packed into rows. FLOPs are the model's (recomputation does not count).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.bench.figures import provenance, provenance_lines
-from fsdp2kit.bench.trainer import Trainer, build_trainer
-from fsdp2kit.config import TrainingConfig
-from fsdp2kit.data.batch import Batch
-from fsdp2kit.data.formats import IGNORED
+from fsdp2kit.bench.kinds import KINDS, shares
+from fsdp2kit.bench.runner import OurLoop, forget_memory, measure, trace
+from fsdp2kit.bench.synthetic import SyntheticBatches
+from fsdp2kit.bench.variants import GROUPS, Variant, config_of, obstacle, workload_of
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
-from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.train.flops import device_peak_flops
-from fsdp2kit.train.memory import peak_memory_bytes
-
-Shape = dict[str, Any]
-
-# The published configs of HuggingFaceTB/SmolLM2-135M and meta-llama/Llama-3.2-1B.
-SHAPES: dict[str, Shape] = {
-    "SmolLM2-135M": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": True,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": True,
-    },
-}
-_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """How much is run of each variant."""
-
-    seq_len: int = 2048
-    """Tokens a row."""
-    rows: int = 4
-    """Rows a step, in one forward pass."""
-    steps: int = 20
-    """Optimizer steps of a variant."""
-    warmup: int = 5
-    """Of these, how many do not count."""
-
-
-DRY_RUN = Workload(seq_len=64, rows=2, steps=2, warmup=1)
+from fsdp2kit.model.build import build_model
+from fsdp2kit.train.flops import count_model_flops, device_peak_flops
 
 
 @dataclass(frozen=True)
-class SyntheticBatches:
-    """Random tokens in documents of random lengths, packed into rows without padding; a loader for one rank."""
+class Options:
+    """What is run."""
 
-    vocab_size: int
-    workload: Workload
-    steps_per_epoch: int = 1_000_000
-
-    def batch(self, index: int, /) -> list[Batch]:
-        """Global batch ``index``, a function of it alone: one micro-batch."""
-        generator = np.random.default_rng(index)
-        shape = self.workload.rows, self.workload.seq_len
-        ids = generator.integers(0, self.vocab_size, size=shape)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
-        pairs = 0
-        for row in range(shape[0]):
-            start = 0
-            while start < shape[1]:
-                length = min(int(generator.integers(shape[1] // 16, shape[1] // 2)), shape[1] - start)
-                stop = start + length
-                positions[row, start:stop] = np.arange(length)
-                labels[row, start : stop - 1] = ids[row, start + 1 : stop]
-                pairs, start = pairs + length**2, stop
-        return [
-            Batch(
-                torch.from_numpy(ids),
-                torch.from_numpy(labels),
-                torch.from_numpy(positions),
-                supervised_tokens=int((labels != IGNORED).sum()),
-                input_tokens=ids.size,
-                attention_pairs=pairs,
-            )
-        ]
+    groups: tuple[str, ...] = ("small", "1b")
+    """Of `GROUPS`."""
+    dry_run: bool = False
+    """Tiny models and three steps, which any device can run."""
+    attention: str | None = None
+    """A transformers attention implementation; None: the config's default."""
+    max_minutes: float = 7.5
+    """No variant is started later than this."""
+    profile: bool = False
+    """Trace the variants instead of timing them, and say where their time goes."""
 
 
-def bench_gpu(*, dry_run: bool = False, attention: str = "auto", max_minutes: float = 6.5) -> dict[str, Any]:
-    """Measure every shape with activation checkpointing off and on, in bfloat16, in this one process.
-
-    Args:
-        dry_run: tiny shapes and two steps, which any device can run.
-        attention: as `model.attention`.
-        max_minutes: no variant is started later than this, in minutes; those left out are named.
+def bench_gpu(options: Options) -> dict[str, Any]:
+    """Measure the variants of these groups, one after the other in this process.
 
     Raises:
         UserError: without a CUDA device, unless it is a dry run.
     """
     if distributed.world_size_from_environment()[0] != 1:
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
-    if not torch.cuda.is_available() and not dry_run:
+    if not torch.cuda.is_available() and not options.dry_run:
         raise UserError("bench gpu", "finds no CUDA device", "try it here with --device cpu --dry-run")
     world = distributed.start()
     source = provenance(world)
     started = time.monotonic()
-    variants, left_out = [], []
-    for name, shape in SHAPES.items():
-        for mode in ("none", "full"):
-            if time.monotonic() - started > 60 * max_minutes:
-                left_out.append(f"{name}, activation checkpointing {mode}")
+    measured, left_out = [], []
+    for group in options.groups:
+        for variant in GROUPS[group]:
+            reason = obstacle(variant, device=world.device)
+            if reason is None and time.monotonic() - started > 60 * options.max_minutes:
+                reason = f"{options.max_minutes:g} minutes were over"
+            if reason is not None:
+                left_out.append({"variant": str(variant), "reason": reason})
                 continue
-            workload = DRY_RUN if dry_run else Workload()
-            variants.append(
-                _variant(
-                    f"tiny {name}" if dry_run else name,
-                    _config(shape | (_TINY if dry_run else {}), mode, workload, attention=attention),
-                    workload=workload,
-                    world=world,
-                )
-            )
+            measured.append(_run(variant, options, world=world))
     peak = device_peak_flops(world.device)
     return {
         "benchmark": "gpu",
-        "dry_run": dry_run,
-        "attention": attention,
+        "options": asdict(options),
+        "dry_run": options.dry_run,
         "peak_tflops": None if peak is None else peak / 1e12,
-        "variants": variants,
+        "variants": measured,
         "left_out": left_out,
         "provenance": source,
     }
 
 
-def _config(shape: Shape, mode: str, workload: Workload, *, attention: str) -> TrainingConfig:
-    return TrainingConfig.model_validate(
-        {
-            "recipe": "bench",
-            "model": {"config": shape, "weights": "random", "attention": attention},
-            "activation_checkpointing": {"mode": mode},
-            "data": {"seq_len": workload.seq_len},
-            "train": {
-                "steps": workload.steps,
-                "global_batch_size": workload.rows,
-                "micro_batch_size": workload.rows,
-            },
-            "lr_schedule": {"name": "constant"},
-        }
-    )
-
-
-def _variant(name: str, config: TrainingConfig, *, workload: Workload, world: World) -> dict[str, Any]:
-    result = {
-        "model": name,
+def _run(variant: Variant, options: Options, *, world: World) -> dict[str, Any]:
+    """One variant's figures, or why it came to nothing."""
+    config = config_of(variant, attention=options.attention, dry_run=options.dry_run)
+    workload = workload_of(variant, dry_run=options.dry_run)
+    model = build_model(config.model)  # on meta
+    batches = SyntheticBatches(model.config.vocab_size, workload)
+    result: dict[str, Any] = {
+        "model": f"tiny {variant.shape}" if options.dry_run else variant.shape,
+        "variant": variant.name,
         "activation_checkpointing": config.activation_checkpointing.mode,
-        "dtype": config.fsdp.param_dtype,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "workload": asdict(workload),
     }
-    on_cuda = world.device.type == "cuda"
-    _free(on_cuda)
     try:
-        trainer = build_trainer(
-            config,
-            world=world,
-            mesh=build_mesh(config.mesh, config.fsdp, world=world),
-            batches=SyntheticBatches(config.model.config["vocab_size"], workload),
-            metrics_path=None,
-        )
-        result |= _measure(trainer, workload, synchronize=torch.cuda.synchronize if on_cuda else lambda: None)
+        return result | _measure(OurLoop(config, world=world), model, batches, options, device=world.device)
     except torch.cuda.OutOfMemoryError:
         return {**result, "error": "out of memory"}
-    # A CPU process's peak is that of all variants before it as well.
-    return {**result, "peak_memory_gib": peak_memory_bytes(world.device) / 2**30 if on_cuda else None}
+    except UserError as problem:
+        return {**result, "error": str(problem)}
+    finally:
+        forget_memory(world.device)
 
 
-def _measure(trainer: Trainer, workload: Workload, *, synchronize: Callable[[], None]) -> dict[str, Any]:
-    model: PreTrainedModel = trainer.model
-    first = trainer.run(workload.warmup)[0]
-    synchronize()
-    started = time.perf_counter()
-    records = trainer.run(workload.steps - workload.warmup)
-    synchronize()
-    seconds = (time.perf_counter() - started) / len(records)
-    tokens = sum(record["input_tokens"] for record in records) / len(records)
-    # The records' FLOP/s are averages over a step each; weighted by its seconds they add up to FLOPs.
-    work = sum(record["tflops_per_device"] * record["step_seconds"] for record in records) / len(records)
-    peak = device_peak_flops(next(model.parameters()).device)
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "step_seconds": seconds,
-        "step_seconds_range": [pick(record["step_seconds"] for record in records) for pick in (min, max)],
-        "tokens_per_second": tokens / seconds,
-        "tflops": work / seconds,
-        "mfu": None if peak is None else work * 1e12 / seconds / peak,
-        "loss_first": first["loss"],
-        "loss_last": records[-1]["loss"],
-    }
-
-
-def _free(on_cuda: bool) -> None:
-    gc.collect()
-    if on_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def _measure(
+    loop: OurLoop, model: Any, batches: SyntheticBatches, options: Options, *, device: torch.device
+) -> dict[str, Any]:
+    if not options.profile:
+        return measure(loop, batches, count_model_flops(model), device=device)
+    loop.build()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rank-00000.json.gz"
+        trace(loop, batches, device=device, steps=1 if options.dry_run else 3, out=path)
+        return shares(path)
 
 
 def gpu_lines(result: dict[str, Any]) -> list[str]:
     """`bench_gpu`'s result as a Markdown table with its provenance under it."""
-    lines = [
-        "| model | AC | tokens a step | step (s) | tokens/s | TFLOP/s | MFU | peak memory |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for variant in result["variants"]:
-        workload = variant["workload"]
-        start = f"| {variant['model']} | {variant['activation_checkpointing']} | "
-        start += f"{workload['rows']} × {workload['seq_len']} | "
-        if "error" in variant:
-            lines.append(f"{start}{variant['error']} | | | | |")
-            continue
-        mfu = "unknown" if variant["mfu"] is None else f"{variant['mfu']:.1%}"
-        memory = "not measured" if variant["peak_memory_gib"] is None else f"{variant['peak_memory_gib']:.2f} GiB"
-        lines.append(
-            f"{start}{variant['step_seconds']:.4f} | {variant['tokens_per_second']:,.0f} | {variant['tflops']:,.1f} | "
-            f"{mfu} | {memory} |"
-        )
-    notes = [f"left out for time: {what}" for what in result["left_out"]]
+    lines = _profile_table(result) if result["options"]["profile"] else _speed_table(result)
+    notes = [f"left out: {one['variant']}: {one['reason']}" for one in result["left_out"]]
     if result["dry_run"]:
         notes.append("a dry run on tiny shapes: these are no figures of the models' speed")
-    source = provenance_lines(result["provenance"])
-    return [*lines, "", *notes, f"attention: {result['attention']}; bfloat16 compute, float32 shards", *source]
+    attention = result["options"]["attention"] or "the default"
+    return [*lines, "", *notes, f"attention: {attention}", *provenance_lines(result["provenance"])]
+
+
+def _speed_table(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "| model | variant | AC | tokens a step | first step (s) | step (s), quartiles | tokens/s | TFLOP/s | MFU "
+        "| peak memory: allocated, reserved |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in result["variants"]:
+        start = _start(one)
+        if "error" in one:
+            lines.append(f"{start} {one['error']} | | | | | |")
+            continue
+        step, memory = one["step"], one["memory"]
+        mfu = "unknown" if one["mfu"] is None else f"{one['mfu']:.1%}"
+        used = "not measured"
+        if memory is not None:
+            used = f"{memory['allocated_gib']:.1f}, {memory['reserved_gib']:.1f} GiB"
+        lines.append(
+            f"{start} {one['first_step_seconds']:.1f} | {step['median_seconds']:.4f} "
+            f"({step['p25_seconds']:.4f} – {step['p75_seconds']:.4f}) | {one['tokens_per_second']:,.0f} | "
+            f"{one['tflops']:,.1f} | {mfu} | {used} |"
+        )
+    return lines
+
+
+def _profile_table(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| model | variant | AC | tokens a step | step (s) | {' | '.join(KINDS)} | idle |",
+        "| --- | --- | --- | --- | --- " + "| --- " * (len(KINDS) + 1) + "|",
+    ]
+    for one in result["variants"]:
+        if "error" in one:
+            lines.append(f"{_start(one)} {one['error']} |" + " |" * (len(KINDS) + 1))
+            continue
+        figures = " | ".join(f"{one['shares'][kind]:.1%}" for kind in KINDS)
+        lines.append(f"{_start(one)} {one['step_seconds']:.4f} | {figures} | {one['idle']:.1%} |")
+    return lines
+
+
+def _start(one: dict[str, Any]) -> str:
+    workload = one["workload"]
+    rows = workload["rows"] * workload["micro_batches"]
+    words = [one["model"], one["variant"], one["activation_checkpointing"], f"{rows} × {workload['seq_len']}"]
+    return f"| {' | '.join(words)} |"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench.py gpu``."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, 2 steps: does it run at all?")
-    parser.add_argument("--attention", default="auto", help="as model.attention (auto)")
     parser.add_argument(
-        "--max-minutes", type=float, default=6.5, help="start no further variant after this long (6.5)"
+        "--groups", nargs="+", choices=tuple(GROUPS), default=Options.groups, help="models and variants (small 1b)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, 3 steps: does it run at all?")
+    parser.add_argument("--profile", action="store_true", help="do not time, but say where the time goes")
+    parser.add_argument("--attention", help="a transformers attention implementation (the config's default)")
+    parser.add_argument(
+        "--max-minutes", type=float, default=7.5, help="start no further variant after this long (7.5)"
     )
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure; returns the result and the lines of the console."""
-    result = bench_gpu(dry_run=options.dry_run, attention=options.attention, max_minutes=options.max_minutes)
+    result = bench_gpu(
+        Options(tuple(options.groups), options.dry_run, options.attention, options.max_minutes, options.profile)
+    )
     return result, gpu_lines(result)

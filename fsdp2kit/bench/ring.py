@@ -34,20 +34,28 @@ class Options:
     lengths: tuple[int, ...] = (8_192, 32_768, 131_072)
     repeats: int = 5
     dry_run: bool = False
+    max_minutes: float = 8.0
+    """No length is started later than this."""
 
 
 def bench_ring(options: Options) -> dict[str, Any]:
     """Per length: relative differences from torch's kernel, both times and their ratio, and peak memory."""
     world = distributed.start()
     if options.dry_run:
-        options = Options(lengths=(64, 128), repeats=1, dry_run=True)
+        options = Options(lengths=(64, 128), repeats=1, dry_run=True, max_minutes=options.max_minutes)
     heads = TINY if options.dry_run else LLAMA_8B
-    lengths = {length: _measure(length, heads, options.repeats, world.device) for length in options.lengths}
+    started, lengths, left_out = time.monotonic(), {}, []
+    for length in options.lengths:
+        if time.monotonic() - started > 60 * options.max_minutes:
+            left_out.append(length)
+        else:
+            lengths[length] = _measure(length, heads, options.repeats, world.device)
     return {
         "benchmark": "ring",
         "options": asdict(options),
         "heads": heads,
         "lengths": lengths,
+        "left_out": left_out,
         "provenance": provenance(world),
     }
 
@@ -157,6 +165,7 @@ def ring_lines(result: dict[str, Any]) -> list[str]:
             f"({found['fused']['median_seconds'] * 1e3:.1f} ms), differences {differences}, "
             f"peak {found['peak_gib']['blocks']} GiB"
         )
+    lines += [f"  {length:>7} tokens: left out for time" for length in result["left_out"]]
     return [*lines, *provenance_lines(result["provenance"])]
 
 
@@ -164,9 +173,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench.py ring``."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes: does it run at all?")
+    parser.add_argument("--max-minutes", type=float, default=8.0, help="start no further length after this long (8)")
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure; returns the result and the lines of the console."""
-    result = bench_ring(Options(dry_run=options.dry_run))
+    result = bench_ring(Options(dry_run=options.dry_run, max_minutes=options.max_minutes))
     return result, ring_lines(result)

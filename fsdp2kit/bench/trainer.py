@@ -86,7 +86,7 @@ def build_trainer(
         load_pretrained(model, Path(str(config.model.path)))
     else:
         initialize(model, seed=config.run.seed)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
     plan = build_plan(config, steps_per_epoch=batches.steps_per_epoch, mesh=mesh)
     lines = JsonLines(metrics_path) if metrics_path else None
     return Trainer(
