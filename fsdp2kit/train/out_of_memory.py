@@ -108,9 +108,10 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
     return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
 
 
-def has_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the CUDA allocator was told to let its segments grow."""
-    told = ",".join(environment.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
+    known = os.environ if environment is None else environment
+    told = ",".join(known.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
     return "expandable_segments:true" in told
 
 
