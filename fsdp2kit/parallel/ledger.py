@@ -20,9 +20,9 @@ from fsdp2kit.torch_compat import accumulated_gradients
 # What torchao's recipes cast inputs, weights and gradients of outputs to.
 _FLOAT8_PRODUCTS = {
     "none": None,
-    "tensorwise": "float8_e4m3fn, gradients float8_e5m2",
+    "tensorwise": "float8_e4m3fn and float8_e5m2",
     "rowwise": "float8_e4m3fn",
-    "rowwise_with_gw_hp": "float8_e4m3fn, but for the weights' gradients",
+    "rowwise_with_gw_hp": "float8_e4m3fn (weight gradients: compute)",
 }
 
 
