@@ -1,8 +1,13 @@
-"""What torchrun says in environment variables, checked: numbers of processes, and which of them this one is."""
+"""This process: what torchrun says of it in environment variables, checked, and how it ends."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
+import threading
+from typing import NoReturn
 
 from fsdp2kit.errors import UserError
 
@@ -33,6 +38,23 @@ def is_main_process() -> bool:
         return rank_from_environment()[0] == 0
     except UserError:
         return True
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as `sys.exit` would, but for the interpreter's own teardown.
+
+    Before Python 3.14 that teardown ends every C++ thread that asks for the interpreter's lock, and one of gloo's that
+    is just letting go of a finished collective takes the process along ("terminate called without an active
+    exception", PyTorch #190489): now and then a finished run would exit with -6.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _size(name: str, *, default: int) -> int:

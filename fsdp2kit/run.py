@@ -20,7 +20,7 @@ from typing import Any
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.load import parse_override, read_toml
-from fsdp2kit.environment import world_size_from_environment
+from fsdp2kit.environment import end_process, world_size_from_environment
 from fsdp2kit.errors import UserError
 
 
@@ -172,4 +172,4 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -29,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from fsdp2kit.environment import end_process
 from fsdp2kit.errors import UserError
 
 COMMANDS = {
@@ -89,4 +90,4 @@ def _help() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 
 # Set before transformers is imported: nothing here waits for a hub, or draws progress bars.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from fsdp2kit.environment import end_process
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import load
 
@@ -60,4 +60,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

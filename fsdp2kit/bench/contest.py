@@ -22,6 +22,7 @@ from fsdp2kit.bench.figures import Cost, barrier, provenance, slowest_rank
 from fsdp2kit.bench.memory import PrivateMemory
 from fsdp2kit.bench.sides import Side, Work, Workload, build_side
 from fsdp2kit.distributed import World, max_over_ranks
+from fsdp2kit.environment import end_process
 from fsdp2kit.errors import UserError
 
 
@@ -131,4 +132,4 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    end_process(main(Path(sys.argv[1])))

@@ -1,0 +1,58 @@
+"""How a process of ours ends: all that `sys.exit` does, without the teardown in which gloo's threads may abort it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ENDING = """
+import atexit, sys, threading, time
+from fsdp2kit.environment import end_process
+
+class Torn:
+    def __del__(self):
+        print("torn down")
+
+torn = Torn()
+torn.itself = torn
+atexit.register(print, "atexit")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+print("main", end=" ")
+print("error", file=sys.stderr)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "words"), [("sys.exit(3)", "main thread atexit torn down"), ("end_process(3)", "main thread atexit")]
+)
+def test_it_ends_as_exit_does_but_for_the_teardown(end: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 3
+    assert done.stdout.split() == words.split()
+    assert done.stderr == "error\n"
+
+
+def test_a_reader_that_has_left_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from fsdp2kit.environment import end_process\nprint('x')\nend_process(0)"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env=buffered,
+        check=False,
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, "")
