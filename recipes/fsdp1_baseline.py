@@ -27,7 +27,7 @@ from fsdp2kit.data.check import check_first_rows
 from fsdp2kit.environment import world_size_from_environment
 from fsdp2kit.model.assets import save_assets, source_dtype
 from fsdp2kit.model.build import build_model, load_hf_config
-from fsdp2kit.model.liger import apply_liger, check_liger
+from fsdp2kit.model.choose_loss import choose_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
@@ -55,15 +55,13 @@ from fsdp2kit.train.wandb_run import check_wandb
 
 
 class BaselineConfig(Section):
-    """What the baseline is compared with, and Liger's kernels."""
+    """What the baseline is compared with."""
 
     compare: Literal["none", "fsdp1"] = "none"
     """"fsdp1": train with FSDP1 in turns and print both; nothing is evaluated, saved or exported. On the command line
     `--compare fsdp1`."""
     warmup: PositiveInt = 3
     """compare only: steps at the start that are not timed. Peak memory is taken in them, of each side alone."""
-    liger: bool = False
-    """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `fsdp2kit[liger]`."""
 
 
 class BaselineDataConfig(TextDataConfig):
@@ -99,10 +97,8 @@ def tokenizer_of(config: Config) -> Any:
 
 def main(config: Config) -> None:
     """Train, or compare, as ``config`` says; every rank calls this."""
-    baseline = config.baseline
-    if baseline.compare == "fsdp1":
-        read_tokenizer = partial(tokenizer_of, config)
-        compare_fsdp1(config, build_tokenizer=read_tokenizer, warmup=baseline.warmup, liger=baseline.liger)
+    if config.baseline.compare == "fsdp1":
+        compare_fsdp1(config, build_tokenizer=partial(tokenizer_of, config), warmup=config.baseline.warmup)
         return
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
     sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
@@ -113,12 +109,11 @@ def main(config: Config) -> None:
     source = distributed.one_per_machine_first(partial(find_model_dir, config.model))
     with distributed.agreement():
         check_wandb(config.wandb)
-        if baseline.liger:
-            check_liger(world.device, key="baseline.liger")
         tokenizer = tokenizer_of(config)
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
         path = choose_path(config, model, cp=sizes.cp, device_type=world.device.type)
+        loss = choose_loss(config, model, device=world.device)
         check_model(model, config, path=path, device=world.device)
         sharding = describe_fsdp(config, model, sizes=sizes, device_type=world.device.type)
         sharding += describe_float8(config, model, device=world.device)
@@ -138,9 +133,7 @@ def main(config: Config) -> None:
     to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
 
     # The model over the mesh, with the values of a checkpoint, of its source, or random ones.
-    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
-    if baseline.liger:
-        apply_liger(model)
+    parallelize_model(model, config, path=path, loss=loss, mesh=mesh, device=world.device)
     optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
     identity = run_identity(config, hf_config, source=source, data=data.fingerprint)
     checkpoints = build_checkpoint_manager(
@@ -190,7 +183,7 @@ def main(config: Config) -> None:
         )
     diagnosed = explained(config, model, optimizer, trace_dir=run_dir / "trace", rank=world.rank)
     with claim, metrics, profiler, checkpoints, diagnosed:
-        for line in (str(sizes), str(path), *sharding, str(ledger), *data.describe(), *resumed):
+        for line in (str(sizes), str(path), str(loss), *sharding, str(ledger), *data.describe(), *resumed):
             metrics.message(line)
         sampler = build_sampler(
             config.eval,

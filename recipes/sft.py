@@ -20,6 +20,7 @@ from fsdp2kit.data.build import build_data
 from fsdp2kit.data.check import check_first_rows
 from fsdp2kit.model.assets import save_assets, source_dtype
 from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.choose_loss import choose_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
@@ -73,6 +74,7 @@ def main(config: Config) -> None:
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
         path = choose_path(config, model, cp=sizes.cp, device_type=world.device.type)
+        loss = choose_loss(config, model, device=world.device)
         check_model(model, config, path=path, device=world.device)
         sharding = describe_fsdp(config, model, sizes=sizes, device_type=world.device.type)
         sharding += describe_float8(config, model, device=world.device)
@@ -92,7 +94,7 @@ def main(config: Config) -> None:
     to_device = build_shard_batch(model.config, path=path, mesh=mesh, device=world.device)
 
     # The model over the mesh, with the values of a checkpoint, of its source, or random ones.
-    parallelize_model(model, config, path=path, mesh=mesh, device=world.device)
+    parallelize_model(model, config, path=path, loss=loss, mesh=mesh, device=world.device)
     optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
     identity = run_identity(config, hf_config, source=source, data=data.fingerprint)
     checkpoints = build_checkpoint_manager(
@@ -142,7 +144,7 @@ def main(config: Config) -> None:
         )
     diagnosed = explained(config, model, optimizer, trace_dir=run_dir / "trace", rank=world.rank)
     with claim, metrics, profiler, checkpoints, diagnosed:
-        for line in (str(sizes), str(path), *sharding, str(ledger), *data.describe(), *resumed):
+        for line in (str(sizes), str(path), str(loss), *sharding, str(ledger), *data.describe(), *resumed):
             metrics.message(line)
         sampler = build_sampler(
             config.eval,

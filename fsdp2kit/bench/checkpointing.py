@@ -137,7 +137,7 @@ def _model(section: ActivationCheckpointingConfig, options: Options, device: tor
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=options.layers, **SHAPE))
     model.to(device)
-    attach_loss(model, linear=True)
+    attach_loss(model, kernel="chunked")
     apply_activation_checkpointing(section, decoder_layers(model), device_type=device.type)
     return model
 

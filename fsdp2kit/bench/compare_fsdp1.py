@@ -21,7 +21,7 @@ from fsdp2kit.data.build import build_data
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import build_model, load_hf_config
-from fsdp2kit.model.liger import apply_liger, check_liger
+from fsdp2kit.model.choose_loss import choose_loss
 from fsdp2kit.model.weights import find_model_dir
 from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.fsdp import describe_fsdp
@@ -51,9 +51,7 @@ def check_comparison(config: TrainingConfig, *, world_size: int, local_world_siz
         raise UserError("model.weights", "is a checkpoint, which FSDP1 does not read", "export it, and use model.path")
 
 
-def compare_fsdp1(
-    config: TrainingConfig, *, build_tokenizer: Callable[[], Any], warmup: int, liger: bool
-) -> dict[str, Any]:
+def compare_fsdp1(config: TrainingConfig, *, build_tokenizer: Callable[[], Any], warmup: int) -> dict[str, Any]:
     """Train ``train.steps`` steps on both sides, the first ``warmup`` each side alone, the others in turns.
 
     Peak memory is taken in the first steps, with the other side idle, and counted above what the process had before a
@@ -63,7 +61,6 @@ def compare_fsdp1(
     Args:
         build_tokenizer: of the data, which may need none; called where a mistake in it is agreed on.
         warmup: steps that do not count.
-        liger: use Liger's kernels on both sides.
 
     Raises:
         UserError: what `check_comparison` refuses, or a mistake in the model or the data.
@@ -76,12 +73,11 @@ def compare_fsdp1(
     source = distributed.one_per_machine_first(partial(find_model_dir, config.model))
     run_dir = Path(config.run.dir)
     with distributed.agreement():
-        if liger:
-            check_liger(world.device, key="baseline.liger")
         tokenizer = build_tokenizer()
         hf_config = load_hf_config(config.model)
         model = build_model(config.model, hf_config=hf_config)
         path = choose_path(config, model, cp=1, device_type=world.device.type)
+        loss = choose_loss(config, model, device=world.device)
         check_model(model, config, path=path, device=world.device)
         ours = describe_fsdp(config, model, sizes=mesh.sizes, device_type=world.device.type)
         claim = claim_run_dir(run_dir, is_main=world.is_main)
@@ -90,8 +86,12 @@ def compare_fsdp1(
     vocab_size = hf_config.get_text_config().vocab_size
     data = build_data(config, tokenizer=tokenizer, vocab_size=vocab_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
     with claim:
-        result = _measure(config, data.loader, mesh=mesh, world=world, source=source, warmup=warmup, liger=liger)
-        result |= {"fsdp2kit_ran": [*ours, str(path)], "config": config.model_dump(mode="json"), "provenance": record}
+        result = _measure(config, data.loader, mesh=mesh, world=world, source=source, warmup=warmup)
+        result |= {
+            "fsdp2kit_ran": [*ours, str(path), str(loss)],
+            "config": config.model_dump(mode="json"),
+            "provenance": record,
+        }
         if world.is_main:
             (run_dir / "comparison.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
             print("\n".join(comparison_lines(result)), flush=True)
@@ -108,7 +108,6 @@ def _measure(
     world: World,
     source: Path | None,
     warmup: int,
-    liger: bool,
 ) -> dict[str, Any]:
     assert config.train.steps is not None, "check_comparison has seen to it"
     device, pairs = world.device, Pairs()
@@ -117,10 +116,7 @@ def _measure(
         metrics_path = Path(config.run.dir) / "comparison.jsonl" if world.is_main else None
         if metrics_path:
             metrics_path.unlink(missing_ok=True)
-        trainer = build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=metrics_path)
-        if liger:
-            apply_liger(trainer.model)
-        return trainer
+        return build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=metrics_path)
 
     def run_ours(trainer: Trainer) -> None:
         for _ in range(warmup):
@@ -130,9 +126,7 @@ def _measure(
         for index in range(warmup):
             pairs.run_theirs(loop, loader, index, device=device)
 
-    build_theirs = partial(
-        FSDP1Loop, config, mesh=mesh, source=source, device=device, total_steps=config.train.steps, liger=liger
-    )
+    build_theirs = partial(FSDP1Loop, config, mesh=mesh, source=source, device=device, total_steps=config.train.steps)
     trainer, our_peak = peak_of(build_ours, run_ours, device=device)
     with trainer.metrics:
         loop, their_peak = peak_of(build_theirs, run_theirs, device=device)
@@ -160,8 +154,8 @@ def comparison_lines(result: dict[str, Any]) -> list[str]:
         f"fsdp1: {len(result['fsdp1']['seconds'])} alternating pairs, {train['global_batch_size']} × "
         f"{config['data']['seq_len']} tokens, {config['fsdp']['param_dtype']}",
         f"  fsdp1 ran FullyShardedDataParallel: {', '.join(f'{name} {value}' for name, value in ran.items())}",
-        f"  fsdp2kit ran fully_shard: {'; '.join(result['fsdp2kit_ran'])}; loss on the head in chunks without all "
-        "logits; its step includes reading the batch and writing metrics",
+        f"  fsdp2kit ran fully_shard: {'; '.join(result['fsdp2kit_ran'])}; "
+        "its step includes reading the batch and writing metrics",
         *pairs_lines(result, "fsdp1"),
     ]
     if peaks["fsdp2kit"] is not None and peaks["fsdp1"] is not None:

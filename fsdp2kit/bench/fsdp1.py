@@ -143,7 +143,6 @@ class FSDP1Loop:
         config: as `check_fsdp1` let it pass; ``model.weights`` is "pretrained" or "random".
         source: the model's directory, for pretrained weights.
         total_steps: of the schedule.
-        liger: use Liger's kernels.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class FSDP1Loop:
         source: Path | None,
         device: torch.device,
         total_steps: int,
-        liger: bool = False,
     ) -> None:
         self.device, self.max_grad_norm = device, config.train.max_grad_norm
         self.reduce_every = config.fsdp.reduce_every_micro_batch
@@ -165,8 +163,7 @@ class FSDP1Loop:
             load_pretrained(model, source)
         else:
             initialize(model, seed=config.run.seed)
-        if liger:
-            apply_liger(model)
+        apply_liger(config.model, model, device=device)
         layers = decoder_layers(model)
         # Inside FSDP's hooks, as FSDP1's users had `checkpoint_wrapper`, which calls the same function.
         apply_activation_checkpointing(config.activation_checkpointing, layers, device_type=device.type)

@@ -223,6 +223,10 @@ def _check_model(config: TrainingConfig) -> None:
             "'pretrained' without a model.path to load from",
             "give model.path, or set model.weights = 'random'",
         )
+    if model.liger and config.activation_checkpointing.mode == "selective":
+        # Triton's kernels write unseen by torch, so that no check of its own would notice.
+        what = "true with mode = 'selective': Liger's RoPE rotates in place the products that are kept for backward"
+        raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
 
 
 def _fitting(world_size: int) -> str:

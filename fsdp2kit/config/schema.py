@@ -58,6 +58,12 @@ class ModelConfig(Section):
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
     "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" for packed rows or windows where it
     computes what the model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
+    loss_kernel: Literal["auto", "chunked", "torch", "liger"] = "auto"
+    """What computes the loss on the head, without ever holding all logits. "chunked": ours. "torch": torch's own
+    (2.13 or later; in bfloat16 it adds up the logged loss in bfloat16). "liger": Liger's (a GPU, extra `liger`).
+    "auto": ours, the fastest where it was measured. A head that is more than hidden @ weightᵀ is run as it is."""
+    liger: bool = False
+    """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `fsdp2kit[liger]`."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None

@@ -53,12 +53,10 @@ def translate_model(fields: Fields, draft: Draft, *, given: str | None, folder: 
 
 
 def translate_kernels(fields: Fields, draft: Draft) -> None:
-    """Liger's kernels, which the baseline recipe has a key for."""
+    """Liger's kernels."""
     liger = fields.take("use_liger", "use_liger_kernel", "liger", "enable_liger")
-    if liger is not None and draft.recipe[0] == "fsdp1_baseline":
-        draft.was("baseline.liger", as_bool(fields, liger), liger, "norms, RoPE, MLPs; the loss needs none")
-    else:
-        draft.note(liger, "the loss never holds all logits as it is; for other kernels patch the model in the recipe")
+    if liger is not None:
+        draft.was("model.liger", as_bool(fields, liger), liger, "norms, RoPE, MLPs; of the loss: model.loss_kernel")
 
 
 def _translate_attention(fields: Fields, draft: Draft) -> None:

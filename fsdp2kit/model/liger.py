@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
+
+_KEY = "model.liger"
 
 
 def check_liger(device: torch.device, *, key: str) -> None:
@@ -26,15 +36,72 @@ def check_liger(device: torch.device, *, key: str) -> None:
         raise UserError(key, f"liger-kernel cannot be imported ({error})", todo) from None
 
 
-def apply_liger(model: PreTrainedModel) -> None:
-    """Give the modules of ``model`` Liger's forward, in place; parameters stay as they are.
+def check_liger_model(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
+    """Refuse ``model.liger`` where it cannot run, and for an architecture that Liger would leave as it is.
 
-    Call it after `parallelize_model`: RoPE is replaced in the whole process, and the tiny twin on which that function
-    tries the head runs on the CPU, where these kernels do not. Cross-entropy is left out: the loss is ours.
-    An architecture that Liger does not know is left as it is; Liger logs it.
+    Raises:
+        UserError: as `check_liger`, or the architecture is none of Liger's.
     """
+    if not section.liger:
+        return
+    check_liger(device, key=_KEY)
+    from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+    )
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        what = f"Liger has no kernels for the architecture {model.config.model_type!r}"
+        raise UserError(_KEY, what, "leave it out")
+
+
+def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
+    """Give the modules of ``model`` Liger's forward, in place, if ``model.liger`` says so; its parameters stay.
+
+    Cross-entropy is left out: the loss is ours (`choose_loss`). RoPE is a function of the architecture's module, so in
+    this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
+
+    Args:
+        model: before anything wraps its layers.
+
+    Raises:
+        UserError: as `check_liger_model`.
+    """
+    if not section.liger:
+        return
+    check_liger_model(section, model, device=device)
     from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
         _apply_liger_kernel_to_instance,  # what transformers' own `use_liger_kernel` calls
     )
 
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    with _kept_for_others(model):
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+@contextmanager
+def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
+    """Undo what Liger changes in the whole process beside the model's own modules.
+
+    Models that are built later (the tiny twins, on the CPU) look up their classes and functions in the modules of
+    transformers, in `torch.nn` and in the table of activations. Classes are put back: this model's modules have what
+    they need. A function (RoPE) is looked up at every call, so what is left there asks for the device.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    namespaces: list[dict[str, Any]] = [vars(sys.modules[name]) for name in names]
+    namespaces += [vars(torch.nn), ACT2FN]
+    # By dict's own methods: the table of activations makes instances of what one asks it for.
+    before = [dict(dict.items(namespace)) for namespace in namespaces]
+    yield
+    for namespace, kept in zip(namespaces, before, strict=True):
+        for name, plain in kept.items():
+            kernel = dict.get(namespace, name)
+            if kernel is not plain:
+                is_function = callable(plain) and not isinstance(plain, type)
+                dict.__setitem__(namespace, name, _by_device(plain, kernel) if is_function else plain)
+
+
+def _by_device(plain: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def function(states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (plain if states.device.type == "cpu" else kernel)(states, *args, **kwargs)
+
+    return function

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.linear_cross_entropy import Groups, grouped_linear_cross_entropy, rows_at_once
+from fsdp2kit.model.linear_cross_entropy import Groups, rows_at_once
+from fsdp2kit.model.loss_kernels import HeadLoss, LossKernel, linear_loss
 from fsdp2kit.model.twin import build_twin
 
 IGNORE = -100
@@ -39,7 +41,7 @@ def select_supervised(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
-def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Module:
+def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> nn.Module:
     """Give ``model`` a method ``loss_sum`` and return the module whose method reads the head's parameters.
 
     ``model.loss_sum(input_ids, labels, index=None, groups=None, num_groups=0, **inputs)`` runs the base model and
@@ -51,22 +53,20 @@ def attach_loss(model: PreTrainedModel, *, linear: bool | None = None) -> nn.Mod
 
     Args:
         model: a transformers causal language model.
-        linear: whether logits are just ``hidden @ weightᵀ``; found out on a tiny twin by default.
+        kernel: what computes it, as `choose_loss` says; all but "own_head" take logits to be ``hidden @ weightᵀ``. By
+            default "chunked", or "own_head" where a tiny twin's logits are more than that.
     """
     head: Any = model.get_output_embeddings()
     backbone = backbone_name(model)
-    linear = has_linear_head(model) if linear is None else linear
+    kernel = kernel or ("chunked" if has_linear_head(model) else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
-    own_head = None if linear else _own_head(model, head)
+    compute: HeadLoss = partial(_chunked_loss, _own_head(model, head)) if kernel == "own_head" else linear_loss(kernel)
 
     def head_loss(
         head: Any, hidden: Tensor, labels: Tensor, groups: Groups | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         hidden = hidden.to(head.weight.dtype)  # units may return another dtype than they compute in
-        if own_head is None:
-            loss, sums = grouped_linear_cross_entropy(hidden, head.weight, labels, groups)
-        else:
-            loss, sums = _chunked_loss(own_head, hidden, labels, groups, vocabulary=head.weight.shape[0])
+        loss, sums = compute(hidden, head.weight, labels, groups)
         return loss if groups is None else (loss, sums)
 
     def loss_sum(
@@ -191,8 +191,10 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
 
 
 def _chunked_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, groups: Groups | None, *, vocabulary: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
 ) -> tuple[Tensor, Tensor | None]:
+    """`HeadLoss` of the model's own ``head``, which reads its weight itself."""
+
     def one_chunk(hidden: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
         logits = head(hidden).float()
         loss = F.cross_entropy(logits, labels, reduction="sum")
@@ -200,7 +202,7 @@ def _chunked_loss(
             return loss, None
         return loss, groups.sums(F.cross_entropy(logits.detach(), labels, reduction="none"), start=start)
 
-    rows = rows_at_once(hidden.device, vocabulary=vocabulary)
+    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
     # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
     # not take part in the reduction that the other ranks wait in.
     chunks = zip(hidden.split(rows), labels.split(rows), range(0, len(hidden) + 1, rows), strict=False)

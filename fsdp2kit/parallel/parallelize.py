@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers, materialize
+from fsdp2kit.model.choose_loss import LossChoice, choose_loss
+from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
@@ -25,6 +27,7 @@ def parallelize_model(
     mesh: Mesh,
     device: torch.device,
     path: AttentionPath | None = None,
+    loss: LossChoice | None = None,
 ) -> PreTrainedModel:
     """Spread a meta ``model`` over ``mesh``, in place; its parameters are then allocated but hold no values.
 
@@ -32,14 +35,18 @@ def parallelize_model(
 
     Args:
         path: the way that attention goes, the same as for `build_shard_batch`; by default what `choose_path` says.
+        loss: what computes the loss; by default what `choose_loss` says.
 
     Raises:
-        UserError: transformers names no layer class for this model, or float8 is not to be had.
+        UserError: transformers names no layer class for this model, or float8, Liger's kernels or the loss kernel are
+            not to be had.
     """
     path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
-    head = attach_loss(model)
+    loss = loss or choose_loss(config, model, device=device)
+    head = attach_loss(model, kernel=loss.kernel)
     # 1. What changes the computation itself comes first, so that everything after wraps the final one.
+    apply_liger(config.model, model, device=device)
     apply_float8(config.float8, model, fsdp=config.fsdp, shards=mesh.shard.shape[-1], device=device)
     apply_attention(model, path, group=mesh.cp_group)
     # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before

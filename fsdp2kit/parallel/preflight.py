@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, load_hf_config
+from fsdp2kit.model.choose_loss import choose_loss
+from fsdp2kit.model.liger import check_liger_model
 from fsdp2kit.model.limits import check_attention, check_positions, check_rope
 from fsdp2kit.model.probe import probe
 from fsdp2kit.model.twin import build_twin
@@ -52,6 +54,7 @@ def check_model(
         _check_selective(model, config.activation_checkpointing)
     if device is not None:
         check_attention(config.model.attention, device=device)
+        check_liger_model(config.model, model, device=device)
     found = probe(model)
     if found is not None and not found["causal"]:
         raise UserError(
@@ -72,7 +75,7 @@ def check_offline(config: TrainingConfig) -> list[str]:
         What could not be checked because it is not on this machine: "model".
 
     Raises:
-        UserError: as `build_model` and `check_model` do.
+        UserError: as `build_model`, `choose_loss` and `check_model` do.
     """
     unchecked = []
     try:
@@ -83,6 +86,7 @@ def check_offline(config: TrainingConfig) -> list[str]:
         unchecked.append("model")
     else:
         model = build_model(config.model, hf_config=hf_config)
+        choose_loss(config, model, device=None)
         check_model(model, config, path=choose_path(config, model, cp=config.mesh.cp, device_type="cpu"))
     return unchecked
 

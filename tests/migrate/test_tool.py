@@ -30,8 +30,7 @@ CONFIGS = sorted((Path(__file__).parent / "configs").iterdir())
 EXPECTED = {
     "plain": {
         "recipe": "fsdp1_baseline",
-        "baseline": {"liger": True},
-        "model": {"path": "meta-llama/Llama-3.2-1B"},
+        "model": {"path": "meta-llama/Llama-3.2-1B", "liger": True},
         "fsdp": {
             "strategy": "full_shard",
             "unit": "size",
