@@ -49,7 +49,7 @@ def choose_loss(config: TrainingConfig, model: PreTrainedModel, *, device: torch
         _check_any(config, model, is_linear=is_linear)
     if wanted == "torch":
         rounds = config.fsdp.param_dtype == "bfloat16"
-        return LossChoice("torch", f"{_KEY}; the loss is added up in bfloat16, as coarsely" if rounds else _KEY)
+        return LossChoice("torch", f"{_KEY}; it adds up the loss in bfloat16" if rounds else _KEY)
     if wanted == "liger":
         return LossChoice("liger", _KEY)
     if not is_linear:

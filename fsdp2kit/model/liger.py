@@ -64,7 +64,7 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
         model: before anything wraps its layers.
 
     Raises:
-        UserError: as `check_liger_model`.
+        UserError: as `check_liger_model`, or Liger's version does not fit that of transformers.
     """
     if not section.liger:
         return
@@ -74,7 +74,11 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
     )
 
     with _kept_for_others(model):
-        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        try:
+            _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        except Exception as error:  # whatever its patches raise for a version of transformers that they do not fit
+            what = f"Liger cannot change {type(model).__name__} ({error})"
+            raise UserError(_KEY, what, "leave it out, or use another version of liger-kernel") from None
 
 
 @contextmanager
@@ -94,12 +98,15 @@ def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
     for namespace, kept in zip(namespaces, before, strict=True):
         for name, plain in kept.items():
             kernel = dict.get(namespace, name)
-            if kernel is not plain:
-                is_function = callable(plain) and not isinstance(plain, type)
-                dict.__setitem__(namespace, name, _by_device(plain, kernel) if is_function else plain)
+            if kernel is plain:
+                continue
+            is_function = callable(plain) and not isinstance(plain, type)
+            dict.__setitem__(namespace, name, _by_device(plain, kernel) if is_function else plain)
 
 
 def _by_device(plain: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
+    """A function of query states and whatever else: ``plain`` on the CPU, elsewhere ``kernel``."""
+
     @functools.wraps(plain)
     def function(states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (plain if states.device.type == "cpu" else kernel)(states, *args, **kwargs)

@@ -40,6 +40,7 @@ class Case:
     pack: bool = True
     lr: float = 1e-3
     frozen: tuple[str, ...] = ()
+    loss_kernel: str = "auto"
 
     @property
     def world(self) -> int:
@@ -54,6 +55,7 @@ class Case:
                 *([self.attention] * (self.attention != "sdpa")),
                 *self.frozen,
                 *([self.method] * (self.method != "auto")),
+                *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
             ]
         )
 
@@ -63,7 +65,12 @@ class Case:
         return TrainingConfig.model_validate(
             {
                 "recipe": "none",
-                "model": {"path": str(folder / self.kind), "attention": self.attention, "freeze": list(self.frozen)},
+                "model": {
+                    "path": str(folder / self.kind),
+                    "attention": self.attention,
+                    "freeze": list(self.frozen),
+                    "loss_kernel": self.loss_kernel,
+                },
                 "context_parallel": {"method": self.method},
                 "data": {"seq_len": self.seq_len, "pack": self.pack},
                 "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate},
