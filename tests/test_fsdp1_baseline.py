@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import types
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ from fsdp2kit.bench.memory import peak_of
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.liger import apply_liger, check_liger
 from tests.reference import tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -265,35 +262,14 @@ def _first_batches(toml: str) -> list[Any]:
 
 def test_ligers_kernels_are_refused_on_a_cpu(toml: Path, tmp_path: Path, pool: WorkerPool) -> None:
     for compare in ("none", "fsdp1"):
-        overrides = ["baseline.liger=true", f"baseline.compare={compare}", f"run.dir='{tmp_path / 'run'}'"]
-        with pytest.raises(AssertionError, match=r"UserError: baseline\.liger: Liger's kernels do not run on a CPU"):
+        overrides = ["model.liger=true", f"baseline.compare={compare}", f"run.dir='{tmp_path / 'run'}'"]
+        with pytest.raises(AssertionError, match=r"UserError: model\.liger: Liger's kernels do not run on a CPU"):
             pool.run(1, _main, str(toml), overrides)
 
 
 def _main(toml: str, overrides: Sequence[str]) -> None:
     recipe, config = run.load(toml, overrides)
     recipe.main(config)
-
-
-def test_ligers_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UserError, match=r"fsdp2kit\[liger\]"):
-        check_liger(torch.device("cuda"), key="baseline.liger")
-
-
-def test_liger_is_asked_for_all_but_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    package, module = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
-    module._apply_liger_kernel_to_instance = lambda **arguments: asked.update(arguments)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "liger_kernel", package)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
-    model = tiny_model("smollm2")
-
-    check_liger(torch.device("cuda"), key="baseline.liger")
-    apply_liger(model)
-
-    assert asked.pop("model") is model
-    assert asked == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
