@@ -112,18 +112,18 @@ def test_the_model_is_changed_once_and_nothing_else_stays_changed(liger: ModuleT
 
 def test_rope_is_ligers_on_a_device_and_transformers_on_the_cpu(liger: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(1, 2, 6, 8, generator=generator) for _ in range(2)]
-    angles = [torch.randn(1, 6, 8, generator=generator) for _ in range(2)]
+    query, key = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(2))
+    cos, sin = (torch.randn(1, 6, 8, generator=generator) for _ in range(2))
     plain = modeling_llama.apply_rotary_pos_emb
-    expected = plain(*states, *angles, unsqueeze_dim=1)
+    expected = plain(query, key, cos, sin, unsqueeze_dim=1)
 
     apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)
     apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)  # as where two models are compared
 
-    found = modeling_llama.apply_rotary_pos_emb(*states, *angles, unsqueeze_dim=1)
+    found = modeling_llama.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    on_device = [tensor.to("meta") for tensor in states]
-    assert modeling_llama.apply_rotary_pos_emb(*on_device, *angles)[0] == "Liger's"
+    on_device = modeling_llama.apply_rotary_pos_emb(query.to("meta"), key.to("meta"), cos, sin)
+    assert on_device[0] == "Liger's"
     assert modeling_llama.apply_rotary_pos_emb.__name__ == "apply_rotary_pos_emb"
     assert modeling_llama.apply_rotary_pos_emb is not plain
 

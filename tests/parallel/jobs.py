@@ -41,6 +41,7 @@ class Case:
     lr: float = 1e-3
     frozen: tuple[str, ...] = ()
     loss_kernel: str = "auto"
+    liger: bool = False
 
     @property
     def world(self) -> int:
@@ -56,6 +57,7 @@ class Case:
                 *self.frozen,
                 *([self.method] * (self.method != "auto")),
                 *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
+                *(["liger"] * self.liger),
             ]
         )
 
@@ -70,6 +72,7 @@ class Case:
                     "attention": self.attention,
                     "freeze": list(self.frozen),
                     "loss_kernel": self.loss_kernel,
+                    "liger": self.liger,
                 },
                 "context_parallel": {"method": self.method},
                 "data": {"seq_len": self.seq_len, "pack": self.pack},

@@ -1,0 +1,78 @@
+"""Liger's norms, RoPE and gated MLPs on one CUDA device compute what transformers' own do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from fsdp2kit.config.schema import CompileConfig
+from fsdp2kit.distributed import World
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.reference import beyond, errors, plain_forward, plain_loop
+from tests.parallel.jobs import Case
+from tests.reference import make_batches, tiny_model_dir
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("liger_kernel")
+
+KINDS = ["smollm2", "llama3", "qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE is transformers' own again for the next test, and TF32 hides nothing."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for module in (modeling_llama, modeling_qwen3):
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "ac"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_losses_and_norms_are_those_of_plain_transformers(
+    kind: str, dtype: str, checkpointing: bool, compiled: bool, tmp_path: Path, world: World
+) -> None:
+    path, batches = tiny_model_dir(kind, tmp_path), make_batches()
+    # First, while RoPE is transformers' own on this device.
+    exact, narrow = (
+        plain_loop(path, batches, micro_batch_size=2, lr=1e-3, dtype=each, device=str(world.device))
+        for each in (torch.float32, torch.bfloat16)
+    )
+    case = Case(kind, micro=2, fsdp=(("param_dtype", dtype),), checkpointing=checkpointing, liger=True)
+    config = case.config(tmp_path, steps=len(batches), rows=len(batches[0].input_ids))
+    config = config.model_copy(update={"compile": CompileConfig(enabled=compiled)})
+
+    sharded = Sharded(config, world=world)
+    found = sharded.curves(batches)
+
+    norms = [module for name, module in sharded.model.named_modules() if name.endswith("input_layernorm")]
+    assert all("forward" in vars(norm) for norm in norms), "Liger's"
+    # Its exponentials and reciprocal roots are Triton's, which float32 shows.
+    control = errors(narrow, exact) if dtype == "bfloat16" else dict.fromkeys(("gradients", "loss", "grad_norm"), 0.0)
+    assert not beyond(errors(found, exact), control, floor=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_plain_transformers(kind: str, dtype: str, tmp_path: Path, world: World) -> None:
+    path, (rows,) = tiny_model_dir(kind, tmp_path), make_batches(1)
+    row, document = rows[:1], range(int((rows.position_ids[0] == 0).nonzero()[1]))
+    case = Case(kind, fsdp=(("param_dtype", dtype),), liger=True)
+    expected, _ = plain_forward(path, row, document=document)
+    plain = Sharded(replace(case, liger=False).config(tmp_path, steps=1, rows=1), world=world)
+    without, _ = plain.forward(row, document=document)
+
+    found, _ = Sharded(case.config(tmp_path, steps=1, rows=1), world=world).forward(row, document=document)
+
+    def error(logits: np.ndarray) -> float:
+        return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+
+    assert error(found) < max(1e-5, 3 * error(without))
+    assert not np.array_equal(found, without), "or Liger's kernels did not run"

@@ -1,0 +1,80 @@
+"""The kernels of the loss on one CUDA device, against plain cross-entropy in float64 and plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp2kit.distributed import World
+from fsdp2kit.model.loss_kernels import linear_loss
+from fsdp2kit.parity.reference import errors, plain_loop
+from tests.parallel.jobs import Case, run_case
+from tests.reference import make_batches, tiny_model_dir
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, VOCABULARY = 64, 5_000
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(params=["chunked", "torch", "liger"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    """Each that is to be had here."""
+    if request.param == "liger":
+        pytest.importorskip("liger_kernel")
+    if request.param == "torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch has it from 2.13 on")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_value_and_gradients(kernel: Any, rows: int, dtype: torch.dtype, world: World) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, WIDTH, generator=generator).mul_(WIDTH**-0.5).to(world.device, dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device, dtype).requires_grad_()
+    labels = torch.randint(VOCABULARY, (rows,), generator=generator).to(world.device)
+
+    loss, _ = linear_loss(kernel)(hidden, weight, labels, None)
+    (loss * 0.25).backward()
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+    (expected * 0.25).backward()
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=bound)
+    for mine, other in zip((hidden, weight), exact, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert mine.grad.dtype == dtype
+        assert (mine.grad - other.grad).norm() <= bound * other.grad.norm()
+
+
+def test_a_head_alone_is_trained(kernel: Any, world: World) -> None:
+    """As where all below it is frozen."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, WIDTH, generator=generator).to(world.device)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device).requires_grad_()
+    labels = torch.randint(VOCABULARY, (20,), generator=generator).to(world.device)
+    loss, _ = linear_loss(kernel)(hidden, weight, labels, None)
+    (found,) = torch.autograd.grad(loss, weight)
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3"])
+def test_steps_are_those_of_plain_transformers(kernel: Any, kind: str, tmp_path: Path, world: World) -> None:
+    path, batches = tiny_model_dir(kind, tmp_path), make_batches()
+    batches[1].labels[:2] = -100  # a micro-batch without a target
+    found = run_case(tmp_path, Case(kind, micro=2, loss_kernel=kernel), batches)
+    expected = plain_loop(path, batches, micro_batch_size=2, lr=1e-3, device=str(world.device))
+    assert max(errors(found, expected).values()) < 1e-5
