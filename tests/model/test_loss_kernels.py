@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from fsdp2kit.model.choose_loss import choose_loss
 from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, Groups
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.loss_kernels import liger_linear_cross_entropy, linear_loss, torch_linear_cross_entropy
-from fsdp2kit.parity.reference import cross_entropy_sum, errors, plain_logits, plain_loop
+from fsdp2kit.parity.reference import Curves, cross_entropy_sum, errors, plain_logits, plain_loop
+from fsdp2kit.parity.rows import Rows
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
@@ -111,6 +114,16 @@ def test_attached_torchs_kernel_gives_the_models_own_loss(kind: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
+def run_counted(folder: Path, cases: Sequence[Case], batches: Sequence[Rows]) -> tuple[list[Curves], list[int]]:
+    """Each case's curves, and how often torch's kernel was called on this rank."""
+    curves, calls = [], []
+    for case in cases:
+        with mock.patch.object(F, "linear_cross_entropy", wraps=F.linear_cross_entropy) as kernel:
+            curves += run_cases(folder, [case], batches)
+        calls.append(kernel.call_count)
+    return curves, calls
+
+
 @needs_torchs
 @pytest.mark.parametrize("kind", ["smollm2", "llama3"])
 def test_torchs_kernel_trains_as_plain_transformers_on_two_ranks(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
@@ -123,7 +136,8 @@ def test_torchs_kernel_trains_as_plain_transformers_on_two_ranks(kind: str, pool
         Case(kind, 2, 1, loss_kernel="torch"),
         Case(kind, 2, 1, fsdp=(("param_dtype", "bfloat16"),), loss_kernel="torch"),
     ]
-    *exact, rounded = pool.run(2, run_cases, tmp_path, cases, batches)[0]
+    (*exact, rounded), calls = pool.run(2, run_counted, tmp_path, cases, batches)[0]
+    assert calls == [(1 + len(batches)) * rows for rows in (4, 2, 2)], "for the gradients, then for every step"
     expected, narrow = (
         plain_loop(path, batches, micro_batch_size=1, lr=1e-3, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
