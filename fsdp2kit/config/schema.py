@@ -56,8 +56,8 @@ class ModelConfig(Section):
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
     attention: str = "auto"
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
-    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" for packed rows or windows where it
-    computes what the model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
+    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" where it computes what the
+    model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None
