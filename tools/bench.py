@@ -1,7 +1,6 @@
 """Measure fsdp2kit beside what users would do instead: steps, memory, loading, saving, data, kernels.
 
 python tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl hf_trainer hf_trainer_padded]
-torchrun --nproc-per-node 2 tools/bench.py step --model DIR --data chat.jsonl [--dtype bfloat16] [--cp 2]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
 torchrun --nproc-per-node 2 tools/bench.py traffic
@@ -34,7 +33,6 @@ from fsdp2kit.errors import UserError
 
 COMMANDS = {
     "peers": "beside a hand-written loop, TRL and transformers' Trainer (the default)",
-    "step": "a step against a hand-written FSDP2 loop",
     "traffic": "a step's collectives beside their formulae, and the host's waits for the device",
     "load": "loading: memory beside the shards, and time",
     "save": "saving: how long training waits, in both ways",

@@ -18,9 +18,10 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.bench.figures import provenance, provenance_lines
 from fsdp2kit.bench.kinds import KINDS, shares
-from fsdp2kit.bench.runner import OurLoop, forget_memory, measure, trace
+from fsdp2kit.bench.runner import Loop, OurLoop, forget_memory, measure, trace
 from fsdp2kit.bench.synthetic import SyntheticBatches
 from fsdp2kit.bench.variants import GROUPS, Variant, config_of, obstacle, workload_of
+from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
@@ -59,6 +60,8 @@ def bench_gpu(options: Options) -> dict[str, Any]:
     measured, left_out = [], []
     for group in options.groups:
         for variant in GROUPS[group]:
+            if options.profile and variant.loop != "fsdp2kit":
+                continue
             reason = obstacle(variant, device=world.device)
             if reason is None and time.monotonic() - started > 60 * options.max_minutes:
                 reason = f"{options.max_minutes:g} minutes were over"
@@ -91,18 +94,31 @@ def _run(variant: Variant, options: Options, *, world: World) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "workload": asdict(workload),
     }
+    loop = _build_loop(variant, config, model.config, batches, world=world)
     try:
-        return result | _measure(OurLoop(config, world=world), model, batches, options, device=world.device)
+        return result | _measure(loop, model, batches, options, device=world.device)
     except torch.cuda.OutOfMemoryError:
         return {**result, "error": "out of memory"}
     except UserError as problem:
         return {**result, "error": str(problem)}
     finally:
+        loop.stop()
+        del loop
         forget_memory(world.device)
 
 
+def _build_loop(
+    variant: Variant, config: TrainingConfig, model_config: Any, batches: SyntheticBatches, *, world: World
+) -> Loop:
+    if variant.loop == "fsdp2kit":
+        return OurLoop(config, world=world)
+    from fsdp2kit.bench.hf_loop import TrainerLoop
+
+    return TrainerLoop(model_config, config, batches, device=world.device)
+
+
 def _measure(
-    loop: OurLoop, model: Any, batches: SyntheticBatches, options: Options, *, device: torch.device
+    loop: Loop, model: Any, batches: SyntheticBatches, options: Options, *, device: torch.device
 ) -> dict[str, Any]:
     if not options.profile:
         return measure(loop, batches, count_model_flops(model), device=device)
@@ -116,7 +132,8 @@ def _measure(
 def gpu_lines(result: dict[str, Any]) -> list[str]:
     """`bench_gpu`'s result as a Markdown table with its provenance under it."""
     lines = _profile_table(result) if result["options"]["profile"] else _speed_table(result)
-    notes = [f"left out: {one['variant']}: {one['reason']}" for one in result["left_out"]]
+    notes = [] if result["options"]["profile"] else _beside_trainer(result["variants"])
+    notes += [f"left out: {one['variant']}: {one['reason']}" for one in result["left_out"]]
     if result["dry_run"]:
         notes.append("a dry run on tiny shapes: these are no figures of the models' speed")
     attention = result["options"]["attention"] or "the default"
@@ -144,6 +161,22 @@ def _speed_table(result: dict[str, Any]) -> list[str]:
             f"({step['p25_seconds']:.4f} – {step['p75_seconds']:.4f}) | {one['tokens_per_second']:,.0f} | "
             f"{one['tflops']:,.1f} | {mfu} | {used} |"
         )
+    return lines
+
+
+def _beside_trainer(variants: list[dict[str, Any]]) -> list[str]:
+    """Ratios of our variants to those of the same name that transformers' Trainer ran."""
+    done = {(one["model"], one["variant"]): one for one in variants if "error" not in one}
+    lines = []
+    for (model, name), ours in done.items():
+        theirs = done.get((model, f"Trainer, {name}"))
+        if theirs is None:
+            continue
+        speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        line = f"{model}, {name}: fsdp2kit ÷ Trainer: tokens/s {speed:.2f}"
+        if ours["memory"] is not None:
+            line += f", peak memory {ours['memory']['allocated_gib'] / theirs['memory']['allocated_gib']:.2f}"
+        lines.append(line)
     return lines
 
 

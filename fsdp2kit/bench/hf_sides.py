@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -31,6 +32,9 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.data.loader import Loader
 from fsdp2kit.distributed import World, gather_objects
+
+Seen = tuple[Tensor, Tensor, Tensor | None]
+"""Loss, labels ``[B, S]`` and attention mask ``[B, S]`` of a training step; counted later, for counting waits."""
 
 
 def build_hf_side(
@@ -69,7 +73,7 @@ def build_hf_side(
     taken = workload.steps * world.size * rows * arguments["gradient_accumulation_steps"]
     given["train_dataset"] = _documents(loader, taken)
     given["data_collator"] = collator
-    return HFSide(_hf_trainer(arguments, given), batches=batches)
+    return HFSide(recording_trainer(TrainingArguments(**arguments), given), batches=batches)
 
 
 class HFSide:
@@ -78,7 +82,8 @@ class HFSide:
     def __init__(self, trainer: Any, *, batches: str) -> None:
         self._trainer, self._batches = trainer, batches
         self._turns = Turns(trainer.train)
-        trainer.add_callback(_Pause(self._turns))
+        trainer.add_callback(Pause(self._turns))
+        trainer.remove_callback(PrinterCallback)
 
     def prepare(self) -> None:
         """Nothing: their loops read their batches."""
@@ -94,7 +99,7 @@ class HFSide:
         Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
         averaged.
         """
-        mine = [(float(loss), supervised, tokens) for loss, supervised, tokens in self._trainer.seen]
+        mine = [(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen]
         ranks = gather_objects(mine)
         loss = sum(loss for rank in ranks for loss, _, _ in rank) / len(ranks)
         counts = [seen for rank in ranks for seen in rank]
@@ -118,7 +123,7 @@ class HFSide:
         self._turns.stop()
 
 
-class _Pause(TrainerCallback):
+class Pause(TrainerCallback):
     """Stands still after every optimizer step, and ends training when the comparison is over."""
 
     def __init__(self, turns: Turns) -> None:
@@ -131,21 +136,23 @@ class _Pause(TrainerCallback):
             control.should_training_stop = True
 
 
-def _hf_trainer(arguments: dict[str, Any], given: dict[str, Any]) -> Any:
+def recording_trainer(arguments: TrainingArguments, given: dict[str, Any]) -> Any:
+    """A `Trainer` whose list ``seen`` gets the loss, labels and attention mask of each of its training steps."""
+
     class Recording(Trainer):
         """transformers' Trainer, which notes what each of its training steps was given."""
 
-        seen: list[tuple[Tensor, int, int]]
+        seen: list[Seen]
         extra = ""
 
         def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
-            counted = _count(inputs)
+            given = inputs["labels"], inputs.get("attention_mask")
             loss = super().training_step(model, inputs, *rest, **named)
-            self.seen.append((loss, *counted))
+            self.seen.append((loss, *given))
             return loss
 
     Recording.seen = []
-    return Recording(args=TrainingArguments(**arguments), **given)
+    return Recording(args=arguments, **given)
 
 
 def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str, Any]) -> Any:
@@ -154,13 +161,13 @@ def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str,
     class Recording(SFTTrainer):
         """TRL's trainer, which notes what each of its training steps was given."""
 
-        seen: list[tuple[Tensor, int, int]]
+        seen: list[Seen]
         extra = ", no attention_mask but position_ids"
 
         def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
-            counted = _count(inputs)
+            given = inputs["labels"], inputs.get("attention_mask")
             loss = super().training_step(model, inputs, *rest, **named)
-            self.seen.append((loss, *counted))
+            self.seen.append((loss, *given))
             return loss
 
     Recording.seen = []
@@ -213,8 +220,7 @@ def _documents(loader: Loader, count: int) -> Dataset:
     return Dataset.from_dict(rows)
 
 
-def _count(inputs: dict[str, Any]) -> tuple[int, int]:
+def _count(labels: Tensor, mask: Tensor | None) -> tuple[int, int]:
     """Supervised tokens and tokens without padding; a row's first token is nobody's target."""
-    supervised = int((inputs["labels"][:, 1:] != IGNORED).sum())
-    mask = inputs.get("attention_mask")
-    return supervised, int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+    supervised = int((labels[:, 1:] != IGNORED).sum())
+    return supervised, int(mask.sum()) if mask is not None else labels.numel()

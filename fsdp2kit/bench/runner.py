@@ -31,6 +31,9 @@ class Loop(Protocol):
         """One optimizer step on the micro-batches of a global batch; returns its loss."""
         ...
 
+    def stop(self) -> None:
+        """End it."""
+
 
 class OurLoop:
     """fsdp2kit's own: `train`, a step at a time, as a recipe runs it."""
@@ -56,6 +59,9 @@ class OurLoop:
         assert self._trainer is not None, "build it first"
         self._batch = batch
         return self._trainer.run(1)[0]["loss"]
+
+    def stop(self) -> None:
+        """Nothing runs between steps."""
 
 
 def measure(loop: Loop, batches: SyntheticBatches, counts: ModelFlops, *, device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -94,16 +94,20 @@ class Variant:
     workload: Workload = field(default_factory=Workload)
     packages: tuple[str, ...] = ()
     """That it needs beside ours."""
+    loop: Literal["fsdp2kit", "hf_trainer"] = "fsdp2kit"
+    """Whose loop trains it; transformers' Trainer has only some of our settings."""
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.name}"
 
 
 def _speed(shape: str, workload: Workload) -> list[Variant]:
-    """Eager and compiled, in bfloat16 and float8."""
+    """Eager and compiled, in bfloat16 beside transformers' Trainer, and in float8."""
     return [
         Variant(shape, "bfloat16", (), workload),
+        Variant(shape, "Trainer, bfloat16", (), workload, ("accelerate",), "hf_trainer"),
         Variant(shape, "bfloat16, compiled", (_COMPILED,), workload),
+        Variant(shape, "Trainer, bfloat16, compiled", (_COMPILED,), workload, ("accelerate",), "hf_trainer"),
         Variant(shape, "float8", (_FLOAT8,), workload, ("torchao",)),
         Variant(shape, "float8, compiled", (_FLOAT8, _COMPILED), workload, ("torchao",)),
     ]
@@ -116,6 +120,7 @@ _SMALL_ROWS = Workload(seq_len=2048, rows=4, steps=20)
 GROUPS: dict[str, list[Variant]] = {
     "small": [
         Variant("SmolLM2-135M", "bfloat16", (), _SMALL_ROWS),
+        Variant("SmolLM2-135M", "Trainer, bfloat16", (), _SMALL_ROWS, ("accelerate",), "hf_trainer"),
         Variant("SmolLM2-135M", "bfloat16, full recomputation", (_FULL,), _SMALL_ROWS),
     ],
     "1b": [

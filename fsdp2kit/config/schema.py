@@ -56,8 +56,8 @@ class ModelConfig(Section):
     """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
     attention: str = "auto"
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
-    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" for packed rows or windows where it
-    computes what the model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
+    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" where it computes what the
+    model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
     loss_kernel: Literal["auto", "chunked", "torch", "liger"] = "auto"
     """What computes the loss on the head, without ever holding all logits. "chunked": ours. "torch": torch's own
     (2.13 or later; in bfloat16 it adds up the logged loss in bfloat16). "liger": Liger's (a GPU, extra `liger`).

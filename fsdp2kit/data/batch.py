@@ -14,6 +14,10 @@ from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.errors import UserError
 
 
+# Padding is cut into documents so short that attention over them costs next to nothing.
+_PADDING = 64
+
+
 @dataclass(frozen=True)
 class Row:
     """The documents that share a row of a batch, all of one source. None of them: a row that fills a batch up."""
@@ -31,7 +35,7 @@ class Batch:
     labels: Tensor
     """int64 [B, S], shifted: ``labels[:, t]`` is the target after token ``t``; −100 is ignored."""
     position_ids: Tensor
-    """int64 [B, S], from 0 at every document; padding is a document of its own."""
+    """int64 [B, S], from 0 at every document; padding is short documents of its own."""
     supervised_tokens: int
     """Labels other than −100."""
     input_tokens: int
@@ -96,7 +100,7 @@ class Share:
                 labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORED)
                 position_ids[line, start:stop] = np.arange(len(ids))
                 tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
-            position_ids[line, start:] = np.arange(self.seq_len - start)
+            position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
             by_source[row.source] += int((labels[line] != IGNORED).sum())
         return Batch(
             torch.from_numpy(input_ids),

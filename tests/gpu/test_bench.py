@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 def test_a_dry_run_measures_memory(world: World) -> None:
     result = bench_gpu(Options(groups=("small", "3b"), dry_run=True))
 
-    assert [variant["activation_checkpointing"] for variant in result["variants"][:2]] == ["none", "full"]
+    recomputed = [one["activation_checkpointing"] for one in result["variants"] if "Trainer" not in one["variant"]]
+    assert recomputed[:2] == ["none", "full"]
     assert "bfloat16, compiled" in [variant["variant"] for variant in result["variants"]]
     for variant in result["variants"]:
         assert 0 < variant["memory"]["allocated_gib"] <= variant["memory"]["reserved_gib"] < 4

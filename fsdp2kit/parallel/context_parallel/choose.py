@@ -101,10 +101,8 @@ def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, device_type
     if config.model.attention != "auto":
         return config.model.attention, "as asked for"
     own = str(model.config._attn_implementation)  # transformers' choice: "sdpa" where the model has it, else "eager"
-    needs = ["packed documents"] if config.data.pack else []
+    needs = ["packed documents" if config.data.pack else "padded rows"]
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
-    if not needs:
-        return own, "auto: rows are single documents without windows, which need no mask"
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
