@@ -13,7 +13,6 @@ from fsdp2kit.data.documents import Document
 from fsdp2kit.data.formats import IGNORED
 from fsdp2kit.errors import UserError
 
-
 # Padding is cut into documents so short that attention over them costs next to nothing.
 _PADDING = 64
 
