@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_DIR := runs/demo_cp2
 
-.PHONY: demo test lint format schema gpu gpu-out gpu-tests gpu-kernels gpu-1b gpu-3b gpu-8b gpu-profile clean
+.PHONY: demo test lint format schema gpu gpu-out gpu-tests gpu-kernels gpu-loss gpu-1b gpu-3b gpu-8b gpu-profile clean
 
 demo: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fsdp2kit.run toml/demo_cp2.toml
@@ -31,7 +31,7 @@ schema: $(VENV)/installed
 GPU_BENCH = env PYTHONPATH=. $(PYTHON) tools/bench.py
 GPU_FILE = $(if $(GPU_OUT),--out $(GPU_OUT)/$@.json)
 
-gpu: gpu-tests gpu-kernels gpu-1b gpu-3b gpu-8b gpu-profile
+gpu: gpu-tests gpu-kernels gpu-loss gpu-1b gpu-3b gpu-8b gpu-profile
 
 gpu-out:
 	$(if $(GPU_OUT),mkdir -p $(GPU_OUT))
@@ -41,6 +41,11 @@ gpu-tests: gpu-out
 
 gpu-kernels: gpu-out
 	timeout 540 $(GPU_BENCH) ring --max-minutes 7 $(GPU_FILE)
+
+# LOSS_KERNELS="torch liger", where both are there, measures them beside ours.
+gpu-loss: gpu-out
+	timeout 540 $(GPU_BENCH) vocabulary --tokens 8192 --hidden 4096 --dtype bfloat16 --whole --repeats 20 \
+	  --kernels $(LOSS_KERNELS) $(GPU_FILE)
 
 gpu-1b gpu-3b gpu-8b: gpu-out
 	timeout 540 $(GPU_BENCH) gpu --groups $(@:gpu-%=%) --max-minutes 7 $(GPU_FILE)
