@@ -7,9 +7,13 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import NoReturn
 
 from fsdp2kit.errors import UserError
+
+_IMPORTED = time.monotonic()
 
 
 def world_size_from_environment() -> tuple[int, int]:
@@ -38,6 +42,17 @@ def is_main_process() -> bool:
         return rank_from_environment()[0] == 0
     except UserError:
         return True
+
+
+def seconds_alive() -> float:
+    """Seconds since this process began; where the system does not say (not Linux), since this module was imported."""
+    try:
+        status = Path("/proc/self/stat").read_text(encoding="utf-8")
+        after_name = status.rpartition(")")[2].split()  # the name before it may hold anything
+        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, in clock ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.monotonic() - _IMPORTED
 
 
 def end_process(code: int) -> NoReturn:
