@@ -5,15 +5,18 @@ leaves half-written libraries; the next one that loads such a library is killed 
 process works in a folder of its own and packs that into a ZIP, which is renamed into place whole and whose checksums
 are read before anything in it is used.
 
-    cache_dir/torch-2.13.0-local-rank-0.zip   ──unpack──→   /tmp/fsdp2kit-compiled-x7f/   ──pack──→   the same .zip
+    cache_dir/torch-2.13.0-1f3c-local-rank-0.zip  ──unpack──→  /tmp/fsdp2kit-compiled-x7f/  ──pack──→  the same .zip
 
-Each rank of a machine has a ZIP of its own, since compiled code names its device; those of the first machine write it.
+Each rank of a machine has a ZIP of its own, since compiled code names its device, and each kind of processor as well,
+since C++ is compiled for the one at hand (-march=native). The ranks of the first machine write them.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
+import platform
 import shutil
 import tempfile
 import zipfile
@@ -68,7 +71,7 @@ class CompileCache:
             UserError: the folder cannot be made or written to.
         """
         rank, local_rank = rank_from_environment()
-        self.path = folder / f"torch-{torch.__version__}-local-rank-{local_rank}.zip"
+        self.path = folder / f"torch-{torch.__version__}-{_processor()}-local-rank-{local_rank}.zip"
         self._writes = rank < world_size_from_environment()[1]
         self._troubles: list[str] = []
         _check_writable(folder)
@@ -95,6 +98,16 @@ class CompileCache:
             self._known = found
         troubles, self._troubles = self._troubles, []
         return troubles
+
+
+def _processor() -> str:
+    """Four letters that are others for other processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        told = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    except OSError:
+        told = [platform.processor()]
+    return hashlib.sha256("".join([platform.machine(), *told]).encode()).hexdigest()[:4]
 
 
 def _check_writable(folder: Path) -> None:
