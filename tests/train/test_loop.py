@@ -26,6 +26,7 @@ from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, load_plain, plain_logits, plain_loop
 from fsdp2kit.parity.rows import IGNORED, DealtOut, Rows
 from fsdp2kit.progress import Progress
+from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.loop import Hooks, Plan, build_plan, next_batch, stream_seed, train
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
@@ -226,6 +227,31 @@ def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models:
             assert 0 < first["compile_seconds"] < seconds
             assert line.endswith(f"{first['compile_seconds']:.1f} s of which compiled layers")
         assert not {"seconds_to_first_step", "compile_seconds"} & second.keys()
+
+
+def _keep_compiled_calls(folder: Path) -> tuple[list[int], list[str]]:
+    """After how many steps of three what was compiled is kept, and the loop's messages."""
+    steps: list[int] = []
+    calls: list[int] = []
+    messages: list[str] = []
+    original = loop.keep_compiled
+
+    def keep() -> list[str]:
+        calls.append(len(steps))
+        return [f"trouble {len(calls)}"]
+
+    loop.keep_compiled = keep
+    try:
+        _run(folder, hooks=Hooks(log=lambda record: steps.append(record["step"]), message=messages.append), steps=3)
+    finally:
+        loop.keep_compiled = original
+    return calls, messages
+
+
+def test_what_was_compiled_is_kept_after_the_first_step_and_at_the_end(pool: WorkerPool, models: Path) -> None:
+    calls, messages = pool.run(1, _keep_compiled_calls, models)[0]
+    assert calls == [0, 3], "before the first record, and after the last"
+    assert messages[1:] == ["trouble 1", "trouble 2"]
 
 
 def test_a_process_knows_when_it_began() -> None:
