@@ -62,9 +62,8 @@ def end_process(code: int) -> NoReturn:
     is just letting go of a finished collective takes the process along ("terminate called without an active
     exception", PyTorch #190489): now and then a finished run would exit with -6.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # As the interpreter does: pools of threads (torch's compiler has one) are told to end before they are waited for.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # nobody reads any more
         sys.stdout.flush()
