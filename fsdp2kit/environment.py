@@ -7,9 +7,13 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import NoReturn
 
 from fsdp2kit.errors import UserError
+
+_IMPORTED = time.monotonic()
 
 
 def world_size_from_environment() -> tuple[int, int]:
@@ -40,6 +44,17 @@ def is_main_process() -> bool:
         return True
 
 
+def seconds_alive() -> float:
+    """Seconds since this process began; where the system does not say (not Linux), since this module was imported."""
+    try:
+        status = Path("/proc/self/stat").read_text(encoding="utf-8")
+        after_name = status.rpartition(")")[2].split()  # the name before it may hold anything
+        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, in clock ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.monotonic() - _IMPORTED
+
+
 def end_process(code: int) -> NoReturn:
     """End this process as `sys.exit` would, but for the interpreter's own teardown.
 
@@ -47,9 +62,8 @@ def end_process(code: int) -> NoReturn:
     is just letting go of a finished collective takes the process along ("terminate called without an active
     exception", PyTorch #190489): now and then a finished run would exit with -6.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # As the interpreter does: pools of threads (torch's compiler has one) are told to end before they are waited for.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # nobody reads any more
         sys.stdout.flush()

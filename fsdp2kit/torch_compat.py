@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "TorchDispatchMode",
     "accumulated_gradients",
     "all_gather_single",
+    "compile_seconds",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cuda_flash_attention",
@@ -66,6 +68,15 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
     found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in torch.compile, forward and backward; no public name tells them.
+
+    Code that is found in torch's caches and need only be loaded counts as well.
+    """
+    utilities = sys.modules.get("torch._dynamo.utils")  # where nothing was compiled, it need not be imported
+    return float(utilities.calculate_time_spent().get("total_wall_time", 0.0)) if utilities else 0.0
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

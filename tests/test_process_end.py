@@ -39,6 +39,19 @@ def test_it_ends_as_exit_does_but_for_the_teardown(end: str, words: str) -> None
     assert done.stderr == "error\n"
 
 
+def test_an_idle_pool_of_threads_is_not_waited_for() -> None:
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from fsdp2kit.environment import end_process
+pool = ThreadPoolExecutor(1)
+pool.submit(print, "worked").result()
+end_process(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+
+    assert (done.returncode, done.stdout) == (3, "worked\n")
+
+
 def test_a_reader_that_has_left_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -155,6 +155,10 @@ class CompileConfig(Section):
 
     enabled: bool = False
     """Compile each decoder layer. The first step takes minutes, the others less time and memory."""
+    cache_dir: str | None = None
+    """Where compiled code is kept between runs: a directory that all nodes may share, relative to the working
+    directory, which nobody else can write to, for what is in it is executed. It may be deleted at any time. Default:
+    torch's own, TORCHINDUCTOR_CACHE_DIR or a folder under /tmp."""
 
 
 class Float8Config(Section):

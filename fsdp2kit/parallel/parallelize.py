@@ -12,6 +12,7 @@ from fsdp2kit.model.choose_loss import LossChoice, choose_loss
 from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.parallel.compile import apply_compile
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.choose import choose_path
 from fsdp2kit.parallel.context_parallel.path import AttentionPath
@@ -38,8 +39,8 @@ def parallelize_model(
         loss: what computes the loss; by default what `choose_loss` says.
 
     Raises:
-        UserError: transformers names no layer class for this model, or float8, Liger's kernels or the loss kernel are
-            not to be had.
+        UserError: transformers names no layer class for this model, float8, Liger's kernels or the loss kernel are not to
+            be had, or ``compile.cache_dir`` cannot be written to.
     """
     path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
@@ -52,9 +53,7 @@ def parallelize_model(
     # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before
     # a layer runs again in backward.
     apply_activation_checkpointing(config.activation_checkpointing, layers, device_type=device.type)
-    if config.compile.enabled:
-        for layer in layers:
-            layer.compile()
+    apply_compile(config.compile, layers)
     apply_fsdp(config.fsdp, model, mesh=mesh.shard)
     # 5. The loss reads parameters, so it must be a method that FSDP's hooks surround, on root and head alike.
     for module in {id(module): module for module in (model, head)}.values():

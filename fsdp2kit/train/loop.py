@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.parallel.compile import keep_compiled
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
@@ -171,6 +172,9 @@ def train(
                     before_update=hooks.saving.wait_until_staged,
                     end_phase=throughput.memory.end,
                 )
+            if progress.step == first:
+                for line in (throughput.first_step(), *keep_compiled()):
+                    hooks.message(line)
             if not is_finite(record):
                 loss, norm = record["loss"], record["grad_norm"]
                 hooks.message(
@@ -198,6 +202,8 @@ def train(
             )
         if hooks.save and saved_at != progress.step:
             hooks.save(progress)
+    for line in keep_compiled():  # evaluation and answers to prompts are compiled for themselves
+        hooks.message(line)
     return progress
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fsdp2kit.distributed import max_over_ranks
+from fsdp2kit.environment import seconds_alive
+from fsdp2kit.torch_compat import compile_seconds
 from fsdp2kit.train.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.train.memory import PHASES, PhaseMemory
 
@@ -28,6 +30,7 @@ class Throughput:
         self._counts, self._world_size = counts, world_size
         self.memory = PhaseMemory(device, by_phase=memory_by_phase)
         self._peak = device_peak_flops(device)
+        self._start: dict[str, float] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -43,6 +46,19 @@ class Throughput:
         self._supervised += supervised_tokens
         self._flops += flops_per_batch(self._counts, tokens=input_tokens, attention_pairs=attention_pairs)
         self._data_seconds += data_seconds
+
+    def first_step(self) -> str:
+        """The first step is over: how long that took, which the next record has as well.
+
+        ``seconds_to_first_step`` counts from the start of this rank's process: imports, reading the data and loading
+        the weights are in it, and where layers are compiled ``compile_seconds``.
+        """
+        seconds, compiling = seconds_alive(), compile_seconds()
+        self._start = {"seconds_to_first_step": seconds}
+        if not compiling:
+            return f"first step done {seconds:.1f} s after the start"
+        self._start["compile_seconds"] = compiling
+        return f"first step done {seconds:.1f} s after the start, {compiling:.1f} s of which compiled layers"
 
     def record(self) -> dict[str, Any]:
         """The speeds since the last record, averaged over its steps; starts the next interval.
@@ -62,6 +78,8 @@ class Throughput:
             **{f"memory_gib/{name}": peak / 2**30 for name, peak in zip(PHASES, phases, strict=True) if peak},
             "step_seconds": seconds / self._steps,
             "data_seconds": waited / self._steps,
+            **self._start,
         }
+        self._start = {}
         self.restart()
         return record

@@ -51,7 +51,7 @@ def test_read_errors_name_the_file(tmp_path: Path) -> None:
         ({"lr": 1e-3}, "lr", "did you mean optimizer.lr?"),
         # The very name elsewhere is nearer than one here that resembles it ("steps").
         ({"train": {"eps": 1e-3}}, "train.eps", "did you mean optimizer.eps?"),
-        ({"compile": {"int": 1}}, "compile.int", "known here: enabled"),
+        ({"compile": {"int": 1}}, "compile.int", "known here: enabled, cache_dir"),
         ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp"),
     ],
 )

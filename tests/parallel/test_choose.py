@@ -25,11 +25,14 @@ def choose(
     pack: bool = False,
     device: str = "cpu",
     hf_config: PretrainedConfig | None = None,
+    compiled: bool = False,
+    data: dict[str, Any] | None = None,
 ) -> AttentionPath:
     values: dict[str, Any] = {
         "recipe": "none",
         "model": {"attention": kernel},
-        "data": {"seq_len": seq_len, "pack": pack},
+        "data": {"seq_len": seq_len, "pack": pack, **(data or {})},
+        "compile": {"enabled": compiled},
         "context_parallel": {"method": method},
         "mesh": {"cp": cp},
     }
@@ -66,6 +69,18 @@ def test_a_kernel_that_was_asked_for_is_taken(kernel: str, device: str) -> None:
     path = choose(cp=1, pack=True, kernel=kernel, device=device)
     assert (path.method, path.kernel) == (None, kernel)
     assert str(path) == f"attention: {kernel} (as asked for)"
+
+
+def test_compiled_layers_get_a_mask_with_every_row_or_with_none() -> None:
+    def masked(kernel: str, *, cp: int = 1, compiled: bool = True, **data: Any) -> bool:
+        return choose(cp=cp, kernel=kernel, pack=True, compiled=compiled, data=data).masks_every_row
+
+    assert masked("sdpa")
+    assert masked("eager")
+    assert masked("sdpa", cp=2)
+    assert not masked("sdpa", compiled=False)
+    assert not masked("varlen")
+    assert not masked("sdpa", format="synthetic"), "all of its rows are single documents"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -81,6 +81,20 @@ def test_segments_are_transformers_mask(packing: tuple[int, Tensor], window: int
     assert torch.equal(found, expected)
 
 
+def test_a_table_is_as_long_for_one_document_as_for_many() -> None:
+    """A compiled layer is compiled for each length of the table."""
+    for method, window in itertools.product((None, "ring", "allgather"), (None, 7)):
+        sizes = {
+            plan_segments(
+                document_starts(positions_of(lengths)[None]), method=method, rank=1, cp=2, window=window
+            ).shape
+            for lengths in ([2048], [1, 2047], [1000, 48, 1000], [16] * 128)
+        }
+        assert sizes == {(128, 8)}
+    many = plan_segments(document_starts(torch.zeros(1, 2048)), method=None, rank=0, cp=1, window=None)
+    assert len(read_segments(many)) == len(many) == 2048, "no document is lost where there are more"
+
+
 def test_nothing_unseen_is_planned_and_work_is_balanced() -> None:
     cp, length = 4, 64
     plain = document_starts(torch.arange(length)[None])

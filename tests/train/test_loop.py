@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.schema import CompileConfig, TrainingConfig
+from fsdp2kit.environment import seconds_alive
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, load_plain, plain_logits, plain_loop
 from fsdp2kit.parity.rows import IGNORED, DealtOut, Rows
 from fsdp2kit.progress import Progress
+from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.loop import Hooks, Plan, build_plan, next_batch, stream_seed, train
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
@@ -173,7 +177,7 @@ def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], li
     except RunFailure as failure:
         messages.append(str(failure))
     keep()
-    return records, shards, "\n".join(messages)
+    return records, shards, messages[-1]
 
 
 def test_a_nonfinite_step_stops_naming_step_and_rank(pool: WorkerPool, models: Path) -> None:
@@ -193,6 +197,68 @@ def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
         assert shards[1] == shards[2], "step 3 changed nothing"
         assert shards[2] != shards[3], "step 4 did"
         assert records[3]["lr"] < records[2]["lr"] < records[1]["lr"], "the schedule goes on"
+
+
+# The start
+
+
+def _train_from_the_start(folder: Path, compiled: bool) -> tuple[list[dict[str, Any]], list[str], float]:
+    """Records of every second of four steps, messages, and how long this process has run since it was started."""
+    records: list[dict[str, Any]] = []
+    messages: list[str] = []
+    original = nn.Module.compile
+    torch.compiler.reset()
+    nn.Module.compile = lambda self: original(self, backend="eager")
+    try:
+        hooks = Hooks(log=records.append, message=messages.append)
+        _run(folder, hooks=hooks, steps=4, compiled=compiled, log_every=2)
+    finally:
+        nn.Module.compile = original
+    return records, messages, seconds_alive()
+
+
+def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models: Path) -> None:
+    for compiled in (False, True):
+        ((first, second), (line,), alive) = pool.run(1, _train_from_the_start, models, compiled)[0]
+        seconds = first["seconds_to_first_step"]
+        assert 0 < seconds < alive
+        assert line.startswith(f"first step done {seconds:.1f} s after the start")
+        if compiled:
+            assert 0 < first["compile_seconds"] < seconds
+            assert line.endswith(f"{first['compile_seconds']:.1f} s of which compiled layers")
+        assert not {"seconds_to_first_step", "compile_seconds"} & second.keys()
+
+
+def _keep_compiled_calls(folder: Path) -> tuple[list[int], list[str]]:
+    """After how many steps of three what was compiled is kept, and the loop's messages."""
+    steps: list[int] = []
+    calls: list[int] = []
+    messages: list[str] = []
+    original = loop.keep_compiled
+
+    def keep() -> list[str]:
+        calls.append(len(steps))
+        return [f"trouble {len(calls)}"]
+
+    loop.keep_compiled = keep
+    try:
+        _run(folder, hooks=Hooks(log=lambda record: steps.append(record["step"]), message=messages.append), steps=3)
+    finally:
+        loop.keep_compiled = original
+    return calls, messages
+
+
+def test_what_was_compiled_is_kept_after_the_first_step_and_at_the_end(pool: WorkerPool, models: Path) -> None:
+    calls, messages = pool.run(1, _keep_compiled_calls, models)[0]
+    assert calls == [0, 3], "before the first record, and after the last"
+    assert messages[1:] == ["trouble 1", "trouble 2"]
+
+
+def test_a_process_knows_when_it_began() -> None:
+    program = "import time; time.sleep(1); from fsdp2kit.environment import seconds_alive; print(seconds_alive())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < time.monotonic() - began + 0.1
 
 
 # Evaluation
@@ -311,10 +377,12 @@ def _run(
     steps: int,
     progress: Progress | None = None,
     batches: Any = None,
+    compiled: bool = False,
     **changes: Any,
 ) -> tuple[Progress, list[torch.Tensor]]:
     """Train the tiny model on every rank as a data-parallel one; returns the progress and all parameters."""
     config = Case("smollm2", dist.get_world_size(), 1).config(folder, steps=steps, rows=4)
+    config = config.model_copy(update={"compile": CompileConfig(enabled=compiled)})
     model, mesh, to_device, throughput = build(config)
     optimizer = build_optimizer(config.optimizer, model)
     progress = Progress() if progress is None else progress

@@ -96,8 +96,10 @@ def shard_batch(
         attention["segments"] = _segments(position_ids, config, path=path, cp_rank=cp_rank, cp_size=cp_size)
     elif path.kernel.startswith("flash"):
         attention = document_borders(position_ids, device=device)
-    elif path.method:
-        mask = full_masks(position_ids, config=config, attention=path.kernel, device=device)
+    elif path.method or path.masks_every_row:
+        mask = full_masks(
+            position_ids, config=config, attention=path.kernel, device=device, every_row=path.masks_every_row
+        )
         attention = {"attention_mask": mask} if mask is not None else {}
     return ShardedBatch(
         input_ids=to_device(take_chunks(input_ids, chunks), device),

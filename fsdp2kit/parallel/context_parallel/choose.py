@@ -31,7 +31,7 @@ def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, devi
     """
     if cp == 1:
         kernel, why = _local_kernel(config, model, device_type=device_type)
-        return AttentionPath(None, kernel, kernel_reason=why)
+        return AttentionPath(None, kernel, "", why, _masks_every_row(config, model, kernel))
     heads, kv_heads = _heads(model.config)
     if not heads:
         raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
@@ -53,7 +53,7 @@ def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, devi
         raise UserError(f"context_parallel.method {method!r}", what, " or ".join([todo, *possible]))
     if method == "ulysses":
         own, why = _local_kernel(config, model, device_type=device_type)
-        return AttentionPath("ulysses", own, reason, why)
+        return AttentionPath("ulysses", own, reason, why, _masks_every_row(config, model, own))
     return AttentionPath(method, VARLEN, reason, f"as {method} needs")
 
 
@@ -109,6 +109,16 @@ def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, device_type
     if dropout or unknown_kinds(model.config) or not _suits(model, VARLEN, pack=config.data.pack):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
+
+
+def _masks_every_row(config: TrainingConfig, model: PreTrainedModel, kernel: str) -> bool:
+    """Whether rows without documents to separate had better have a mask all the same; see `AttentionPath`."""
+    if not config.compile.enabled or kernel not in ("sdpa", "eager") or config.data.format == "synthetic":
+        return False  # synthetic rows are single documents without padding, all of them
+    if unknown_kinds(model.config) or (twin := build_twin(model)) is None:
+        return False
+    # The masks are ours to make, then, in place of the model's: they must be the same.
+    return find_difference(twin, AttentionPath("ulysses", kernel), cp=1, pack=True) is None
 
 
 def _suits(model: PreTrainedModel, kernel: str, *, pack: bool) -> bool:

@@ -36,12 +36,21 @@ def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str,
     }
 
 
-def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
+def full_masks(
+    position_ids: Tensor,
+    *,
+    config: PretrainedConfig,
+    attention: str,
+    device: torch.device,
+    every_row: bool = False,
+) -> Any:
     """The whole sequence's mask as transformers makes it, for the kinds of layer that the model has.
 
     Args:
         position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
         device: that the mask is made on.
+        every_row: also where all rows are single documents; else transformers leaves out what an implementation
+            does by itself.
 
     Returns:
         One mask (a tensor, a block mask, or None for plain causal attention) where all layers are alike, else a
@@ -51,6 +60,8 @@ def full_masks(position_ids: Tensor, *, config: PretrainedConfig, attention: str
     stand_in = _StandInConfig(config, attention)
     # Given positions, transformers looks for documents on the device, and makes the host wait for the answer.
     documents = find_packed_sequence_indices(position_ids)
+    if documents is None and every_row:
+        documents = torch.zeros_like(position_ids)
     arguments = {
         "config": stand_in,
         # Mask functions read only the shape, dtype and device of the embeddings.

@@ -21,6 +21,9 @@ class AttentionPath:
     reason: str = ""
     """Why this method."""
     kernel_reason: str = ""
+    masks_every_row: bool = False
+    """Whether rows of one document get a mask as well, which they do not need: a layer is compiled for rows with a
+    mask, and once more for rows without."""
 
     def __str__(self) -> str:
         words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]

@@ -16,6 +16,7 @@ i + m − n − left ≤ j ≤ i + m − n + right; −1 is no bound. What is in
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,9 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of
+
+_FEWEST_LINES, _TOKENS_A_LINE = 64, 16
+"""A table has a line for so many tokens, and at least so many."""
 
 
 class Segment(NamedTuple):
@@ -90,7 +94,9 @@ def plan_segments(
         window: how many tokens a query sees, itself included; None: its whole document.
 
     Returns:
-        ``[N, 8]`` int64 on the host, a `Segment` a line.
+        ``[N, 8]`` int64 on the host, a `Segment` a line. N depends on the number and length of the rows, not on their
+        documents, unless these have fewer than 16 tokens each: the rest of the lines are empty. A compiled layer
+        is compiled for each N.
     """
     found = []
     for row, borders in enumerate(starts):
@@ -101,12 +107,23 @@ def plan_segments(
             owner = (rank - step) % cp
             keys = chunks_of(owner, cp=cp, length=length, method=method) if method == "ring" else whole
             found += _join([Segment(step, row, *places) for places in _meetings(queries, keys, borders, window)])
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, len(Segment._fields))
+    lines = _lines_for(len(found), tokens=sum(borders[-1] for borders in starts))
+    table = torch.zeros((lines, len(Segment._fields)), dtype=torch.int64)
+    table[: len(found)] = torch.tensor(found, dtype=torch.int64)
+    return table
 
 
 def read_segments(table: Tensor) -> list[Segment]:
-    """The lines of `plan_segments`' table."""
-    return [Segment(*line) for line in table.tolist()]
+    """The lines of `plan_segments`' table that are not empty."""
+    in_use = table[:, Segment._fields.index("q_stop")] > 0
+    return [Segment(*line) for line in table[in_use].tolist()]
+
+
+def _lines_for(segments: int, *, tokens: int) -> int:
+    lines = max(_FEWEST_LINES, math.ceil(tokens / _TOKENS_A_LINE))
+    while lines < segments:
+        lines *= 2
+    return lines
 
 
 def _meetings(

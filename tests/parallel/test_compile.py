@@ -1,0 +1,106 @@
+"""Every layer class is compiled once for training, whatever documents its rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import CompileConfig
+from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.rows import DealtOut, Rows
+from fsdp2kit.train.evaluation import evaluate
+from fsdp2kit.train.loop import build_plan
+from fsdp2kit.train.samples import generate
+from tests.parallel.jobs import Case
+from tests.reference import LENGTH, VOCABULARY, tiny_model_dir
+from tests.workers import WorkerPool
+
+PACKS = [(1, 2), (LENGTH,), (2, *[1] * LENGTH), (7, 13), (2,), (LENGTH - 1, 1), (1, LENGTH - 1), (3,), (5, 1, 1)]
+"""Lengths of a row's documents, repeated to its end."""
+
+
+def packed_row(lengths: tuple[int, ...]) -> Rows:
+    """One row of `LENGTH` random tokens, all supervised but each document's last."""
+    documents = [torch.arange(length) for length in islice(cycle(lengths), LENGTH)]
+    positions = torch.cat(documents)[:LENGTH]
+    ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(sum(lengths)))
+    ends = torch.cat([positions[1:] == 0, torch.tensor([True])])
+    return Rows(*(each[None] for each in (ids, ids.roll(-1).masked_fill(ends, -100), positions)))
+
+
+@contextmanager
+def counted_compilations() -> Iterator[list[int]]:
+    """A list that gets an entry whenever a layer is compiled: traced and differentiated as ever, but not lowered."""
+    compilations: list[int] = []
+    original = torch.nn.Module.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compilations.append(len(inputs))
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    torch.nn.Module.compile = lambda self, **options: original(self, backend=backend, **options)
+    try:
+        yield compilations
+    finally:
+        torch.nn.Module.compile = original
+
+
+def phases(folder: Path, case: Case) -> list[int]:
+    """Compilations so far after training, evaluation, answers of growing length, and training again."""
+    config = case.config(folder, steps=len(PACKS), rows=1)
+    config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
+    rows, found = [packed_row(lengths) for lengths in PACKS], []
+    with counted_compilations() as compilations:
+        sharded = Sharded(config, world=distributed.start())
+        sharded.curves(rows)
+        found.append(len(compilations))
+        plan = build_plan(config, steps_per_epoch=len(rows), mesh=sharded.mesh)
+        evaluate(sharded.model, {"": DealtOut(rows, 1)}, sharded.inputs, plan=plan)
+        found.append(len(compilations))
+        prompt = list(range(63))
+        for length in (63, 127, 190, 255):
+            generate(
+                sharded.model,
+                (prompt * 5)[:length],
+                sharded.inputs,
+                max_new_tokens=2,
+                stops=(),
+                mesh=sharded.mesh,
+                method=sharded.path.method,
+            )
+        found.append(len(compilations))
+        sharded.curves(rows)
+        found.append(len(compilations))
+    return found
+
+
+CASES = [
+    *(
+        Case("llama3", attention=attention, checkpointing=mode)
+        for attention in ("sdpa", "varlen")
+        for mode in (False, "full", "selective")
+    ),
+    *(Case("smollm2", cp=2, method=method) for method in ("ring", "allgather", "ulysses")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_class_is_compiled_once_for_training(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir(case.kind, tmp_path)
+    for found in pool.run(case.world, phases, tmp_path, case):
+        # and once for evaluation, which keeps nothing for backward, and once for rows of any other length
+        assert found == [1, 2, 3, 3]
+
+
+def test_windowed_layers_are_another_class(pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir("gemma3", tmp_path)
+    assert pool.run(1, phases, tmp_path, Case("gemma3", attention="varlen")) == [[2, 4, 6, 6]]
