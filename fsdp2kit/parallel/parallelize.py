@@ -39,8 +39,8 @@ def parallelize_model(
         loss: what computes the loss; by default what `choose_loss` says.
 
     Raises:
-        UserError: transformers names no layer class for this model, float8, Liger's kernels or the loss kernel are not to
-            be had, or ``compile.cache_dir`` cannot be written to.
+        UserError: transformers names no layer class for this model, float8, Liger's kernels or the loss kernel are
+            not to be had, or ``compile.cache_dir`` cannot be written to.
     """
     path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
