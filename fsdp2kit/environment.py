@@ -65,9 +65,10 @@ def end_process(code: int) -> NoReturn:
     # As the interpreter does: pools of threads (torch's compiler has one) are told to end before they are waited for.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # nobody reads any more
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it is closed
+                stream.flush()
     os._exit(code)
 
 

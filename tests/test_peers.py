@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 from fsdp2kit.bench.contest import run_contest
-from fsdp2kit.bench.peers import against, draw, peers_lines
+from fsdp2kit.bench.peers import add_arguments, against, draw, peers_lines, run
 from fsdp2kit.bench.sides import Workload
 from fsdp2kit.bench.turns import Turns
+from fsdp2kit.errors import UserError
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -154,6 +156,18 @@ def test_a_mistake_is_one_line(chat_model: Path, tmp_path: Path) -> None:
     done = tool(*arguments, "--data", str(DEMO / "chat.jsonl"), "--rounds", "0")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --rounds")
+    done = tool(*arguments, "--data", str(DEMO / "chat.jsonl"), "--table", str(tmp_path / "none" / "peers.md"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --table")
+
+
+def test_nobody_to_compare_with_is_a_mistake(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp2kit.bench.peers.missing_packages", lambda name: ["accelerate", name])
+    arguments = ["--model", str(chat_model), "--data", str(DEMO / "chat.jsonl"), "--peers", "trl"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(UserError, match="none of these can run without accelerate, trl"):
+        run(parser.parse_args(arguments))
 
 
 def test_every_rank_needs_a_row(pool: WorkerPool, chat_model: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 ENDING = """
 import atexit, sys, threading, time
@@ -69,3 +72,21 @@ def test_a_reader_that_has_left_is_no_error() -> None:
     os.close(writer)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("stdout", ["> /dev/full", ">&-", "| head -n 1"])
+def test_a_run_outlives_its_console(stdout: str, tmp_path: Path) -> None:
+    keys = "eval.every=0 mesh.cp=1 train.steps=3 checkpoint.export_hf=never"
+    run = f"-m fsdp2kit.run {ROOT}/toml/demo_cp2.toml {keys} run.dir={tmp_path}/run"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} {run} {stdout}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+    assert any((tmp_path / "run" / "checkpoints").iterdir())

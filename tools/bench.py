@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit import distributed
 
     try:
+        _check_outputs(options)
         result, lines = module.run(options)
     except UserError as problem:
         distributed.leave(problem)
@@ -77,6 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(result) if options.json else "\n".join(lines))
     distributed.stop()
     return 0 if result.get("losses_agree", True) and result.get("values_equal", True) else 1
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written before anything is measured for them."""
+    for name in ("out", "table", "figure", "picture"):
+        file = getattr(options, name, None)
+        if file is not None and not os.access(file if Path(file).exists() else Path(file).absolute().parent, os.W_OK):
+            raise UserError(f"--{name}", f"{file} cannot be written", "name a file in a folder that exists")
 
 
 def _help() -> int:

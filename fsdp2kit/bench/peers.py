@@ -85,6 +85,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         overrides=tuple(options.set),
     )
     left_out = {name: missing_packages(name) for name in options.peers if missing_packages(name)}
+    if len(left_out) == len(options.peers):
+        needs = sorted({package for packages in left_out.values() for package in packages})
+        raise UserError(
+            "--peers", f"none of these can run without {', '.join(needs)}", f"pip install {' '.join(needs)}"
+        )
     groups = []
     for ours, others in GROUPS.items():
         names = [name for name in others if name in options.peers and name not in left_out]

@@ -155,6 +155,9 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
     if name in LOW_BIT and fsdp.offload != "none":
         what = f"{fsdp.offload!r} with optimizer.name = {name!r}, whose quantised moments stay on the device"
         raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw'")
+    if name in LOW_BIT and fsdp.storage_dtype != "float32":
+        what = f"{fsdp.storage_dtype!r} with optimizer.name = {name!r}, which updates float32 parameters"
+        raise UserError("fsdp.storage_dtype", what, "leave it out, or set optimizer.name = 'adamw_bf16'")
     if name == "muon" and fsdp.offload == "params":
         what = "'params' with optimizer.name = 'muon', whose products of whole matrices would run on the host"
         raise UserError("fsdp.offload", what, "use 'optimizer' or 'none', or optimizer.name = 'adamw'")

@@ -219,6 +219,10 @@ class _Eta:
         return None if pace is None else pace * max(0, self._total - step)
 
 
+# The reader of the console has left, its disk is full, or it is closed: training goes on, and its record is in a file.
+_LOST = OSError, ValueError
+
+
 class _PlainConsole:
     def __init__(self, total_steps: int) -> None:
         self._total, self._eta = total_steps, _Eta(total_steps)
@@ -227,7 +231,8 @@ class _PlainConsole:
         self.message(format_record(record, total_steps=self._total, eta_seconds=self._eta.after(record)))
 
     def message(self, text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(*_LOST):
+            print(text, flush=True)
 
     def close(self) -> None:
         pass
@@ -245,21 +250,25 @@ class _ProgressConsole:
         self._task = self._progress.add_task("", total=total_steps, completed=resume_step)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        self._progress.start()
+        with contextlib.suppress(*_LOST):
+            self._progress.start()
         line = format_record(record, total_steps=self._total, eta_seconds=self._eta.after(record))
         if record.get("eval_loss") is not None:
             self.message(line)  # rare, and wanted after the progress line has moved on
-        self._progress.update(self._task, completed=record["step"], description=line, refresh=True)
+        with contextlib.suppress(*_LOST):
+            self._progress.update(self._task, completed=record["step"], description=line, refresh=True)
 
     def message(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(*_LOST):
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        with contextlib.suppress(*_LOST):
+            self._progress.stop()
 
 
 def _build_console(total_steps: int, resume_step: int) -> Console:
-    if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+    if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
         return _ProgressConsole(total_steps, resume_step)
     return _PlainConsole(total_steps)
 

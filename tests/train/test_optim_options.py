@@ -180,6 +180,8 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
         for offload in ("params", "optimizer"):
             text = said(optimizer={"name": name}, fsdp={"offload": offload})
             assert text.startswith(f"fsdp.offload: '{offload}' with optimizer.name = '{name}'")
+        text = said(optimizer={"name": name}, fsdp={"storage_dtype": "bfloat16"})
+        assert text.startswith(f"fsdp.storage_dtype: 'bfloat16' with optimizer.name = '{name}'")
     assert said(optimizer={"name": "muon"}, fsdp={"offload": "params"}).startswith("fsdp.offload: 'params' with")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'fsdp2kit[lowbit]'" in said(optimizer={"name": "adamw_8bit"})
