@@ -136,13 +136,13 @@ def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
-    (group,) = result["groups"]
-    (other,) = group["others"]
+    (pair,) = result["pairs"]
     assert result["losses_agree"]
-    assert other["name"] == "handwritten"
-    assert other["losses_agree"]
-    assert "fully_shard by hand" in other["ran"]
-    assert "tools/bench.py --model" in group["provenance"]["command"]
+    assert pair["losses_agree"]
+    assert (pair["ours"]["name"], pair["other"]["name"]) == ("fsdp2kit", "handwritten")
+    assert pair["memory_ratio"] == pair["ours"]["peak_bytes"] / pair["other"]["peak_bytes"]
+    assert "fully_shard by hand" in pair["other"]["ran"]
+    assert "tools/bench.py --model" in pair["provenance"]["command"]
     assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
@@ -196,18 +196,25 @@ def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
     assert all(math.isfinite(loss) for loss in trl["losses"])
 
 
-def test_what_is_left_out_is_named() -> None:
-    side = {"name": "fsdp2kit", "ran": "x", "peak_bytes": 2**20, "supervised_tokens_per_second": 1.0}
+def pair() -> dict[str, Any]:
+    side = {"ran": "x", "peak_bytes": 2**30, "supervised_tokens_per_second": 1.0}
     side |= {"median_seconds": 1.0, "p25_seconds": 1.0, "p75_seconds": 1.0}
+    ratios = ("speed_ratio", "speed_ratio_low", "speed_ratio_high", "cpu_speed_ratio", "memory_ratio")
     source = {"command": "c", "devices": ["d"], "world_size": 2, "load_average": 1, "versions": {}, "git": None}
-    group = {"ours": side, "others": [], "provenance": source}
-    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "groups": [group]}
+    sides = {"ours": {**side, "name": "fsdp2kit"}, "other": {**side, "name": "handwritten"}}
+    return {**sides, **dict.fromkeys(ratios, 1.0), "losses_agree": None, "provenance": source}
+
+
+def test_what_is_left_out_is_named() -> None:
+    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "pairs": [pair()]}
     result["left_out"] = {"trl": ["accelerate", "trl"]}
 
     assert "- left out: trl needs accelerate, trl" in peers_lines(result)
+    assert any(
+        line.startswith("| handwritten | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |") for line in peers_lines(result)
+    )
 
 
 def test_drawing_writes_a_file(tmp_path: Path) -> None:
-    side = {"name": "fsdp2kit", "supervised_tokens_per_second": 1.0, "peak_bytes": 2**30}
-    draw({"groups": [{"ours": side, "others": []}]}, tmp_path / "one.png")
+    draw({"pairs": [pair()]}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000

@@ -1,7 +1,7 @@
 """fsdp2kit beside what users would pick instead: the same model and conversations, as a table and a figure.
 
-This starts processes of its own: every side alone for a few steps, for its memory, then the sides of each group in
-turns. Each figure is a ratio to fsdp2kit's side of the same group.
+This starts processes of its own: every side alone for a few steps, for its memory, then fsdp2kit and each of the
+others in turns, in pairs, since all of them together would want the memory of a large machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from fsdp2kit.bench.figures import RESAMPLES, provenance_lines, summary
 from fsdp2kit.bench.sides import Workload, missing_packages
 from fsdp2kit.errors import RunFailure, UserError
 
-GROUPS: dict[str, list[str]] = {
-    "fsdp2kit": ["handwritten", "trl", "hf_trainer"],
-    "fsdp2kit_padded": ["hf_trainer_padded"],
+OURS: dict[str, str] = {
+    "handwritten": "fsdp2kit",
+    "trl": "fsdp2kit",
+    "hf_trainer": "fsdp2kit",
+    "hf_trainer_padded": "fsdp2kit_padded",
 }
-"""Our sides, and those that each is measured against."""
+"""Whom we are compared with, and which side of ours with them."""
 
 SAME_BATCHES = {"handwritten", "hf_trainer_padded"}
 """Sides that see our side's batches, so that their losses must agree."""
@@ -41,10 +43,9 @@ _ALONE_STEPS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench.py peers``."""
-    others = [name for names in GROUPS.values() for name in names]
     parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory")
     parser.add_argument("--data", required=True, metavar="FILE", help="conversations (format chat)")
-    parser.add_argument("--peers", nargs="+", choices=others, default=others, help="whom to compare with (all)")
+    parser.add_argument("--peers", nargs="+", choices=OURS, default=list(OURS), help="whom to compare with (all)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks (2)")
     parser.add_argument("--rounds", type=int, default=60, help="rounds that count, a step of each side (60)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before those (3)")
@@ -90,18 +91,20 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise UserError(
             "--peers", f"none of these can run without {', '.join(needs)}", f"pip install {' '.join(needs)}"
         )
-    groups = []
-    for ours, others in GROUPS.items():
-        names = [name for name in others if name in options.peers and name not in left_out]
-        if names:
-            groups.append(_compare(ours, names, workload, warmup=options.warmup, nproc=options.nproc))
+    names = [name for name in options.peers if name not in left_out]
+    alone = Workload(**{**asdict(workload), "steps": _ALONE_STEPS})
+    peaks = {
+        side: _contest([side], alone, warmup=1, nproc=options.nproc)["sides"][side]["peak_bytes"]
+        for side in dict.fromkeys([*(OURS[name] for name in names), *names])
+    }
+    pairs = [_compare(OURS[name], name, workload, peaks, warmup=options.warmup, nproc=options.nproc) for name in names]
     result = {
         "benchmark": "peers",
         "workload": asdict(workload),
         "nproc": options.nproc,
-        "groups": groups,
+        "pairs": pairs,
         "left_out": left_out,
-        "losses_agree": all(other["losses_agree"] is not False for group in groups for other in group["others"]),
+        "losses_agree": all(pair["losses_agree"] is not False for pair in pairs),
     }
     lines = peers_lines(result)
     if options.table:
@@ -111,26 +114,21 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, lines
 
 
-def _compare(ours: str, others: list[str], workload: Workload, *, warmup: int, nproc: int) -> dict[str, Any]:
-    names = [ours, *others]
-    peaks = {}
-    for name in names:
-        alone = Workload(**{**asdict(workload), "steps": _ALONE_STEPS})
-        peaks[name] = _contest([name], alone, warmup=1, nproc=nproc)["sides"][name]["peak_bytes"]
-    contest = _contest(names, workload, warmup=warmup, nproc=nproc)
+def _compare(
+    ours: str, other: str, workload: Workload, peaks: dict[str, int], *, warmup: int, nproc: int
+) -> dict[str, Any]:
+    contest = _contest([ours, other], workload, warmup=warmup, nproc=nproc)
     sides = contest["sides"]
-    for name in names:
-        sides[name] |= {"name": name, "peak_bytes": peaks[name], **summary(sides[name]["seconds"])}
-        sides[name]["supervised_tokens_per_second"] = _speed(sides[name], "seconds", slice(None))
-    compared = [
-        {
-            **sides[name],
-            **against(sides[ours], sides[name]),
-            "losses_agree": _agree(sides[ours], sides[name], workload),
-        }
-        for name in others
-    ]
-    return {"ours": sides[ours], "others": compared, "provenance": contest["provenance"]}
+    for name, side in sides.items():
+        side |= {"name": name, "peak_bytes": peaks[name], **summary(side["seconds"])}
+        side["supervised_tokens_per_second"] = _speed(side, "seconds", slice(None))
+    return {
+        "ours": sides[ours],
+        "other": sides[other],
+        **against(sides[ours], sides[other]),
+        "losses_agree": _agree(sides[ours], sides[other], workload),
+        "provenance": contest["provenance"],
+    }
 
 
 def against(ours: dict[str, Any], other: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
@@ -214,45 +212,53 @@ def peers_lines(result: dict[str, Any]) -> list[str]:
     workload = result["workload"]
     lines = [
         f"{workload['dtype']}, {result['nproc']} ranks, rows of {workload['seq_len']} tokens, "
-        f"{workload['global_batch']} a step",
+        f"{workload['global_batch']} a step. In each cell: fsdp2kit, the other; a step is the median (quartiles).",
         "",
-        "| side | supervised tokens/s | fsdp2kit ÷ it (95 %) | by CPU time | step, median (quartiles) | peak memory a "
-        "rank | fsdp2kit ÷ it | losses agree |",
+        "| beside | fsdp2kit's speed ÷ its (95 %) | by CPU time | supervised tokens/s | a step | peak memory a rank | "
+        "fsdp2kit's ÷ its | losses agree |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for group in result["groups"]:
-        lines.append(_row(group["ours"], ratios="1 | 1", memory="1", agree=""))
-        for other in group["others"]:
-            interval = f"{other['speed_ratio_low']:.2f} – {other['speed_ratio_high']:.2f}"
-            ratios = f"**{other['speed_ratio']:.2f}** ({interval}) | {other['cpu_speed_ratio']:.2f}"
-            agree = {True: "yes", False: "NO: void", None: "other batches"}[other["losses_agree"]]
-            lines.append(_row(other, ratios=ratios, memory=f"{other['memory_ratio']:.2f}", agree=agree))
-    lines.append("")
-    for group in result["groups"]:
-        lines += [f"- {side['name']} ran {side['ran']}" for side in (group["ours"], *group["others"])]
+    lines += [_row(pair) for pair in result["pairs"]]
+    sides = {side["name"]: side["ran"] for pair in result["pairs"] for side in (pair["ours"], pair["other"])}
+    lines += ["", *(f"- {name} ran {ran}" for name, ran in sides.items())]
     lines += [f"- left out: {name} needs {', '.join(needs)}" for name, needs in result["left_out"].items()]
-    if result["groups"]:
-        lines += ["", *provenance_lines(result["groups"][0]["provenance"])]
+    if result["pairs"]:
+        lines += ["", *provenance_lines(result["pairs"][0]["provenance"])]
     return lines
 
 
-def _row(side: dict[str, Any], *, ratios: str, memory: str, agree: str) -> str:
-    seconds = f"{side['median_seconds']:.2f} s ({side['p25_seconds']:.2f} – {side['p75_seconds']:.2f})"
-    speed, peak = f"{side['supervised_tokens_per_second']:,.0f}", f"{side['peak_bytes'] / 2**20:,.0f} MiB"
-    return f"| {side['name']} | {speed} | {ratios} | {seconds} | {peak} | {memory} | {agree} |"
+def _row(pair: dict[str, Any]) -> str:
+    sides = pair["ours"], pair["other"]
+    cells = [
+        pair["other"]["name"],
+        f"**{pair['speed_ratio']:.2f}** ({pair['speed_ratio_low']:.2f} – {pair['speed_ratio_high']:.2f})",
+        f"{pair['cpu_speed_ratio']:.2f}",
+        ", ".join(f"{side['supervised_tokens_per_second']:,.0f}" for side in sides),
+        ", ".join(
+            f"{side['median_seconds']:.2f} s ({side['p25_seconds']:.2f} – {side['p75_seconds']:.2f})" for side in sides
+        ),
+        ", ".join(f"{side['peak_bytes'] / 2**20:,.0f}" for side in sides) + " MiB",
+        f"{pair['memory_ratio']:.2f}",
+        {True: "yes", False: "NO: void", None: "other batches"}[pair["losses_agree"]],
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Bars of speed and peak memory, as a PNG."""
-    sides = [side for group in result["groups"] for side in (group["ours"], *group["others"])]
-    names = [side["name"] for side in sides]
-    colors = ["tab:blue" if name.startswith("fsdp2kit") else "tab:gray" for name in names]
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 0.5 + 0.45 * len(names)), sharey=True)
-    left.barh(names, [side["supervised_tokens_per_second"] for side in sides], color=colors)
+    """Bars of speed and peak memory of each pair, as a PNG."""
+    names = [pair["other"]["name"] for pair in result["pairs"]]
+    places = np.arange(len(names))
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 1 + 0.7 * len(names)), sharey=True)
+    for key, color, offset, label in (("ours", "tab:blue", -0.2, "fsdp2kit"), ("other", "tab:gray", 0.2, "the other")):
+        sides = [pair[key] for pair in result["pairs"]]
+        speeds = [side["supervised_tokens_per_second"] for side in sides]
+        left.barh(places + offset, speeds, height=0.38, color=color, label=label)
+        right.barh(places + offset, [side["peak_bytes"] / 2**30 for side in sides], height=0.38, color=color)
+    left.set_yticks(places, names)
     left.set_xlabel("supervised tokens/s")
-    right.barh(names, [side["peak_bytes"] / 2**30 for side in sides], color=colors)
     right.set_xlabel("peak memory a rank (GiB)")
     left.invert_yaxis()
+    left.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     _pyplot().close(figure)
