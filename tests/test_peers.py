@@ -192,6 +192,7 @@ def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
     result, _ = pool.run(2, run_contest, ["trl"], workload(chat_model, steps=2, global_batch=2), warmup=1)
 
     trl = result["sides"]["trl"]
+    assert "activation checkpointing on" in trl["ran"]
     assert all(32 < tokens / 2 <= 64 for tokens in trl["input_tokens"]), "rows are nearly full"
     assert all(math.isfinite(loss) for loss in trl["losses"])
 

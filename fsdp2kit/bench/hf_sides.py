@@ -46,7 +46,9 @@ def build_hf_side(
     workload: Workload,
     world: World,
 ) -> HFSide:
-    """``hf_trainer`` (padded to the longest), ``hf_trainer_padded`` (to ``seq_len``) or ``trl`` (packed by TRL).
+    """``hf_trainer`` (padded to the longest), ``hf_trainer_padded`` (to ``seq_len``), or TRL's, which packs itself.
+
+    ``trl`` is as it comes, with activation checkpointing; ``trl_without_ac`` without that.
 
     Args:
         loader: of one conversation a row, whose order they take.
@@ -57,9 +59,10 @@ def build_hf_side(
         "model": AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32, attn_implementation="sdpa"),
         "processing_class": tokenizer,
     }
-    if name == "trl":
-        # Everything, for TRL packs all of it before the first step.
+    if name.startswith("trl"):
+        # Everything, for TRL packs all of it before the first step; in random order, as it packs the longest first.
         given["train_dataset"] = _documents(loader, loader.rows_per_epoch)
+        arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": name == "trl"}
         return HFSide(_trl_trainer(arguments, workload, given), batches=f"rows of {workload.seq_len} packed by TRL")
     if name == "hf_trainer_padded":
         rows = workload.micro_batch
@@ -162,7 +165,10 @@ def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str,
         """TRL's trainer, which notes what each of its training steps was given."""
 
         seen: list[Seen]
-        extra = ", no attention_mask but position_ids"
+        extra = (
+            ", no attention_mask but position_ids, activation checkpointing "
+            f"{'on' if arguments['gradient_checkpointing'] else 'off'}"
+        )
 
         def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
             given = inputs["labels"], inputs.get("attention_mask")
@@ -176,7 +182,6 @@ def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str,
         packing=True,
         packing_strategy="bfd",
         max_length=workload.seq_len,
-        gradient_checkpointing=False,  # TRL's default is True, which costs a third more
     )
     return Recording(args=config, **given)
 

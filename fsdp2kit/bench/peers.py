@@ -29,6 +29,7 @@ from fsdp2kit.errors import RunFailure, UserError
 OURS: dict[str, str] = {
     "handwritten": "fsdp2kit",
     "trl": "fsdp2kit",
+    "trl_without_ac": "fsdp2kit",
     "hf_trainer": "fsdp2kit",
     "hf_trainer_padded": "fsdp2kit_padded",
 }

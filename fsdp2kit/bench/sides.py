@@ -33,6 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "fsdp2kit": (),
     "handwritten": (),
     "trl": ("accelerate", "trl"),
+    "trl_without_ac": ("accelerate", "trl"),
     "hf_trainer": ("accelerate",),
     "fsdp2kit_padded": (),
     "hf_trainer_padded": ("accelerate",),
@@ -148,7 +149,7 @@ def build_side(name: str, workload: Workload, *, world: World, metrics_path: Pat
     Raises:
         UserError: the model or the data cannot be read, or the sizes do not fit.
     """
-    pack = not name.endswith("_padded") and name not in ("trl", "hf_trainer")  # those two are given documents
+    pack = not name.endswith("_padded") and name not in ("trl", "trl_without_ac", "hf_trainer")  # given documents
     with distributed.agreement():
         config = build_config(workload, pack=pack, world=world)
         tokenizer = build_tokenizer(config.model)
