@@ -121,7 +121,7 @@ def test_ratios() -> None:
 
     ratios = against(ours, other)
 
-    assert math.isclose(ratios["speed_ratio"], (30 / 1) / (10 / 2))
+    assert math.isclose(ratios["speed_ratio"], 2 * 30 / 10), "2, 4 and 2/9 times as fast, with three times the tokens"
     assert math.isclose(ratios["cpu_speed_ratio"], 9)
     assert ratios["memory_ratio"] == 0.25
     assert ratios["speed_ratio_low"] <= 6 <= ratios["speed_ratio_high"]

@@ -122,7 +122,7 @@ def _compare(
     sides = contest["sides"]
     for name, side in sides.items():
         side |= {"name": name, "peak_bytes": peaks[name], **summary(side["seconds"])}
-        side["supervised_tokens_per_second"] = _speed(side, "seconds", slice(None))
+        side["supervised_tokens_per_second"] = float(np.mean(side["supervised_tokens"])) / side["median_seconds"]
     return {
         "ours": sides[ours],
         "other": sides[other],
@@ -135,25 +135,26 @@ def _compare(
 def against(ours: dict[str, Any], other: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
     """Ratios of our side to another: supervised tokens a second, the same of CPU time, and peak memory.
 
-    A side's speed is its mean of supervised tokens a step over its median duration of a step. The 95 % interval is a
-    percentile bootstrap over rounds, which all sides share, and with them the machine's noise.
+    Of a round's two durations the ratio is taken first, then the median over rounds: both were measured within
+    seconds, and whatever slowed the machine then slowed both. It is multiplied by the ratio of the mean supervised
+    tokens a step. The 95 % interval is a percentile bootstrap over rounds.
     """
     rounds = len(ours["seconds"])
     draws = np.random.default_rng(seed).integers(0, rounds, size=(RESAMPLES // 5, rounds))
-    ratios = [_speed(ours, "seconds", draw) / _speed(other, "seconds", draw) for draw in draws]
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    whole = slice(None)
+    low, high = np.percentile([_ratio(ours, other, "seconds", draw) for draw in draws], [2.5, 97.5])
     return {
-        "speed_ratio": _speed(ours, "seconds", whole) / _speed(other, "seconds", whole),
+        "speed_ratio": _ratio(ours, other, "seconds", np.arange(rounds)),
         "speed_ratio_low": float(low),
         "speed_ratio_high": float(high),
-        "cpu_speed_ratio": _speed(ours, "cpu_seconds", whole) / _speed(other, "cpu_seconds", whole),
+        "cpu_speed_ratio": _ratio(ours, other, "cpu_seconds", np.arange(rounds)),
         "memory_ratio": ours["peak_bytes"] / other["peak_bytes"],
     }
 
 
-def _speed(side: dict[str, Any], clock: str, rounds: Any) -> float:
-    return float(np.mean(np.asarray(side["supervised_tokens"])[rounds]) / np.median(np.asarray(side[clock])[rounds]))
+def _ratio(ours: dict[str, Any], other: dict[str, Any], clock: str, rounds: Any) -> float:
+    faster = np.median(np.asarray(other[clock])[rounds] / np.asarray(ours[clock])[rounds])
+    tokens = [np.mean(np.asarray(side["supervised_tokens"])[rounds]) for side in (ours, other)]
+    return float(faster * tokens[0] / tokens[1])
 
 
 def _agree(ours: dict[str, Any], other: dict[str, Any], workload: Workload) -> bool | None:
