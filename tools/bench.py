@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Refuse files that cannot be written before anything is measured for them."""
-    for name in ("out", "table", "figure", "picture"):
+    for name in ("out", "table", "figure"):
         file = getattr(options, name, None)
         if file is not None and not os.access(file if Path(file).exists() else Path(file).absolute().parent, os.W_OK):
             raise UserError(f"--{name}", f"{file} cannot be written", "name a file in a folder that exists")
