@@ -141,34 +141,28 @@ class Pause(TrainerCallback):
 
 def recording_trainer(arguments: TrainingArguments, given: dict[str, Any]) -> Any:
     """A `Trainer` whose list ``seen`` gets the loss, labels and attention mask of each of its training steps."""
-
-    class Recording(Trainer):
-        """transformers' Trainer, which notes what each of its training steps was given."""
-
-        seen: list[Seen]
-        extra = ""
-
-        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
-            given = inputs["labels"], inputs.get("attention_mask")
-            loss = super().training_step(model, inputs, *rest, **named)
-            self.seen.append((loss, *given))
-            return loss
-
-    Recording.seen = []
-    return Recording(args=arguments, **given)
+    return _recording(Trainer)(args=arguments, **given)
 
 
 def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str, Any]) -> Any:
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-    class Recording(SFTTrainer):
-        """TRL's trainer, which notes what each of its training steps was given."""
+    config = SFTConfig(**arguments, packing=True, packing_strategy="bfd", max_length=workload.seq_len)
+    trainer = _recording(SFTTrainer)(args=config, **given)
+    recomputes = "on" if arguments["gradient_checkpointing"] else "off"
+    trainer.extra = f", no attention_mask but position_ids, activation checkpointing {recomputes}"
+    return trainer
 
-        seen: list[Seen]
-        extra = (
-            ", no attention_mask but position_ids, activation checkpointing "
-            f"{'on' if arguments['gradient_checkpointing'] else 'off'}"
-        )
+
+def _recording(base: Any) -> Any:
+    """A class of trainers that note what each of their training steps was given, and its loss."""
+
+    class Recording(base):
+        extra = ""
+
+        def __init__(self, **arguments: Any) -> None:
+            self.seen: list[Seen] = []
+            super().__init__(**arguments)
 
         def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
             given = inputs["labels"], inputs.get("attention_mask")
@@ -176,14 +170,7 @@ def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str,
             self.seen.append((loss, *given))
             return loss
 
-    Recording.seen = []
-    config = SFTConfig(
-        **arguments,
-        packing=True,
-        packing_strategy="bfd",
-        max_length=workload.seq_len,
-    )
-    return Recording(args=config, **given)
+    return Recording
 
 
 def _arguments(config: TrainingConfig, workload: Workload, *, world: World) -> dict[str, Any]:
