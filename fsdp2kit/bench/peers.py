@@ -98,21 +98,25 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         side: _contest([side], alone, warmup=1, nproc=options.nproc)["sides"][side]["peak_bytes"]
         for side in dict.fromkeys([*(OURS[name] for name in names), *names])
     }
-    pairs = [_compare(OURS[name], name, workload, peaks, warmup=options.warmup, nproc=options.nproc) for name in names]
     result = {
         "benchmark": "peers",
         "workload": asdict(workload),
         "nproc": options.nproc,
-        "pairs": pairs,
+        "pairs": [],
         "left_out": left_out,
-        "losses_agree": all(pair["losses_agree"] is not False for pair in pairs),
+        "losses_agree": True,
     }
-    lines = peers_lines(result)
-    if options.table:
-        options.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if options.figure:
-        draw(result, options.figure)
-    return result, lines
+    for name in names:
+        pair = _compare(OURS[name], name, workload, peaks, warmup=options.warmup, nproc=options.nproc)
+        result["pairs"].append(pair)
+        result["losses_agree"] &= pair["losses_agree"] is not False
+        # After every pair: a comparison takes a quarter of an hour, and the next may be killed.
+        if options.table:
+            options.table.write_text("\n".join(peers_lines(result)) + "\n", encoding="utf-8")
+        if options.figure:
+            draw(result, options.figure)
+        print(_row(pair), file=sys.stderr, flush=True)
+    return result, peers_lines(result)
 
 
 def _compare(
