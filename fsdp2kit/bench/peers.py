@@ -26,17 +26,18 @@ from fsdp2kit.bench.figures import RESAMPLES, provenance_lines, summary
 from fsdp2kit.bench.sides import Workload, missing_packages
 from fsdp2kit.errors import RunFailure, UserError
 
-OURS: dict[str, str] = {
-    "handwritten": "fsdp2kit",
-    "trl": "fsdp2kit",
-    "trl_without_ac": "fsdp2kit",
-    "hf_trainer": "fsdp2kit",
-    "hf_trainer_padded": "fsdp2kit_padded",
+PAIRS: dict[str, tuple[str, str]] = {
+    "handwritten": ("fsdp2kit", "handwritten"),
+    "trl": ("fsdp2kit", "trl"),
+    "trl_without_ac": ("fsdp2kit", "trl_without_ac"),
+    "hf_trainer": ("fsdp2kit", "hf_trainer"),
+    "hf_trainer_longest": ("fsdp2kit", "hf_trainer_longest"),
+    "equal_padding": ("fsdp2kit_padded", "hf_trainer"),
 }
-"""Whom we are compared with, and which side of ours with them."""
+"""Comparisons: a side of ours, and the other."""
 
-SAME_BATCHES = {"handwritten", "hf_trainer_padded"}
-"""Sides that see our side's batches, so that their losses must agree."""
+SAME_BATCHES = {"handwritten", "equal_padding"}
+"""Comparisons whose sides see the same batches, so that their losses must agree."""
 
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 _ALONE_STEPS = 3
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench.py peers``."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory")
     parser.add_argument("--data", required=True, metavar="FILE", help="conversations (format chat)")
-    parser.add_argument("--peers", nargs="+", choices=OURS, default=list(OURS), help="whom to compare with (all)")
+    parser.add_argument("--peers", nargs="+", choices=PAIRS, default=list(PAIRS), help="whom to compare with (all)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks (2)")
     parser.add_argument("--rounds", type=int, default=60, help="rounds that count, a step of each side (60)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before those (3)")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, default=2, help="rows a step, over all ranks (2)")
     parser.add_argument("--micro-batch", type=int, default=1, help="rows a forward pass (1)")
     parser.add_argument("--conversations", type=int, default=3, help="a rank, where padded to the longest (3)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute (bfloat16)")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks on fsdp2kit's side (1)")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of fsdp2kit's config")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the Markdown table to a file")
@@ -86,17 +87,18 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         cp=options.cp,
         overrides=tuple(options.set),
     )
-    left_out = {name: missing_packages(name) for name in options.peers if missing_packages(name)}
+    needs = {name: missing_packages(PAIRS[name][1]) for name in options.peers}
+    left_out = {name: packages for name, packages in needs.items() if packages}
     if len(left_out) == len(options.peers):
-        needs = sorted({package for packages in left_out.values() for package in packages})
+        missing = sorted({package for packages in left_out.values() for package in packages})
         raise UserError(
-            "--peers", f"none of these can run without {', '.join(needs)}", f"pip install {' '.join(needs)}"
+            "--peers", f"none of these can run without {', '.join(missing)}", f"pip install {' '.join(missing)}"
         )
     names = [name for name in options.peers if name not in left_out]
     alone = Workload(**{**asdict(workload), "steps": _ALONE_STEPS})
     peaks = {
         side: _contest([side], alone, warmup=1, nproc=options.nproc)["sides"][side]["peak_bytes"]
-        for side in dict.fromkeys([*(OURS[name] for name in names), *names])
+        for side in dict.fromkeys(side for name in names for side in PAIRS[name])
     }
     result = {
         "benchmark": "peers",
@@ -107,7 +109,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "losses_agree": True,
     }
     for name in names:
-        pair = _compare(OURS[name], name, workload, peaks, warmup=options.warmup, nproc=options.nproc)
+        pair = _compare(name, workload, peaks, warmup=options.warmup, nproc=options.nproc)
         result["pairs"].append(pair)
         result["losses_agree"] &= pair["losses_agree"] is not False
         # After every pair: a comparison takes a quarter of an hour, and the next may be killed.
@@ -119,19 +121,20 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, peers_lines(result)
 
 
-def _compare(
-    ours: str, other: str, workload: Workload, peaks: dict[str, int], *, warmup: int, nproc: int
-) -> dict[str, Any]:
+def _compare(pair: str, workload: Workload, peaks: dict[str, int], *, warmup: int, nproc: int) -> dict[str, Any]:
+    ours, other = PAIRS[pair]
     contest = _contest([ours, other], workload, warmup=warmup, nproc=nproc)
     sides = contest["sides"]
     for name, side in sides.items():
         side |= {"name": name, "peak_bytes": peaks[name], **summary(side["seconds"])}
         side["supervised_tokens_per_second"] = float(np.mean(side["supervised_tokens"])) / side["median_seconds"]
+    tolerance = _LOSS_TOLERANCE[workload.dtype] if pair in SAME_BATCHES else None
     return {
+        "name": pair,
         "ours": sides[ours],
         "other": sides[other],
         **against(sides[ours], sides[other]),
-        "losses_agree": _agree(sides[ours], sides[other], workload),
+        **_losses(sides[ours], sides[other], tolerance=tolerance),
         "provenance": contest["provenance"],
     }
 
@@ -161,12 +164,12 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], clock: str, rounds: Any)
     return float(faster * tokens[0] / tokens[1])
 
 
-def _agree(ours: dict[str, Any], other: dict[str, Any], workload: Workload) -> bool | None:
-    """Whether the losses agree at every step; None where the batches are not the same."""
-    if other["name"] not in SAME_BATCHES:
-        return None
+def _losses(ours: dict[str, Any], other: dict[str, Any], *, tolerance: float | None) -> dict[str, Any]:
+    """How far apart the losses are at any step, relatively; None and None where the batches are not the same."""
+    if tolerance is None:
+        return {"loss_difference": None, "losses_agree": None}
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], other["losses"], strict=True))
-    return worst <= _LOSS_TOLERANCE[workload.dtype]
+    return {"loss_difference": worst, "losses_agree": worst <= tolerance}
 
 
 def _contest(names: Sequence[str], workload: Workload, *, warmup: int, nproc: int) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def peers_lines(result: dict[str, Any]) -> list[str]:
 def _row(pair: dict[str, Any]) -> str:
     sides = pair["ours"], pair["other"]
     cells = [
-        pair["other"]["name"],
+        pair["name"],
         f"**{pair['speed_ratio']:.2f}** ({pair['speed_ratio_low']:.2f} – {pair['speed_ratio_high']:.2f})",
         f"{pair['cpu_speed_ratio']:.2f}",
         ", ".join(f"{side['supervised_tokens_per_second']:,.0f}" for side in sides),
@@ -245,14 +248,20 @@ def _row(pair: dict[str, Any]) -> str:
         ),
         ", ".join(f"{side['peak_bytes'] / 2**20:,.0f}" for side in sides) + " MiB",
         f"{pair['memory_ratio']:.2f}",
-        {True: "yes", False: "NO: void", None: "other batches"}[pair["losses_agree"]],
+        _agreement(pair),
     ]
     return f"| {' | '.join(cells)} |"
 
 
+def _agreement(pair: dict[str, Any]) -> str:
+    if pair["losses_agree"] is None:
+        return "other batches"
+    return f"{'yes' if pair['losses_agree'] else 'NO, void'}: within {pair['loss_difference']:.1e}"
+
+
 def draw(result: dict[str, Any], file: Path) -> None:
     """Bars of speed and peak memory of each pair, as a PNG."""
-    names = [pair["other"]["name"] for pair in result["pairs"]]
+    names = [pair["name"] for pair in result["pairs"]]
     places = np.arange(len(names))
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 1 + 0.7 * len(names)), sharey=True)
     for key, color, offset, label in (("ours", "tab:blue", -0.2, "fsdp2kit"), ("other", "tab:gray", 0.2, "the other")):

@@ -35,8 +35,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "trl": ("accelerate", "trl"),
     "trl_without_ac": ("accelerate", "trl"),
     "hf_trainer": ("accelerate",),
+    "hf_trainer_longest": ("accelerate",),
     "fsdp2kit_padded": (),
-    "hf_trainer_padded": ("accelerate",),
 }
 """Every side, and the packages that it needs beside ours."""
 
@@ -58,8 +58,8 @@ class Workload:
     micro_batch: int = 1
     """Rows a forward pass."""
     conversations: int = 3
-    """Conversations a rank takes in a step where they are padded to the longest of them: about a row's worth."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Conversations a rank takes at once where they are padded to the longest of them: about a row's worth."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the computation."""
     cp: int = 1
     """Context-parallel ranks of fsdp2kit's sides; all others are data-parallel."""
@@ -149,7 +149,7 @@ def build_side(name: str, workload: Workload, *, world: World, metrics_path: Pat
     Raises:
         UserError: the model or the data cannot be read, or the sizes do not fit.
     """
-    pack = not name.endswith("_padded") and name not in ("trl", "trl_without_ac", "hf_trainer")  # given documents
+    pack = name in ("fsdp2kit", "handwritten")  # the others are given documents
     with distributed.agreement():
         config = build_config(workload, pack=pack, world=world)
         tokenizer = build_tokenizer(config.model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.parallel.gloo import DirectAllGather, DirectReduceScatter
 from fsdp2kit.torch_compat import TorchDispatchMode, group_named
 
 
@@ -42,7 +43,10 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """While it is open, everything that this process's groups send is counted; not thread-safe."""
+    """While it is open, everything that this process's groups send is counted; not thread-safe.
+
+    FSDP's own collectives over gloo, which are made of messages (`fsdp2kit.parallel.gloo`), count as what they are.
+    """
     traffic = Traffic()
     # torch 2.13 renamed three of these; both names lead to the same function there.
     counters: dict[str, tuple[str, Callable[..., int]]] = {
@@ -56,16 +60,18 @@ def count_traffic() -> Iterator[Traffic]:
         "allreduce": ("all_reduce", _reduced),
         "allgather": ("all_gather", lambda group, _, mine, *__: (group.size() - 1) * mine[0].nbytes),
     }
-    # As the class holds them, for what getattr returns would no longer bind to a group when set again.
-    originals = {name: vars(dist.ProcessGroup)[name] for name in counters if name in vars(dist.ProcessGroup)}
-    for name in originals:
-        setattr(dist.ProcessGroup, name, _counting(getattr(dist.ProcessGroup, name), *counters[name], traffic))
-    try:
-        with _FunctionalCollectives(traffic):
-            yield traffic
-    finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
+    made_of_messages: dict[type, tuple[str, Callable[..., int]]] = {
+        DirectAllGather: ("all_gather", lambda _, **named: _gathered(named["group"], *_tensors(named))),
+        DirectReduceScatter: ("reduce_scatter", lambda _, **named: _scattered(named["group"], *_tensors(named))),
+    }
+    inside = _Inside()
+    with ExitStack() as patches:
+        for name in counters.keys() & vars(dist.ProcessGroup).keys():
+            patches.enter_context(_counting(dist.ProcessGroup, name, *counters[name], traffic, inside))
+        for kind, counter in made_of_messages.items():
+            patches.enter_context(_counting(kind, "__call__", *counter, traffic, inside))
+        patches.enter_context(_FunctionalCollectives(traffic))
+        yield traffic
 
 
 # Their kind, and how often the tensor that goes in travels: there and back again in a ring's all-reduce.
@@ -94,12 +100,40 @@ class _FunctionalCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _counting(original: Any, kind: str, size: Callable[..., int], traffic: Traffic) -> Callable[..., Any]:
-    def call(group: Any, *arguments: Any, **named: Any) -> Any:
-        traffic.add(kind, size(group, *arguments))
-        return original(group, *arguments, **named)
+@dataclass
+class _Inside:
+    """Whether what is called now is part of something that has been counted."""
 
-    return call
+    now: bool = False
+
+
+@contextmanager
+def _counting(
+    owner: type, name: str, kind: str, size: Callable[..., int], traffic: Traffic, inside: _Inside
+) -> Iterator[None]:
+    """While it is open, calls of this method are counted, but not those that they make themselves."""
+    # As the class holds it, for what getattr returns would no longer bind to an instance when set again.
+    held, method = vars(owner)[name], getattr(owner, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if inside.now:
+            return method(*arguments, **named)
+        traffic.add(kind, size(*arguments, **named))
+        inside.now = True
+        try:
+            return method(*arguments, **named)
+        finally:
+            inside.now = False
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, held)
+
+
+def _tensors(named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return named["output_tensor"], named["input_tensor"]
 
 
 def _gathered(group: Any, result: Tensor, mine: Tensor, *_: Any) -> int:

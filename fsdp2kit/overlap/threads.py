@@ -2,11 +2,13 @@
 
 A collective begins with a call on a training thread (``c10d::_allgather_base_``), which copies buffers and queues it,
 and runs on a thread of gloo's (``gloo:all_gather``). Nothing links the two but their order: gloo takes them in turn.
-Sends and receives run on no thread of their own; their range lasts until somebody has waited for them.
+Sends and receives run on no thread of their own; their range lasts until somebody has waited for them. FSDP's own
+collectives over gloo (``fsdp2kit::all_gather``) are made of these, and last as long as the call.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +17,8 @@ from fsdp2kit.overlap.events import Collective, Event, Work, collective_kind
 from fsdp2kit.overlap.host import Host
 
 _GLOO = "gloo:"
-_CALLS = ("c10d::", "_c10d_functional::", "c10d_functional::")
+_MADE_OF_MESSAGES = ("fsdp2kit::all_gather", "fsdp2kit::reduce_scatter")
+_CALLS = ("c10d::", "_c10d_functional::", "c10d_functional::", *_MADE_OF_MESSAGES)
 # Nodes of the autograd graph and profiler marks hold operators and are none.
 _NOT_OPERATORS = ("autograd::", "torch::autograd::", "profiler::", "FSDP::", *_CALLS)
 _COMPILED = "## Call CompiledFxGraph"  # generated code runs here, and records no operators
@@ -37,8 +40,9 @@ def read_threads(events: Sequence[Event], host: Host, *, main: Any) -> tuple[lis
             runs.append(event)
         elif event.thread in training and event.category in ("cpu_op", "user_annotation"):
             by_thread[event.thread].append(event)
-            if event.name.startswith(_CALLS[0]) and collective_kind(event.name):
+            if event.name.startswith((_CALLS[0], *_MADE_OF_MESSAGES)) and collective_kind(event.name):
                 calls.append(event)
+    calls, runs = _without_their_messages(calls, runs)
     work = [part for thread in by_thread.values() for part in _computing(thread, host)]
     return work, _collectives(calls, runs, host)
 
@@ -116,6 +120,18 @@ def _innermost(events: Sequence[Event], parents: Sequence[int]) -> Iterator[tupl
         yield from until(max(event.end for event in events))
 
 
+def _without_their_messages(calls: list[Event], runs: list[Event]) -> tuple[list[Event], list[Event]]:
+    """The calls and runs that are not parts of a collective made of messages."""
+    made = sorted((call for call in calls if call.name in _MADE_OF_MESSAGES), key=lambda call: call.start)
+    starts = [call.start for call in made]
+
+    def is_part(event: Event) -> bool:
+        at = bisect_right(starts, event.start) - 1
+        return at >= 0 and event.start < made[at].end and event.name not in _MADE_OF_MESSAGES
+
+    return [call for call in calls if not is_part(call)], [run for run in runs if not is_part(run)]
+
+
 def _collectives(calls: list[Event], runs: list[Event], host: Host) -> list[Collective]:
     """Each call with its run: of one kind, the first with the first.
 
@@ -128,12 +144,15 @@ def _collectives(calls: list[Event], runs: list[Event], host: Host) -> list[Coll
     for call in sorted(calls, key=lambda call: call.start):
         kind = collective_kind(call.name)
         assert kind is not None, "a call was chosen by its kind"
+        place = host.place(call.thread, call.start)
+        if call.name in _MADE_OF_MESSAGES:
+            collectives.append(Collective(kind, call.start, call.end, place, issued=call.start))
+            continue
         # gloo's reduce-scatter is an all-reduce, of which each rank keeps its part.
         queue = queues["all_reduce" if kind == "reduce_scatter" and kind not in queues else kind]
         while queue and queue[0].start < call.start:
             queue.pop(0)
         run = queue.pop(0) if queue else None
         start, end = (run.start, run.end) if run else (call.end, call.end)
-        place = host.place(call.thread, call.start)
         collectives.append(Collective(kind, start, end, place, issued=call.start, setup=(call.start, call.end)))
     return collectives

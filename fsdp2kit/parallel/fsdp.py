@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.parallel.gloo import exchange_directly
 from fsdp2kit.parallel.units import Unit, ignored_modules, plan_units
 
 _RESHARDS_AFTER_FORWARD = {
@@ -60,6 +61,7 @@ def apply_fsdp(section: FSDPConfig, model: PreTrainedModel, *, mesh: DeviceMesh)
         if isinstance(unit.module, FSDPModule) and isinstance(unit.module, nn.Embedding):
             unit.module.set_unshard_in_backward(False)  # a look-up's gradient does not depend on the table
     apply_prefetch(section, units)
+    exchange_directly((unit.module for unit in units), mesh)
     return units
 
 
