@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -89,6 +90,7 @@ _tokenizer: PreTrainedTokenizerBase | None = None  # of a worker process, which 
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     global _tokenizer
     _tokenizer = tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C here, too; the run still wants its rows
 
 
 def _encode_in_worker(rows: list[StreamRow], source: Source, how: RowFormat) -> list[Encoded]:

@@ -6,14 +6,14 @@ import signal
 import time
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
     """``with StopRequest(max_minutes=…) as stop:`` then ``stop.requested`` on this rank.
 
-    SIGTERM is what torchrun and most schedulers send, SIGUSR1 what Slurm sends ahead of a time limit. The
-    handlers that were there before come back at the end of the block.
+    SIGTERM is what torchrun and most schedulers send, SIGUSR1 what Slurm sends ahead of a time limit, SIGINT is
+    Ctrl-C, and a second one interrupts as ever. The handlers that were there before come back at the end of the block.
     """
 
     def __init__(self, *, max_minutes: float | None = None) -> None:
@@ -23,6 +23,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # a job in the background: the terminal's Ctrl-C is for another
             try:
                 self._former[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread (a notebook's worker): signals stay the caller's
@@ -35,6 +37,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._former[number])  # pyright: ignore[reportArgumentType]
 
     @property
     def requested(self) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,10 +34,15 @@ STRATEGIES = {  # strategy: ranks that a parameter is sharded over, and whether 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def one_step(folder: Path, case: Case) -> Traffic:
-    """What this rank sends in the second of two steps, from reading the batch to the optimizer."""
+def one_step(folder: Path, case: Case, *, torchs_own: bool = False) -> Traffic:
+    """What this rank sends in the second of two steps, from reading the batch to the optimizer.
+
+    Args:
+        torchs_own: leave FSDP2 the collectives that it has on CUDA.
+    """
     config = case.config(folder, steps=2, rows=8)
-    sharded = Sharded(config, world=distributed.start())
+    with mock.patch("fsdp2kit.parallel.fsdp.exchange_directly") if torchs_own else nullcontext():
+        sharded = Sharded(config, world=distributed.start())
     optimizer = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=2)
     batches = make_batches(2, rows=8)
@@ -104,6 +112,15 @@ def test_a_steps_collectives_are_those_of_the_formulae(
     assert (reshards_after_forward(case.config(tmp_path, steps=1, rows=8).fsdp) is True) == STRATEGIES[strategy][1]
     want = expected(kind, strategy, micro_batches=2, reduces=2 if reduce_every else 1, dtypes=dtypes)
     for rank in pool.run(WORLD, one_step, tmp_path, case):
+        assert rank == want
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("full_shard", "auto"), ("hybrid_shard", 2)])
+def test_on_cuda_the_same_travels(strategy: str, replicas: Any, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir("llama3", tmp_path)
+    case = Case("llama3", WORLD, 1, 1, (("strategy", strategy),), dp_replicate=replicas)
+    want = expected("llama3", strategy, micro_batches=2, reduces=1, dtypes=("float32", "float32"))
+    for rank in pool.run(WORLD, one_step, tmp_path, case, torchs_own=True):
         assert rank == want
 
 

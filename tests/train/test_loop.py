@@ -333,7 +333,7 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
 # Stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
@@ -341,6 +341,25 @@ def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
         signal.raise_signal(number)
         assert (stop.requested, stop.reason) == (True, number.name)
     assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_leaves_at_once() -> None:
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_time_runs_out() -> None:
