@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -30,3 +30,8 @@ class Progress:
     """The step that it was measured after."""
     stale_evaluations: int = 0
     """Evaluations since then."""
+
+    def after_step(self, tokens: int, input_tokens: int) -> Progress:
+        """The progress when one more global batch, of so many tokens, is done."""
+        total, input_total = self.tokens_total + tokens, self.input_tokens_total + input_tokens
+        return replace(self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total)

@@ -35,10 +35,11 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.train.claim import claim_run_dir
 from fsdp2kit.train.evaluation import evaluate
 from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Hooks, build_plan, train
+from fsdp2kit.train.loop import Hooks, train
 from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.out_of_memory import explained
+from fsdp2kit.train.plan import build_plan
 from fsdp2kit.train.profiling import build_profiler
 from fsdp2kit.train.rundir import describe_environment, prepare_run_dir
 from fsdp2kit.train.samples import build_sampler

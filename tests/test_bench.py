@@ -216,7 +216,19 @@ def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
         assert message in line
 
 
-def test_compare_brackets_the_ratio_of_medians() -> None:
+def test_compare_takes_the_ratio_of_each_pair() -> None:
+    ours, theirs = [1.0, 1.0, 9.0, 9.0, 9.0], [2.0, 2.0, 18.0, 18.0, 2.0]  # the last was measured amid a change
+    figures = compare(ours, theirs)
+    assert figures["ratio"] == 0.5, "the medians' ratio would be 4.5"
+    assert figures["ratio_low"] == 0.5
+    assert 0.5 <= figures["ratio_high"] <= 4.5
+
+    by_work = compare([2.0, 3.0, 4.0], [1.0, 1.0, 1.0], work=([30, 10, 20], [10, 10, 10]))
+    assert by_work["ratio"] == pytest.approx(3 * 10 / 20)
+    assert by_work["ratio_low"] < by_work["ratio"] < by_work["ratio_high"]
+
+
+def test_compare_brackets_a_constant_factor() -> None:
     theirs = [1.0, 1.1, 0.9, 1.2, 0.8] * 12
     figures = compare([1.5 * seconds for seconds in theirs], theirs)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
-from fsdp2kit.train.loop import Plan, judge
+from fsdp2kit.train.plan import Plan, judge
 from tests.reference import tiny_model
 from tests.workers import WorkerPool
 

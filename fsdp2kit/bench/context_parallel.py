@@ -178,7 +178,7 @@ def _time_steps(options: Options, *, world: distributed.World) -> dict[str, Any]
     result: dict[str, Any] = {"data-parallel": {**summary(reference), "loss": losses["data-parallel"]}}
     for method in METHODS:
         taken = slowest_rank(seconds[method])[options.warmup :]
-        ratio = compare(reference, taken)  # tokens per second, over those of data parallelism
+        ratio = compare(reference, taken)  # tokens a second over those of data parallelism
         result[method] = {**summary(taken), **ratio, "loss": losses[method]}
     return result
 

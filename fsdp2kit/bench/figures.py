@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,25 +67,33 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_seconds": float(middle), "p25_seconds": float(low), "p75_seconds": float(high)}
 
 
-def compare(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> dict[str, float]:
-    """The ratio of two medians, with a 95 % percentile-bootstrap interval.
+def compare(
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    work: tuple[Sequence[float], Sequence[float]] | None = None,
+    seed: int = 0,
+) -> dict[str, float]:
+    """How many times as long as theirs ours takes: the median over pairs of their ratio, with a 95 % interval.
 
-    Pairs are resampled as pairs, for the two durations of one were measured one right after the other and share the
-    machine's noise.
+    The two of a pair were measured one right after the other, so whatever slowed the machine slowed both. Were each
+    side's median taken first, a machine that is busy for half the time could turn the ratio round. The interval is a
+    percentile bootstrap over pairs.
 
     Args:
         ours: durations, the i-th measured beside the i-th of ``theirs``.
         theirs: what ours is divided by.
+        work: what each did in that time, ours first: the ratio is then of durations by the mean of that.
     """
-    first, second = np.asarray(ours), np.asarray(theirs)
-    draws = np.random.default_rng(seed).integers(0, len(first), size=(RESAMPLES, len(first)))
-    ratios = np.median(first[draws], axis=1) / np.median(second[draws], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return {
-        "ratio": statistics.median(ours) / statistics.median(theirs),
-        "ratio_low": float(low),
-        "ratio_high": float(high),
-    }
+    ratios = np.asarray(ours) / np.asarray(theirs)
+    done, theirs_done = (np.asarray(side) for side in work or ((1.0,) * len(ratios),) * 2)
+    draws = np.random.default_rng(seed).integers(0, len(ratios), size=(RESAMPLES, len(ratios)))
+
+    def figure(chosen: Any) -> Any:
+        return np.median(ratios[chosen], axis=-1) * theirs_done[chosen].mean(axis=-1) / done[chosen].mean(axis=-1)
+
+    low, high = np.percentile(figure(draws), [2.5, 97.5])
+    return {"ratio": float(figure(np.arange(len(ratios)))), "ratio_low": float(low), "ratio_high": float(high)}
 
 
 def slowest_rank(seconds: Sequence[float]) -> list[float]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.bench.figures import RESAMPLES, provenance_lines, summary
+from fsdp2kit.bench.figures import compare, provenance_lines, summary
 from fsdp2kit.bench.sides import Workload, missing_packages
 from fsdp2kit.errors import RunFailure, UserError
 
@@ -139,29 +139,15 @@ def _compare(pair: str, workload: Workload, peaks: dict[str, int], *, warmup: in
     }
 
 
-def against(ours: dict[str, Any], other: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
-    """Ratios of our side to another: supervised tokens a second, the same of CPU time, and peak memory.
-
-    Of a round's two durations the ratio is taken first, then the median over rounds: both were measured within
-    seconds, and whatever slowed the machine then slowed both. It is multiplied by the ratio of the mean supervised
-    tokens a step. The 95 % interval is a percentile bootstrap over rounds.
-    """
-    rounds = len(ours["seconds"])
-    draws = np.random.default_rng(seed).integers(0, rounds, size=(RESAMPLES // 5, rounds))
-    low, high = np.percentile([_ratio(ours, other, "seconds", draw) for draw in draws], [2.5, 97.5])
+def against(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Ratios of our side to another: supervised tokens a second, the same of CPU time (`compare`), and peak memory."""
+    work = other["supervised_tokens"], ours["supervised_tokens"]
+    speed = compare(other["seconds"], ours["seconds"], work=work)
     return {
-        "speed_ratio": _ratio(ours, other, "seconds", np.arange(rounds)),
-        "speed_ratio_low": float(low),
-        "speed_ratio_high": float(high),
-        "cpu_speed_ratio": _ratio(ours, other, "cpu_seconds", np.arange(rounds)),
+        **{f"speed_{name}": figure for name, figure in speed.items()},
+        "cpu_speed_ratio": compare(other["cpu_seconds"], ours["cpu_seconds"], work=work)["ratio"],
         "memory_ratio": ours["peak_bytes"] / other["peak_bytes"],
     }
-
-
-def _ratio(ours: dict[str, Any], other: dict[str, Any], clock: str, rounds: Any) -> float:
-    faster = np.median(np.asarray(other[clock])[rounds] / np.asarray(ours[clock])[rounds])
-    tokens = [np.mean(np.asarray(side["supervised_tokens"])[rounds]) for side in (ours, other)]
-    return float(faster * tokens[0] / tokens[1])
 
 
 def _losses(ours: dict[str, Any], other: dict[str, Any], *, tolerance: float | None) -> dict[str, Any]:

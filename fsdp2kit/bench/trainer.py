@@ -22,9 +22,10 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Batches, Hooks, Plan, build_plan, train
+from fsdp2kit.train.loop import Batches, Hooks, train
 from fsdp2kit.train.metrics import JsonLines, Metrics
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import Plan, build_plan
 from fsdp2kit.train.throughput import Throughput
 
 

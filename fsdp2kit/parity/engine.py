@@ -27,9 +27,10 @@ from fsdp2kit.parity.reference import Curves, gradient_of, hidden_states, named_
 from fsdp2kit.parity.rows import DealtOut, Rows
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Hooks, build_plan, next_batch, train
+from fsdp2kit.train.loop import Hooks, next_batch, train
 from fsdp2kit.train.losses import accumulate_gradients
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from fsdp2kit.train.throughput import Throughput
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.train.global_batch import Batches, next_batch
-from fsdp2kit.train.loop import Plan
 from fsdp2kit.train.losses import sum_loss
+from fsdp2kit.train.plan import Plan
 
 
 def evaluate(

@@ -21,9 +21,10 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import beyond, errors, plain_loop
 from fsdp2kit.parity.rows import DealtOut
-from fsdp2kit.train.loop import GlobalBatch, build_plan, next_batch, train_step
+from fsdp2kit.train.loop import GlobalBatch, next_batch, train_step
 from fsdp2kit.train.memory import PhaseMemory
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from tests.parallel.jobs import Case, build, run_case
 from tests.reference import make_batches, tiny_model_dir
 

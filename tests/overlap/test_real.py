@@ -17,8 +17,9 @@ from fsdp2kit.overlap.report import Report, build_report
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.rows import DealtOut
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, build_plan, train
+from fsdp2kit.train.loop import Hooks, train
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from fsdp2kit.train.profiling import build_profiler
 from tests.parallel.jobs import Case
 from tests.reference import make_batches, tiny_model_dir

@@ -17,7 +17,7 @@ from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.rows import DealtOut, Rows
 from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.loop import build_plan
+from fsdp2kit.train.plan import build_plan
 from fsdp2kit.train.samples import generate
 from tests.parallel.jobs import Case
 from tests.reference import LENGTH, VOCABULARY, tiny_model_dir

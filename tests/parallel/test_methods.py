@@ -18,7 +18,7 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop
 from fsdp2kit.parity.rows import DealtOut, Rows
 from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.loop import build_plan
+from fsdp2kit.train.plan import build_plan
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_segments import positions_of
 from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir

@@ -17,8 +17,9 @@ from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.rows import DealtOut
 from fsdp2kit.train.global_batch import next_batch
-from fsdp2kit.train.loop import build_plan, train_step
+from fsdp2kit.train.loop import train_step
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from tests.parallel.jobs import Case
 from tests.reference import make_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool

@@ -21,8 +21,9 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.rows import DealtOut, make_batches
 from fsdp2kit.train import losses
 from fsdp2kit.train.global_batch import Batches, next_batch
-from fsdp2kit.train.loop import build_plan, train_step
+from fsdp2kit.train.loop import train_step
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from tests.parallel.jobs import Case
 from tests.reference import LENGTH, VOCABULARY, tiny_model, tiny_model_dir
 from tests.train.test_source_loss import mixed_loader

@@ -28,9 +28,10 @@ from fsdp2kit.parity.rows import IGNORED, DealtOut, Rows
 from fsdp2kit.progress import Progress
 from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.loop import Hooks, Plan, build_plan, next_batch, stream_seed, train
+from fsdp2kit.train.loop import Hooks, next_batch, stream_seed, train
 from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import Plan, build_plan
 from fsdp2kit.train.signals import StopRequest
 from tests.parallel.jobs import Case, build, run_cases
 from tests.reference import VOCABULARY, make_batches, tiny_model, tiny_model_dir

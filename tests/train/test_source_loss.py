@@ -19,8 +19,9 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain, plain_logits
 from fsdp2kit.parity.rows import IGNORED, Rows
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, build_plan, train
+from fsdp2kit.train.loop import Hooks, train
 from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
+from fsdp2kit.train.plan import build_plan
 from tests.data.test_properties import as_documents
 from tests.parallel.jobs import Case
 from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
