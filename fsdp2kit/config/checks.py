@@ -120,15 +120,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
             f"use {below} or {below + sizes.cp}",
         )
     _check_model(config)
-    reshard = config.fsdp.reshard_after_forward
-    if type(reshard) is int and reshard == 1:
-        raise UserError("fsdp.reshard_after_forward", "1 rank would hold everything", "use false, which says so")
-    if type(reshard) is int and (sizes.dp_shard * sizes.cp) % reshard:
-        raise UserError(
-            "fsdp.reshard_after_forward",
-            f"{reshard} does not divide the shard size {sizes.dp_shard * sizes.cp}",
-            "use true, false, or a divisor of dp_shard × cp",
-        )
+    _check_fsdp(config.fsdp, sizes)
     checkpointing = config.activation_checkpointing
     if checkpointing.offload and checkpointing.mode != "full":
         raise UserError(
@@ -145,6 +137,21 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
             "use name = 'cosine' or 'wsd', which have a floor, or leave it out",
         )
     return sizes
+
+
+def _check_fsdp(section: FSDPConfig, sizes: MeshSizes) -> None:
+    if section.unit != "size" and section.min_params != FSDPConfig().min_params:
+        what = f"{section.min_params} with fsdp.unit = {section.unit!r}, whose units do not go by size"
+        raise UserError("fsdp.min_params", what, 'leave it out, or set fsdp.unit = "size"')
+    reshard, ranks = section.reshard_after_forward, sizes.dp_shard * sizes.cp
+    if type(reshard) is int and reshard == 1:
+        raise UserError("fsdp.reshard_after_forward", "1 rank would hold everything", "use false, which says so")
+    if type(reshard) is int and ranks % reshard:
+        raise UserError(
+            "fsdp.reshard_after_forward",
+            f"{reshard} does not divide the shard size {ranks}",
+            "use true, false, or a divisor of dp_shard × cp",
+        )
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:

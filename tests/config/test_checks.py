@@ -136,6 +136,10 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             "fsdp.reshard_after_forward: 3 does not divide the shard size 4; use true, false",
         ),
         (
+            {"fsdp": {"min_params": 1000}},
+            "fsdp.min_params: 1000 with fsdp.unit = 'layer', whose units do not go by size; leave it out",
+        ),
+        (
             {"lr_schedule": {"name": "linear", "min_lr_ratio": 0.1}},
             "lr_schedule.min_lr_ratio: 0.1 with name = 'linear'; use name = 'cosine' or 'wsd'",
         ),
