@@ -6,6 +6,7 @@ It may run beside training, in a thread: then every collective is on a process g
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -173,10 +174,11 @@ class CheckpointWriter:
         try:
             yield
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
+            space = _free_space(self.layout.root)  # before what the attempt took is given back
             # Every way to fail is agreed on, so no rank is still writing.
             if _rank() == 0:
                 self.layout.abandon(step)
-            message = f"{self.layout.path(step)}: the checkpoint was not saved: {first_failure(error)}"
+            message = f"{self.layout.path(step)}: the checkpoint was not saved: {first_failure(error)}{space}"
             raise RunFailure(f"{message}; {self._what_to_do()}") from error
 
     def _what_to_do(self) -> str:
@@ -201,6 +203,16 @@ def _check_shared(directory: Path, manifest: Manifest) -> None:
     except UserError as error:
         reason = "checkpoints must be on a filesystem that all nodes share"
         raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
+
+
+def _free_space(directory: Path) -> str:
+    """How much is free there, in parentheses: torch's writers do not say that a disk is full."""
+    if is_remote(directory):
+        return ""
+    try:
+        return f" ({shutil.disk_usage(directory).free / 2**20:,.0f} MiB were free there)"
+    except OSError:
+        return ""
 
 
 def _rank() -> int:
