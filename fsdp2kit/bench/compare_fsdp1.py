@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit import distributed
+from fsdp2kit.bench.contest import Course, take_turns
 from fsdp2kit.bench.figures import provenance, provenance_lines
 from fsdp2kit.bench.fsdp1 import FSDP1Loop, check_fsdp1
 from fsdp2kit.bench.memory import peak_of
-from fsdp2kit.bench.pairs import Pairs, pairs_lines
-from fsdp2kit.bench.trainer import Trainer, build_trainer
+from fsdp2kit.bench.pairs import pair_result, pairs_lines
+from fsdp2kit.bench.sides import LoopSide, OurSide, Side
+from fsdp2kit.bench.trainer import build_trainer
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.data.build import build_data
@@ -110,34 +112,37 @@ def _measure(
     warmup: int,
 ) -> dict[str, Any]:
     assert config.train.steps is not None, "check_comparison has seen to it"
-    device, pairs = world.device, Pairs()
+    device, courses = world.device, {"fsdp2kit": Course(), "fsdp1": Course()}
 
-    def build_ours() -> Trainer:
+    def build_ours() -> OurSide:
         metrics_path = Path(config.run.dir) / "comparison.jsonl" if world.is_main else None
         if metrics_path:
             metrics_path.unlink(missing_ok=True)
-        return build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=metrics_path)
+        return OurSide(
+            build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=metrics_path), config
+        )
 
-    def run_ours(trainer: Trainer) -> None:
+    def build_theirs() -> LoopSide[FSDP1Loop]:
+        loop = FSDP1Loop(config, mesh=mesh, source=source, device=device, total_steps=config.train.steps or 0)
+        return LoopSide(loop, loader, ran="FullyShardedDataParallel")
+
+    def warm_up(side: Side) -> None:
+        course = courses["fsdp2kit" if isinstance(side, OurSide) else "fsdp1"]
         for _ in range(warmup):
-            pairs.run_ours(trainer, device=device)
+            course.take_step(side, device=device)
 
-    def run_theirs(loop: FSDP1Loop) -> None:
-        for index in range(warmup):
-            pairs.run_theirs(loop, loader, index, device=device)
-
-    build_theirs = partial(FSDP1Loop, config, mesh=mesh, source=source, device=device, total_steps=config.train.steps)
-    trainer, our_peak = peak_of(build_ours, run_ours, device=device)
-    with trainer.metrics:
-        loop, their_peak = peak_of(build_theirs, run_theirs, device=device)
-        pairs.alternate(trainer, loop, loader, range(warmup, config.train.steps), device=device)
+    ours, our_peak = peak_of(build_ours, warm_up, device=device)
+    theirs, their_peak = peak_of(build_theirs, warm_up, device=device)
+    take_turns({"fsdp2kit": ours, "fsdp1": theirs}, courses, config.train.steps - warmup, world=world)
+    ours.stop()
     is_exact = {config.fsdp.param_dtype, config.fsdp.storage_dtype, config.fsdp.reduce_dtype} == {"float32"}
+    tolerance = _LOSS_TOLERANCE if is_exact else _LOSS_TOLERANCE_16_BITS
     peaks = gather_objects({"fsdp2kit": our_peak, "fsdp1": their_peak})
     return {
         "benchmark": "fsdp1",
-        **pairs.result("fsdp1", skip=warmup, tolerance=_LOSS_TOLERANCE if is_exact else _LOSS_TOLERANCE_16_BITS),
+        **pair_result(courses["fsdp2kit"], courses["fsdp1"], "fsdp1", skip=warmup, tolerance=tolerance),
         "peak_bytes": {name: _largest([each[name] for each in peaks]) for name in ("fsdp2kit", "fsdp1")},
-        "fsdp1_ran": loop.describe(),
+        "fsdp1_ran": theirs.loop.describe(),
     }
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,46 @@ from fsdp2kit.errors import UserError
 
 @dataclass
 class Course:
-    """What one side did, step by step."""
+    """What one side did on this rank, step by step."""
 
     costs: list[Cost] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+
+    def take_step(self, side: Side, *, device: torch.device) -> None:
+        """One step, from a barrier until the device is idle. Every rank calls this."""
+        side.prepare()
+        barrier(device)
+        started, cpu_started = time.perf_counter(), time.process_time()
+        side.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.costs.append(Cost(time.perf_counter() - started, time.process_time() - cpu_started))
+        self.work.append(side.outcome())
+
+    def figures(self, *, skip: int) -> dict[str, list[Any]]:
+        """Of the steps after the first ``skip``: seconds and CPU seconds of the slowest rank, and tokens.
+
+        And losses and norms of all steps. Collective.
+        """
+        counted = self.work[skip:]
+        return {
+            "seconds": slowest_rank([cost.seconds for cost in self.costs])[skip:],
+            "cpu_seconds": slowest_rank([cost.cpu_seconds for cost in self.costs])[skip:],
+            "supervised_tokens": [work.supervised_tokens for work in counted],
+            "input_tokens": [work.input_tokens for work in counted],
+            "losses": [work.loss for work in self.work],
+            "grad_norms": [work.grad_norm for work in self.work],
+        }
+
+
+def take_turns(sides: Mapping[str, Side], courses: Mapping[str, Course], rounds: int, *, world: World) -> None:
+    """A step of each side in every round, in an order that is turned round from one to the next. Collective."""
+    for number in range(rounds):
+        order = list(sides)[:: 1 if number % 2 == 0 else -1]
+        for name in order:
+            courses[name].take_step(sides[name], device=world.device)
+        if world.is_main and ((number + 1) % 10 == 0 or number + 1 == rounds):
+            print(f"{number + 1} of {rounds} rounds", file=sys.stderr, flush=True)
 
 
 def run_contest(names: list[str], workload: Workload, *, warmup: int) -> dict[str, Any]:
@@ -54,41 +91,15 @@ def run_contest(names: list[str], workload: Workload, *, warmup: int) -> dict[st
         sides = {name: build_side(name, workload, world=world, metrics_path=metrics_path) for name in names}
         courses = {name: Course() for name in names}
         with _Memory(world) as memory:
-            for number in range(workload.steps):
-                order = list(names) if number % 2 == 0 else list(reversed(names))
-                for name in order:
-                    _step(sides[name], courses[name], device=world.device)
-                _say(number + 1, workload.steps, world)
+            take_turns(sides, courses, workload.steps, world=world)
         described = {name: side.describe() for name, side in sides.items()}
         for side in sides.values():
             side.stop()
-    results = {name: {"ran": described[name], **_figures(courses[name], skip=warmup)} for name in names}
+    results = {name: {"ran": described[name], **courses[name].figures(skip=warmup)} for name in names}
     peak = max_over_ranks([float(memory.peak)])[0]
     if len(names) == 1:
         results[names[0]]["peak_bytes"] = peak
     return {"sides": results, "workload": asdict(workload), "warmup": warmup, "provenance": source}
-
-
-def _step(side: Side, course: Course, *, device: torch.device) -> None:
-    side.prepare()
-    barrier(device)
-    started, cpu_started = time.perf_counter(), time.process_time()
-    side.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    course.costs.append(Cost(time.perf_counter() - started, time.process_time() - cpu_started))
-    course.work.append(side.outcome())
-
-
-def _figures(course: Course, *, skip: int) -> dict[str, Any]:
-    counted = course.work[skip:]
-    return {
-        "seconds": slowest_rank([cost.seconds for cost in course.costs])[skip:],
-        "cpu_seconds": slowest_rank([cost.cpu_seconds for cost in course.costs])[skip:],
-        "supervised_tokens": [work.supervised_tokens for work in counted],
-        "input_tokens": [work.input_tokens for work in counted],
-        "losses": [work.loss for work in course.work],
-    }
 
 
 class _Memory:
@@ -111,11 +122,6 @@ class _Memory:
         else:
             self._private.__exit__()
             self.peak = self._private.highest
-
-
-def _say(done: int, steps: int, world: World) -> None:
-    if world.is_main and (done % 10 == 0 or done == steps):
-        print(f"{done} of {steps} rounds", file=sys.stderr, flush=True)
 
 
 def main(file: Path) -> int:

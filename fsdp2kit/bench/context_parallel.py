@@ -7,7 +7,6 @@ activations and attention's exchanges is there to count; time is measured on who
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.figures import compare, positive, provenance, provenance_lines, slowest_rank, summary
+from fsdp2kit.bench.contest import Course, take_turns
+from fsdp2kit.bench.figures import compare, positive, provenance, provenance_lines, summary
+from fsdp2kit.bench.sides import OurSide, Side
 from fsdp2kit.bench.traffic import Traffic, count_traffic
-from fsdp2kit.bench.trainer import Trainer, build_trainer
+from fsdp2kit.bench.trainer import build_trainer
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.errors import UserError
@@ -162,24 +163,16 @@ def _memory_of(model: nn.Module, inputs: dict[str, Any]) -> set[int]:
 def _time_steps(options: Options, *, world: distributed.World) -> dict[str, Any]:
     """Whole training steps, dp = world and every method at cp = world in turns, one row a rank."""
     batches = _batches(options, rows=world.size)
-    trainers = {"data-parallel": _trainer(options, None, batches, world=world)}
-    trainers |= {method: _trainer(options, method, batches, world=world) for method in METHODS}
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    losses: dict[str, float] = {}
-    for number in range(options.warmup + options.pairs):
-        names = list(trainers)
-        for name in names if number % 2 == 0 else reversed(names):
-            distributed.agree()  # a barrier: all start together
-            started = time.perf_counter()
-            records = trainers[name].run(1)
-            seconds[name].append(time.perf_counter() - started)
-            losses[name] = records[0]["loss"]
-    reference = slowest_rank(seconds["data-parallel"])[options.warmup :]
-    result: dict[str, Any] = {"data-parallel": {**summary(reference), "loss": losses["data-parallel"]}}
-    for method in METHODS:
-        taken = slowest_rank(seconds[method])[options.warmup :]
-        ratio = compare(reference, taken)  # tokens a second over those of data parallelism
-        result[method] = {**summary(taken), **ratio, "loss": losses[method]}
+    sides: dict[str, Side] = {"data-parallel": _side(options, None, batches, world=world)}
+    sides |= {method: _side(options, method, batches, world=world) for method in METHODS}
+    courses = {name: Course() for name in sides}
+    take_turns(sides, courses, options.warmup + options.pairs, world=world)
+    figures = {name: course.figures(skip=options.warmup) for name, course in courses.items()}
+    result: dict[str, Any] = {
+        name: {**summary(side["seconds"]), "loss": side["losses"][-1]} for name, side in figures.items()
+    }
+    for method in METHODS:  # tokens a second over those of data parallelism
+        result[method] |= compare(figures["data-parallel"]["seconds"], figures[method]["seconds"])
     return result
 
 
@@ -193,7 +186,7 @@ def _batches(options: Options, *, rows: int) -> list[Rows]:
     return found
 
 
-def _trainer(options: Options, method: Method | None, batches: Sequence[Rows], *, world: distributed.World) -> Trainer:
+def _side(options: Options, method: Method | None, batches: Sequence[Rows], *, world: distributed.World) -> OurSide:
     depth = {} if options.layers is None else {"num_hidden_layers": options.layers}
     values: dict[str, Any] = {
         "recipe": "none",
@@ -208,7 +201,7 @@ def _trainer(options: Options, method: Method | None, batches: Sequence[Rows], *
     config = TrainingConfig.model_validate(values)
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     dealt = DealtOut(batches, 1, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-    return build_trainer(config, world=world, mesh=mesh, batches=dealt, metrics_path=None)
+    return OurSide(build_trainer(config, world=world, mesh=mesh, batches=dealt, metrics_path=None), config)
 
 
 def context_parallel_lines(result: dict[str, Any]) -> list[str]:

@@ -7,12 +7,14 @@ is driven a step at a time. Other libraries are imported only where their side i
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from fsdp2kit import distributed
 from fsdp2kit.bench.handwritten import HandWrittenLoop
@@ -76,6 +78,8 @@ class Work:
     supervised_tokens: int
     input_tokens: int
     """Without padding."""
+    grad_norm: float | None = None
+    """Before clipping; None where the side does not tell."""
 
 
 class Side(Protocol):
@@ -162,7 +166,7 @@ def build_side(name: str, workload: Workload, *, world: World, metrics_path: Pat
         return OurSide(build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=path), config)
     loader = deal(dp_rank=world.rank, dp_size=world.size).loader
     if name == "handwritten":
-        return HandWrittenSide(config, loader, workload=workload, world=world)
+        return _build_handwritten(config, loader, workload=workload, world=world)
     if not isinstance(loader, Loader):
         raise UserError("--set", "data.streaming cannot be read by several loops", "leave it out")
     from fsdp2kit.bench.hf_sides import build_hf_side
@@ -186,7 +190,8 @@ class OurSide:
 
     def outcome(self) -> Work:
         """As the record has it."""
-        return Work(self._record["loss"], self._record["tokens"], self._record["input_tokens"])
+        record = self._record
+        return Work(record["loss"], record["tokens"], record["input_tokens"], record["grad_norm"])
 
     def describe(self) -> str:
         """The config that matters."""
@@ -198,24 +203,28 @@ class OurSide:
         )
 
     def stop(self) -> None:
-        """Nothing runs between steps."""
+        """Close its file of records."""
+        self._trainer.metrics.close(ok=True)
 
 
-class HandWrittenSide:
-    """The hand-written loop; its batch is read outside the clock, as if workers had hidden that."""
+class Loop(Protocol):
+    """Somebody else's loop, as a function of a global batch."""
 
-    def __init__(self, config: TrainingConfig, batches: Batches, *, workload: Workload, world: World) -> None:
-        self._loop = HandWrittenLoop(
-            workload.model,
-            param_dtype=getattr(torch, workload.dtype),
-            attention="sdpa",
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            max_grad_norm=config.train.max_grad_norm,
-            device=world.device,
-        )
-        self._batches, self._dtype = batches, workload.dtype
-        self._index, self._micro_batches, self._loss = 0, [], 0.0
+    def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]], /) -> tuple[float, float]:
+        """One optimizer step on this rank's ``(input_ids, labels, position_ids)``: loss and gradient norm."""
+        ...
+
+
+L = TypeVar("L", bound=Loop)
+
+
+class LoopSide(Generic[L]):
+    """Such a loop on our batches, which are read outside the clock, as if workers had hidden that."""
+
+    def __init__(self, loop: L, batches: Batches, *, ran: str) -> None:
+        self.loop = loop
+        self._batches, self._ran = batches, ran
+        self._index, self._micro_batches, self._outcome = 0, [], (0.0, 0.0)
 
     def prepare(self) -> None:
         """Read the next batch."""
@@ -224,18 +233,36 @@ class HandWrittenSide:
 
     def step(self) -> None:
         """The loop's own."""
-        batch = [(micro.input_ids, micro.labels, micro.position_ids) for micro in self._micro_batches]
-        self._loss, _ = self._loop.step(batch)
+        self._outcome = self.loop.step(
+            [(micro.input_ids, micro.labels, micro.position_ids) for micro in self._micro_batches]
+        )
 
     def outcome(self) -> Work:
         """Counts of all ranks."""
         mine = [(micro.supervised_tokens, micro.input_tokens) for micro in self._micro_batches]
         counts = [count for rank in gather_objects(mine) for count in rank]
-        return Work(self._loss, sum(count[0] for count in counts), sum(count[1] for count in counts))
+        loss, norm = self._outcome
+        return Work(loss, sum(count[0] for count in counts), sum(count[1] for count in counts), norm)
 
     def describe(self) -> str:
-        """What its file says."""
-        return f"fully_shard by hand, {self._dtype} compute, float32 reduction, the same packed rows, attention sdpa"
+        """As whoever built it says."""
+        return self._ran
 
     def stop(self) -> None:
         """Nothing runs between steps."""
+
+
+def _build_handwritten(
+    config: TrainingConfig, batches: Batches, *, workload: Workload, world: World
+) -> LoopSide[HandWrittenLoop]:
+    loop = HandWrittenLoop(
+        workload.model,
+        param_dtype=getattr(torch, workload.dtype),
+        attention="sdpa",
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        max_grad_norm=config.train.max_grad_norm,
+        device=world.device,
+    )
+    ran = f"fully_shard by hand, {workload.dtype} compute, float32 reduction, the same packed rows, attention sdpa"
+    return LoopSide(loop, batches, ran=ran)
