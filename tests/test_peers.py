@@ -144,7 +144,7 @@ def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
     assert pair["memory_ratio"] == pair["ours"]["peak_bytes"] / pair["other"]["peak_bytes"]
     assert "fully_shard by hand" in pair["other"]["ran"]
     assert "tools/bench.py --model" in pair["provenance"]["command"]
-    assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
+    assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten (fsdp2kit, handwritten) |") == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -178,7 +178,7 @@ def test_every_rank_needs_a_row(pool: WorkerPool, chat_model: Path) -> None:
 
 @needs_accelerate
 def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_model: Path) -> None:
-    names = ["fsdp2kit_padded", "hf_trainer"]
+    names = ["fsdp2kit_padded", "hf_trainer_padded"]
     result, _ = pool.run(2, run_contest, names, workload(chat_model, global_batch=4, micro_batch=2), warmup=1)
 
     ours, other = (result["sides"][name] for name in names)
@@ -214,7 +214,8 @@ def test_what_is_left_out_is_named() -> None:
 
     assert "- left out: trl needs accelerate, trl" in peers_lines(result)
     assert any(
-        line.startswith("| handwritten | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |") for line in peers_lines(result)
+        line.startswith("| handwritten (fsdp2kit, handwritten) | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |")
+        for line in peers_lines(result)
     )
 
 

@@ -1,6 +1,6 @@
 """Measure fsdp2kit beside what users would do instead: steps, memory, loading, saving, data, kernels.
 
-python tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl hf_trainer hf_trainer_padded]
+python tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl equal_padding …]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--pairs 10] [--layers 6]
 torchrun --nproc-per-node 2 tools/bench.py traffic

@@ -124,7 +124,7 @@ def _measure(
 
     def build_theirs() -> LoopSide[FSDP1Loop]:
         loop = FSDP1Loop(config, mesh=mesh, source=source, device=device, total_steps=config.train.steps or 0)
-        return LoopSide(loop, loader, ran="FullyShardedDataParallel")
+        return LoopSide(loop, loader, ran=f"FullyShardedDataParallel: {_in_words(loop.describe())}")
 
     def warm_up(side: Side) -> None:
         course = courses["fsdp2kit" if isinstance(side, OurSide) else "fsdp1"]
@@ -132,9 +132,11 @@ def _measure(
             course.take_step(side, device=device)
 
     ours, our_peak = peak_of(build_ours, warm_up, device=device)
-    theirs, their_peak = peak_of(build_theirs, warm_up, device=device)
-    take_turns({"fsdp2kit": ours, "fsdp1": theirs}, courses, config.train.steps - warmup, world=world)
-    ours.stop()
+    try:
+        theirs, their_peak = peak_of(build_theirs, warm_up, device=device)
+        take_turns({"fsdp2kit": ours, "fsdp1": theirs}, courses, config.train.steps - warmup, world=world)
+    finally:
+        ours.stop()
     is_exact = {config.fsdp.param_dtype, config.fsdp.storage_dtype, config.fsdp.reduce_dtype} == {"float32"}
     tolerance = _LOSS_TOLERANCE if is_exact else _LOSS_TOLERANCE_16_BITS
     peaks = gather_objects({"fsdp2kit": our_peak, "fsdp1": their_peak})
@@ -144,6 +146,10 @@ def _measure(
         "peak_bytes": {name: _largest([each[name] for each in peaks]) for name in ("fsdp2kit", "fsdp1")},
         "fsdp1_ran": theirs.loop.describe(),
     }
+
+
+def _in_words(arguments: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in arguments.items())
 
 
 def _largest(values: list[int | None]) -> int | None:
@@ -158,7 +164,7 @@ def comparison_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         f"fsdp1: {len(result['fsdp1']['seconds'])} alternating pairs, {train['global_batch_size']} × "
         f"{config['data']['seq_len']} tokens, {config['fsdp']['param_dtype']}",
-        f"  fsdp1 ran FullyShardedDataParallel: {', '.join(f'{name} {value}' for name, value in ran.items())}",
+        f"  fsdp1 ran FullyShardedDataParallel: {_in_words(ran)}",
         f"  fsdp2kit ran fully_shard: {'; '.join(result['fsdp2kit_ran'])}; "
         "its step includes reading the batch and writing metrics",
         *pairs_lines(result, "fsdp1"),

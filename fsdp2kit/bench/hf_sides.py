@@ -46,7 +46,7 @@ def build_hf_side(
     workload: Workload,
     world: World,
 ) -> HFSide:
-    """``hf_trainer`` (rows padded to ``seq_len``), ``hf_trainer_longest``, or TRL's, which packs itself.
+    """``hf_trainer_padded`` (rows padded to ``seq_len``), ``hf_trainer_longest``, or TRL's, which packs itself.
 
     ``trl`` is as it comes, with activation checkpointing; ``trl_without_ac`` without that.
 
@@ -64,7 +64,7 @@ def build_hf_side(
         given["train_dataset"] = _documents(loader, loader.rows_per_epoch)
         arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": name == "trl"}
         return HFSide(_trl_trainer(arguments, workload, given), batches=f"rows of {workload.seq_len} packed by TRL")
-    if name == "hf_trainer":
+    if name == "hf_trainer_padded":
         rows = workload.micro_batch
         collator = DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=workload.seq_len)
         batches = f"{rows} a rank, in rows of {workload.seq_len}"

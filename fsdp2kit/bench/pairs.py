@@ -40,7 +40,7 @@ def pair_result(ours: Course, theirs: Course, other: str, *, skip: int, toleranc
 
 
 def pairs_lines(result: dict[str, Any], other: str) -> list[str]:
-    """`Pairs.result` for the console."""
+    """`pair_result` for the console."""
     lines = []
     for name in (other, "fsdp2kit"):
         side = result[name]

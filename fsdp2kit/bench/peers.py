@@ -30,9 +30,9 @@ PAIRS: dict[str, tuple[str, str]] = {
     "handwritten": ("fsdp2kit", "handwritten"),
     "trl": ("fsdp2kit", "trl"),
     "trl_without_ac": ("fsdp2kit", "trl_without_ac"),
-    "hf_trainer": ("fsdp2kit", "hf_trainer"),
+    "hf_trainer_padded": ("fsdp2kit", "hf_trainer_padded"),
     "hf_trainer_longest": ("fsdp2kit", "hf_trainer_longest"),
-    "equal_padding": ("fsdp2kit_padded", "hf_trainer"),
+    "equal_padding": ("fsdp2kit_padded", "hf_trainer_padded"),
 }
 """Comparisons: a side of ours, and the other."""
 
@@ -225,7 +225,7 @@ def peers_lines(result: dict[str, Any]) -> list[str]:
 def _row(pair: dict[str, Any]) -> str:
     sides = pair["ours"], pair["other"]
     cells = [
-        pair["name"],
+        f"{pair['name']} ({pair['ours']['name']}, {pair['other']['name']})",
         f"**{pair['speed_ratio']:.2f}** ({pair['speed_ratio_low']:.2f} – {pair['speed_ratio_high']:.2f})",
         f"{pair['cpu_speed_ratio']:.2f}",
         ", ".join(f"{side['supervised_tokens_per_second']:,.0f}" for side in sides),
@@ -242,7 +242,7 @@ def _row(pair: dict[str, Any]) -> str:
 def _agreement(pair: dict[str, Any]) -> str:
     if pair["losses_agree"] is None:
         return "other batches"
-    return f"{'yes' if pair['losses_agree'] else 'NO, void'}: within {pair['loss_difference']:.1e}"
+    return f"{'yes' if pair['losses_agree'] else 'NO, void'}: differ by {pair['loss_difference']:.1e} at most"
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

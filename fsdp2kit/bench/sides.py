@@ -36,7 +36,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "handwritten": (),
     "trl": ("accelerate", "trl"),
     "trl_without_ac": ("accelerate", "trl"),
-    "hf_trainer": ("accelerate",),
+    "hf_trainer_padded": ("accelerate",),
     "hf_trainer_longest": ("accelerate",),
     "fsdp2kit_padded": (),
 }
@@ -196,10 +196,12 @@ class OurSide:
     def describe(self) -> str:
         """The config that matters."""
         config = self._config
+        on_cpu = next(self._trainer.model.parameters()).device.type == "cpu"
+        exchange = ", shards exchanged by messages from rank to rank" if on_cpu else ""
         rows = "packed rows" if config.data.pack else "one conversation a row, padded"
         return (
             f"fully_shard ({config.fsdp.strategy}), {config.fsdp.param_dtype} compute, {config.fsdp.reduce_dtype} "
-            f"reduction, {rows} of {config.data.seq_len}, {self._trainer.path}"
+            f"reduction, {rows} of {config.data.seq_len}, {self._trainer.path}{exchange}"
         )
 
     def stop(self) -> None:

@@ -61,8 +61,8 @@ def count_traffic() -> Iterator[Traffic]:
         "allgather": ("all_gather", lambda group, _, mine, *__: (group.size() - 1) * mine[0].nbytes),
     }
     made_of_messages: dict[type, tuple[str, Callable[..., int]]] = {
-        DirectAllGather: ("all_gather", lambda _, **named: _gathered(named["group"], *_tensors(named))),
-        DirectReduceScatter: ("reduce_scatter", lambda _, **named: _scattered(named["group"], *_tensors(named))),
+        DirectAllGather: ("all_gather", _gathered_by_messages),
+        DirectReduceScatter: ("reduce_scatter", _scattered_by_messages),
     }
     inside = _Inside()
     with ExitStack() as patches:
@@ -132,16 +132,24 @@ def _counting(
         setattr(owner, name, held)
 
 
-def _tensors(named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return named["output_tensor"], named["input_tensor"]
-
-
 def _gathered(group: Any, result: Tensor, mine: Tensor, *_: Any) -> int:
     return (group.size() - 1) * mine.nbytes
 
 
 def _scattered(group: Any, mine: Tensor, whole: Tensor, *_: Any) -> int:
     return (group.size() - 1) * mine.nbytes
+
+
+def _gathered_by_messages(
+    _: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+) -> int:
+    return _gathered(group, output_tensor, input_tensor)
+
+
+def _scattered_by_messages(
+    _: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+) -> int:
+    return _scattered(group, output_tensor, input_tensor)
 
 
 def _exchanged(group: Any, result: Tensor, whole: Tensor, receive: list[int], send: list[int], *_: Any) -> int:

@@ -61,7 +61,7 @@ class Trainer:
             self.schedule,
             self.batches,
             self.to_device,
-            plan=replace(self.plan, total_steps=self.progress.step + steps),
+            plan=replace(self.plan, total_steps=self.progress.step + steps, heeds_signals=False),
             progress=self.progress,
             throughput=self.throughput,
             hooks=Hooks(log=log, message=lambda text: None),

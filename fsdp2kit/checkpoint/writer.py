@@ -174,9 +174,10 @@ class CheckpointWriter:
         try:
             yield
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
-            space = _free_space(self.layout.root)  # before what the attempt took is given back
             # Every way to fail is agreed on, so no rank is still writing.
+            space = ""
             if _rank() == 0:
+                space = " (its disk is full)" if _is_full(self.layout.root) else ""
                 self.layout.abandon(step)
             message = f"{self.layout.path(step)}: the checkpoint was not saved: {first_failure(error)}{space}"
             raise RunFailure(f"{message}; {self._what_to_do()}") from error
@@ -205,14 +206,14 @@ def _check_shared(directory: Path, manifest: Manifest) -> None:
         raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
 
 
-def _free_space(directory: Path) -> str:
-    """How much is free there, in parentheses: torch's writers do not say that a disk is full."""
+def _is_full(directory: Path) -> bool:
+    """Whether that disk has no room left, of which torch's writers say nothing."""
     if is_remote(directory):
-        return ""
+        return False
     try:
-        return f" ({shutil.disk_usage(directory).free / 2**20:,.0f} MiB were free there)"
+        return shutil.disk_usage(directory).free < 2**20
     except OSError:
-        return ""
+        return False
 
 
 def _rank() -> int:

@@ -78,7 +78,7 @@ class Collective:
     """all_gather, reduce_scatter, all_reduce, all_to_all, send, recv …"""
     start: int
     end: int
-    """While it runs: the kernel's time on CUDA, from start to end on gloo's thread on a CPU."""
+    """While it runs: the kernel's time on CUDA; on a CPU that on gloo's thread, or the call's, where it has none."""
     place: Place
     issued: int
     """When the host issued it."""

@@ -1,7 +1,7 @@
 """What the host was doing when it issued something: the phase of the step, the FSDP unit, FSDP's own work or not.
 
 All of it is read from ranges that torch itself records (FSDP2's ``FSDP::…``, autograd's, the optimizer's), so a trace
-of any FSDP2 loop will do, and training carries no range of ours.
+of any FSDP2 loop will do; ours alone are those of FSDP's collectives over gloo.
 """
 
 from __future__ import annotations

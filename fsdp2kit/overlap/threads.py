@@ -122,12 +122,15 @@ def _innermost(events: Sequence[Event], parents: Sequence[int]) -> Iterator[tupl
 
 def _without_their_messages(calls: list[Event], runs: list[Event]) -> tuple[list[Event], list[Event]]:
     """The calls and runs that are not parts of a collective made of messages."""
-    made = sorted((call for call in calls if call.name in _MADE_OF_MESSAGES), key=lambda call: call.start)
-    starts = [call.start for call in made]
+    made: dict[Any, list[Event]] = defaultdict(list)  # by thread, on which their messages are marked as well
+    for call in sorted(calls, key=lambda call: call.start):
+        if call.name in _MADE_OF_MESSAGES:
+            made[call.thread].append(call)
 
     def is_part(event: Event) -> bool:
-        at = bisect_right(starts, event.start) - 1
-        return at >= 0 and event.start < made[at].end and event.name not in _MADE_OF_MESSAGES
+        around = made[event.thread]
+        at = bisect_right(around, event.start, key=lambda call: call.start) - 1
+        return at >= 0 and event.start < around[at].end and event.name not in _MADE_OF_MESSAGES
 
     return [call for call in calls if not is_part(call)], [run for run in runs if not is_part(run)]
 

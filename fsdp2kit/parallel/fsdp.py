@@ -141,6 +141,7 @@ def describe_fsdp(config: TrainingConfig, model: PreTrainedModel, *, sizes: Mesh
         whole = {id(p): p.numel() for _, module in ignored for p in module.parameters()}
         lines.append(f"kept whole on every rank: {sum(whole.values()):,} parameters, stored in {section.param_dtype}")
     if device_type == "cpu":
+        lines += ["gathered and reduced by messages from rank to rank (gloo)"] if ranks > 1 else []
         offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
         offloaded += ["activation_checkpointing.offload"] if config.activation_checkpointing.offload else []
         lines += [f"{what} has no effect on a CPU run: everything is in host memory already" for what in offloaded]

@@ -79,7 +79,7 @@ def train(
     elif plan.is_over(progress):
         hooks.message(f"nothing left to train: step {progress.step} of {plan.total_steps} is done")
     throughput.restart()
-    with StopRequest(max_minutes=plan.max_minutes) as stop:
+    with StopRequest(max_minutes=plan.max_minutes, signals=plan.heeds_signals) as stop:
         while not plan.is_over(progress):
             batch = next_batch(
                 batches,

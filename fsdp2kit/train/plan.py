@@ -32,6 +32,8 @@ class Plan:
     keep_best: bool = False
     source_names: tuple[str, ...] = ()
     max_minutes: float | None = None
+    heeds_signals: bool = True
+    """Whether Ctrl-C, SIGTERM and SIGUSR1 stop after a step; False: they do what they do elsewhere."""
 
     def is_over(self, progress: Progress) -> bool:
         """Whether there is nothing left to train: all steps are done, or evaluations no longer get better."""

@@ -16,13 +16,14 @@ class StopRequest:
     Ctrl-C, and a second one interrupts as ever. The handlers that were there before come back at the end of the block.
     """
 
-    def __init__(self, *, max_minutes: float | None = None) -> None:
+    def __init__(self, *, max_minutes: float | None = None, signals: bool = True) -> None:
+        self._signals = _SIGNALS if signals else ()
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._received: str | None = None
         self._former: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
+        for number in self._signals:
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # a job in the background: the terminal's Ctrl-C is for another
             try:

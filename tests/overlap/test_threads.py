@@ -99,6 +99,27 @@ def test_calls_meet_their_runs_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_a_collective_made_of_messages_is_one(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.step(0, 0, 1000)
+    trace.mark("FSDP::post_backward_reduce (model.layers.0)", 90, 320)
+    trace.mark("fsdp2kit::reduce_scatter", 100, 300)
+    trace.op("c10d::send", 110, 120)
+    trace.op("c10d::recv_", 120, 130)
+    trace.mark("gloo:send", 115, 200)
+    trace.mark("gloo:recv", 125, 280)
+    trace.op("aten::add", 280, 300)  # of what was received: not the step's own computing
+    trace.op("c10d::send", 400, 410)  # a ring's, which is none of that
+    trace.mark("gloo:send", 405, 500)
+    trace.op("c10d::allreduce_", 50, 60)
+    trace.mark("gloo:all_reduce", 150, 160, thread=GLOO_1)  # of a call before, beside it
+    found = read_trace(trace.write(tmp_path / "rank-00000.json"))
+    begin = found.steps[0].start
+    described = [(one.kind, (one.start - begin) // US, (one.end - begin) // US) for one in found.collectives]
+    assert described == [("all_reduce", 150, 160), ("reduce_scatter", 100, 300), ("send", 405, 500)]
+    assert found.work == []
+
+
 def test_a_trace_of_one_process_has_no_communication(tmp_path: Path) -> None:
     trace = Trace()
     trace.step(0, 0, 100)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2kit.bench.traffic import count_traffic
 from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
 from fsdp2kit.config.schema import CompileConfig, TrainingConfig
 from fsdp2kit.environment import seconds_alive
@@ -94,32 +94,21 @@ def test_gradients_are_reduced_with_the_last_micro_batch(
 
 def _count_reductions(folder: Path, every: bool) -> tuple[list[int], int]:
     """Reduce-scatters done when each of four micro-batches starts, and in all."""
-    config = Case("smollm2", 1, 2).config(folder, steps=1, rows=4)
+    config = Case("smollm2", 2, 1).config(folder, steps=1, rows=8)
     model, mesh, to_device, _ = build(config)
-    dealt = DealtOut(make_batches(1), 1, mesh.dp_rank, mesh.sizes.dp)
-    batch = next_batch(dealt, 0, stop=False, cp_size=2)
+    dealt = DealtOut(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp)
+    batch = next_batch(dealt, 0, stop=False, cp_size=1)
     started: list[int] = []
-    counted = _Reductions()
 
     def inputs(micro: Any) -> dict[str, Any]:
-        started.append(counted.done)
+        started.append(traffic.calls.get("reduce_scatter", 0))
         return to_device(micro)
 
     parts = [lambda micro=micro: inputs(micro) for micro in batch.micro_batches]
-    with counted:
+    with count_traffic() as traffic:
         accumulate_gradients(model, parts, tokens=batch.supervised_tokens, reduce_every=every)
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return started, counted.done
-
-
-class _Reductions(TorchDispatchMode):
-    """Counts reduce-scatters, by whichever of torch's functions they are started."""
-
-    done = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.done += "reduce_scatter" in str(func)
-        return func(*args, **(kwargs or {}))
+    return started, traffic.calls["reduce_scatter"]
 
 
 # The gradient norm
