@@ -198,6 +198,17 @@ def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
     assert all(math.isfinite(loss) for loss in trl["losses"])
 
 
+@needs_trl
+def test_trl_pads(pool: WorkerPool, chat_model: Path) -> None:
+    options = workload(chat_model, steps=2, global_batch=2, conversations=2)
+    result, _ = pool.run(2, run_contest, ["trl_padded"], options, warmup=1)
+
+    trl = result["sides"]["trl_padded"]
+    assert "2 conversations a rank, padded to the longest" in trl["ran"]
+    assert "position_ids" not in trl["ran"]
+    assert all(math.isfinite(loss) for loss in trl["losses"])
+
+
 def pair() -> dict[str, Any]:
     side = {"ran": "x", "peak_bytes": 2**30, "supervised_tokens_per_second": 1.0}
     side |= {"median_seconds": 1.0, "p25_seconds": 1.0, "p75_seconds": 1.0}

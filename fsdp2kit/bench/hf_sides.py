@@ -46,9 +46,10 @@ def build_hf_side(
     workload: Workload,
     world: World,
 ) -> HFSide:
-    """``hf_trainer_padded`` (rows padded to ``seq_len``), ``hf_trainer_longest``, or TRL's, which packs itself.
+    """``hf_trainer_padded`` (rows padded to ``seq_len``), ``hf_trainer_longest``, or one of TRL's.
 
-    ``trl`` is as it comes, with activation checkpointing; ``trl_without_ac`` without that.
+    ``trl`` packs, and is otherwise as it comes, with activation checkpointing; ``trl_without_ac`` is without that,
+    ``trl_padded`` without packing.
 
     Args:
         loader: of one conversation a row, whose order they take.
@@ -62,8 +63,12 @@ def build_hf_side(
     if name.startswith("trl"):
         # Everything, for TRL packs all of it before the first step; in random order, as it packs the longest first.
         given["train_dataset"] = _documents(loader, loader.rows_per_epoch)
-        arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": name == "trl"}
-        return HFSide(_trl_trainer(arguments, workload, given), batches=f"rows of {workload.seq_len} packed by TRL")
+        packs, batches = name != "trl_padded", f"rows of {workload.seq_len} packed by TRL"
+        arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": name != "trl_without_ac"}
+        if not packs:
+            arguments["per_device_train_batch_size"] = workload.conversations
+            batches = f"{workload.conversations} conversations a rank, padded to the longest"
+        return HFSide(_trl_trainer(arguments, workload, given, packs=packs), batches=batches)
     if name == "hf_trainer_padded":
         rows = workload.micro_batch
         collator = DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=workload.seq_len)
@@ -144,13 +149,14 @@ def recording_trainer(arguments: TrainingArguments, given: dict[str, Any]) -> An
     return _recording(Trainer)(args=arguments, **given)
 
 
-def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str, Any]) -> Any:
+def _trl_trainer(arguments: dict[str, Any], workload: Workload, given: dict[str, Any], *, packs: bool) -> Any:
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-    config = SFTConfig(**arguments, packing=True, packing_strategy="bfd", max_length=workload.seq_len)
+    config = SFTConfig(**arguments, packing=packs, packing_strategy="bfd", max_length=workload.seq_len)
     trainer = _recording(SFTTrainer)(args=config, **given)
     recomputes = "on" if arguments["gradient_checkpointing"] else "off"
-    trainer.extra = f", no attention_mask but position_ids, activation checkpointing {recomputes}"
+    mask = ", no attention_mask but position_ids" if packs else ""
+    trainer.extra = f"{mask}, activation checkpointing {recomputes}"
     return trainer
 
 

@@ -30,6 +30,7 @@ PAIRS: dict[str, tuple[str, str]] = {
     "handwritten": ("fsdp2kit", "handwritten"),
     "trl": ("fsdp2kit", "trl"),
     "trl_without_ac": ("fsdp2kit", "trl_without_ac"),
+    "trl_padded": ("fsdp2kit", "trl_padded"),
     "hf_trainer_padded": ("fsdp2kit", "hf_trainer_padded"),
     "hf_trainer_longest": ("fsdp2kit", "hf_trainer_longest"),
     "equal_padding": ("fsdp2kit_padded", "hf_trainer_padded"),

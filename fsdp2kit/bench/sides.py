@@ -36,6 +36,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "handwritten": (),
     "trl": ("accelerate", "trl"),
     "trl_without_ac": ("accelerate", "trl"),
+    "trl_padded": ("accelerate", "trl"),
     "hf_trainer_padded": ("accelerate",),
     "hf_trainer_longest": ("accelerate",),
     "fsdp2kit_padded": (),
