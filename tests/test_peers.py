@@ -144,7 +144,7 @@ def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
     assert pair["memory_ratio"] == pair["ours"]["peak_bytes"] / pair["other"]["peak_bytes"]
     assert "fully_shard by hand" in pair["other"]["ran"]
     assert "tools/bench.py --model" in pair["provenance"]["command"]
-    assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten (fsdp2kit, handwritten) |") == 1
+    assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -225,9 +225,16 @@ def test_what_is_left_out_is_named() -> None:
 
     assert "- left out: trl needs accelerate, trl" in peers_lines(result)
     assert any(
-        line.startswith("| handwritten (fsdp2kit, handwritten) | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |")
-        for line in peers_lines(result)
+        line.startswith("| handwritten | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |") for line in peers_lines(result)
     )
+
+
+def test_a_comparison_names_its_sides() -> None:
+    padded = {**pair(), "name": "equal_padding", "losses_agree": False, "loss_difference": 0.5}
+    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "left_out": {}}
+    (row,) = [line for line in peers_lines({**result, "pairs": [padded]}) if "equal" in line]
+    assert row.startswith("| equal_padding (fsdp2kit, handwritten) |")
+    assert row.endswith("| NO, void: differ by 5.0e-01 at most |")
 
 
 def test_drawing_writes_a_file(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def peers_lines(result: dict[str, Any]) -> list[str]:
 def _row(pair: dict[str, Any]) -> str:
     sides = pair["ours"], pair["other"]
     cells = [
-        f"{pair['name']} ({pair['ours']['name']}, {pair['other']['name']})",
+        _named(pair),
         f"**{pair['speed_ratio']:.2f}** ({pair['speed_ratio_low']:.2f} – {pair['speed_ratio_high']:.2f})",
         f"{pair['cpu_speed_ratio']:.2f}",
         ", ".join(f"{side['supervised_tokens_per_second']:,.0f}" for side in sides),
@@ -238,6 +238,12 @@ def _row(pair: dict[str, Any]) -> str:
         _agreement(pair),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _named(pair: dict[str, Any]) -> str:
+    """The comparison's name, and its sides where that does not tell them."""
+    sides = pair["ours"]["name"], pair["other"]["name"]
+    return pair["name"] if sides == ("fsdp2kit", pair["name"]) else f"{pair['name']} ({', '.join(sides)})"
 
 
 def _agreement(pair: dict[str, Any]) -> str:
