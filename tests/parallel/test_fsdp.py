@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2kit.bench.traffic import count_traffic
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import mixed_precision
@@ -59,22 +59,14 @@ def _gathers_and_share(folder: Path, case: Case) -> tuple[list[str], int, float]
     """Names of the units, all-gathers in a forward and backward, and the share of the parameters kept here."""
     model, mesh, to_device, _ = build(case.config(folder, steps=1, rows=4))
     batch = make_batches(1)[0][mesh.dp_rank : mesh.dp_rank + 1].as_batch()
-    with _Gathers() as counted:
+    with count_traffic() as traffic:
         model.loss_sum(**to_device(batch)).backward()
     parameters = list(model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in parameters), "backward frees what forward kept"
     local, whole = (sum(sizes) for sizes in zip(*((p.to_local().numel(), p.numel()) for p in parameters), strict=True))
     units = sorted(name for name, module in model.named_modules() if isinstance(module, FSDPModule))
     dist.barrier()
-    return units, counted.done, local / whole
-
-
-class _Gathers(TorchDispatchMode):
-    done = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.done += str(func).startswith("c10d.") and "allgather" in str(func).replace("_", "")
-        return func(*args, **(kwargs or {}))
+    return units, traffic.calls.get("all_gather", 0), local / whole
 
 
 def test_a_tied_embedding_stays_in_the_roots_unit(pool: WorkerPool, models: Path) -> None:
