@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fsdp2kit.environment import is_main_process, rank_from_environment, world_size_from_environment
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.torch_compat import timeout_of
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ def background_group() -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized():
         return None
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timeout_of())
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -129,6 +130,11 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
     for rank, report in enumerate(reports):
         if report is not None:
             raise RunFailure(f"rank {rank} failed: {report}")
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended, or has not come within ``run.timeout_minutes``."""
+    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
 def leave(problem: UserError) -> NoReturn:

@@ -44,6 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as failure:
+        if distributed.is_lost_rank(failure):
+            what = "another rank has ended, or has not answered within run.timeout_minutes"
+            print(f"error: {what}; what follows is not the cause", file=sys.stderr)
+        raise
     distributed.stop()
     return 0
 

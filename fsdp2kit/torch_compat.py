@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "local_slices",
     "orthogonalize",
     "reduce_scatter_single",
+    "timeout_of",
     "torch_at_least",
     "tree_leaves",
 ]
@@ -92,6 +94,13 @@ def torch_at_least(major: int, minor: int) -> bool:
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of a group (default: all ranks) may take; no public name tells, and new groups forget."""
+    group = group or dist.group.WORLD
+    assert group is not None, "the process group has been started"
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def group_named(name: str) -> dist.ProcessGroup:

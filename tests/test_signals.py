@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,3 +70,43 @@ def test_a_signal_leaves_a_complete_checkpoint(tmp_path: Path, number: signal.Si
     assert f"whole: step {done}," in verify(run_dir / "checkpoints" / f"step-{done:06d}")
     assert "exitcode" not in said.replace("exitcode  : 0", ""), "every rank exited with 0"
     assert not any(alive(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Signals) -> None:
+    """Inside a step, whose collectives run on the groups of a mesh of two dimensions."""
+    toml, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    toml.write_text(TOML)
+    options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "run.timeout_minutes=0.15"]
+    options += ["fsdp.strategy=hybrid_shard", "mesh.dp_replicate=2", "train.global_batch_size=4"]
+    command = [sys.executable, "-m", "fsdp2kit.run", str(toml), *options]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "4"}
+    job |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}
+    logs = [(tmp_path / f"log{rank}").open("w+") for rank in range(4)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log,
+            stderr=log,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        deadline = time.monotonic() + 240
+        while steps_done(run_dir) < 3 and ranks[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(ranks[1].pid, number)
+        codes = [ranks[rank].wait(90) for rank in (0, 2, 3)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.close()
+    assert codes == [1, 1, 1], (tmp_path / "log0").read_text()
+    for rank in (0, 2, 3):
+        assert "error: another rank has ended, or has not answered" in (tmp_path / f"log{rank}").read_text()

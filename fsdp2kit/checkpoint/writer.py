@@ -24,7 +24,7 @@ from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, record_files, write_manifest
 from fsdp2kit.checkpoint.places import is_remote, put
 from fsdp2kit.checkpoint.safe_reader import first_failure
-from fsdp2kit.distributed import agreement, gather_objects
+from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.progress import Progress
 from fsdp2kit.torch_compat import FsspecWriter
@@ -175,15 +175,16 @@ class CheckpointWriter:
             yield
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
             # Every way to fail is agreed on, so no rank is still writing.
-            space = ""
+            space = " (its disk is full)" if _is_full(self.layout.root) else ""
             if _rank() == 0:
-                space = " (its disk is full)" if _is_full(self.layout.root) else ""
                 self.layout.abandon(step)
             message = f"{self.layout.path(step)}: the checkpoint was not saved: {first_failure(error)}{space}"
-            raise RunFailure(f"{message}; {self._what_to_do()}") from error
+            raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
 
-    def _what_to_do(self) -> str:
+    def _what_to_do(self, error: BaseException) -> str:
         mend = f"free space there, or mend {self.layout.root}, and start the run again"
+        if is_lost_rank(error):
+            mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
         try:
             complete = self.layout.complete()
         except Exception:  # what hindered the save may hinder this, too

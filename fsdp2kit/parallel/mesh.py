@@ -8,14 +8,19 @@ shards too, hence sharding runs over dp_shard × cp together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2kit.config.checks import MeshSizes, resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.distributed import World
+from fsdp2kit.torch_compat import timeout_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,24 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
         replicate, shard = world.size, 1
     device_type = world.device.type
     if replicate > 1:
-        shard_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        shard_mesh = _device_mesh(device_type, {"replicate": replicate, "shard": shard})
     else:
-        shard_mesh = init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
-    batch_mesh = init_device_mesh(device_type, (sizes.dp, sizes.cp), mesh_dim_names=("dp", "cp"))
-    return Mesh(sizes, shard_mesh, batch_mesh)
+        shard_mesh = _device_mesh(device_type, {"shard": shard})
+    return Mesh(sizes, shard_mesh, _device_mesh(device_type, {"dp": sizes.dp, "cp": sizes.cp}))
+
+
+def _device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
+    """`init_device_mesh`, whose groups would not keep to the job's timeout (`run.timeout_minutes`)."""
+    ranks = torch.arange(math.prod(dims.values())).view(*dims.values())
+    groups = [_group_along(ranks, dim) for dim in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dims))
+
+
+def _group_along(ranks: Tensor, dim: int) -> ProcessGroup:
+    """This rank's group of those that differ along ``dim`` alone. Collective."""
+    if ranks.shape[dim] == ranks.numel() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of())
+    assert isinstance(group, ProcessGroup), "every rank is in a group"
+    return group

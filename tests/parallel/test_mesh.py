@@ -1,0 +1,54 @@
+"""The device meshes' groups are those of `init_device_mesh`, and keep to the job's timeout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.torch_compat import timeout_of
+from tests.workers import COLLECTIVE_TIMEOUT, WorkerPool
+
+Groups = dict[str, list[int]]
+
+
+def groups(mesh: dict, strategy: str) -> tuple[Groups, Groups, set[timedelta]]:
+    """The ranks of each dimension's group, those of torch's own mesh, and all groups' timeouts."""
+    built = build_mesh(MeshConfig(**mesh), FSDPConfig(strategy=strategy), world=distributed.start())
+    ours, theirs, timeouts = {}, {}, set()
+    for device_mesh in (built.shard, built.batch):
+        names = device_mesh.mesh_dim_names
+        assert names is not None
+        reference = init_device_mesh("cpu", tuple(device_mesh.shape), mesh_dim_names=names)
+        assert device_mesh.mesh.tolist() == reference.mesh.tolist()
+        for name in names:
+            group = device_mesh.get_group(name)
+            timeouts.add(timeout_of(group))
+            ours[name] = dist.get_process_group_ranks(group)
+            theirs[name] = dist.get_process_group_ranks(reference.get_group(name))
+            assert device_mesh.get_local_rank(name) == reference.get_local_rank(name) == group.rank()
+    timeouts.add(timeout_of(distributed.background_group()))
+    return ours, theirs, timeouts
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ({}, "full_shard"),
+        ({"cp": 2}, "full_shard"),
+        ({"cp": 4}, "full_shard"),
+        ({"dp_replicate": 2}, "hybrid_shard"),
+        ({"dp_replicate": 2, "cp": 2}, "hybrid_shard"),
+        ({}, "no_shard"),
+    ],
+    ids=str,
+)
+def test_groups_are_torchs_and_time_out_with_the_job(mesh: dict, strategy: str, pool: WorkerPool) -> None:
+    for ours, theirs, timeouts in pool.run(4, groups, mesh, strategy):
+        assert ours == theirs
+        assert timeouts == {COLLECTIVE_TIMEOUT}
