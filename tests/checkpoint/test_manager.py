@@ -435,3 +435,18 @@ def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypat
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))
     assert names(tmp_path) == ["step-000001"]
     assert "whole" in verify(path)
+
+
+def test_a_save_that_waited_for_a_lost_rank_does_not_blame_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, _ = saved_alone(tmp_path, 1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms")
+
+    monkeypatch.setattr("fsdp2kit.checkpoint.writer.record_files", fail)
+    model = jobs.tiny_llama()
+    with pytest.raises(RunFailure, match=r"see why a rank ended .* it resumes from step-000001") as failure:
+        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    assert "free space" not in str(failure.value)
