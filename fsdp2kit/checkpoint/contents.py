@@ -52,7 +52,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def _plain_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The plain tensors that ``value`` is made of, by key; they share its storage.
 
-    torchao's low-bit moments hold codes and a scale a block. Blocks stay within rows (`fsdp2kit.train.lowbit`), so
+    torchao's 8-bit moments hold codes and a scale a block. Blocks stay within rows (`fsdp2kit.train.adamw_8bit`), so
     both have the rows of the moment, are sharded as it is, and can be read back onto another mesh. A third tensor in
     them, what the codes stand for, is a constant.
     """

@@ -10,7 +10,6 @@ from fsdp2kit.config.schema import FSDPConfig, MeshConfig, OptimizerConfig, Trai
 from fsdp2kit.errors import UserError
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-LOW_BIT = ("adamw_8bit", "adamw_4bit")
 
 
 @dataclass(frozen=True)
@@ -159,16 +158,16 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
     if name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
         what = f"{optimizer.muon_momentum} with optimizer.name = {name!r}, which has no such momentum"
         raise UserError("optimizer.muon_momentum", what, "leave it out, or set optimizer.betas")
-    if name in LOW_BIT and fsdp.offload != "none":
+    if name == "adamw_8bit" and fsdp.offload != "none":
         what = f"{fsdp.offload!r} with optimizer.name = {name!r}, whose quantised moments stay on the device"
-        raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw'")
-    if name in LOW_BIT and fsdp.storage_dtype != "float32":
+        raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw_4bit'")
+    if name == "adamw_8bit" and fsdp.storage_dtype != "float32":
         what = f"{fsdp.storage_dtype!r} with optimizer.name = {name!r}, which updates float32 parameters"
         raise UserError("fsdp.storage_dtype", what, "leave it out, or set optimizer.name = 'adamw_bf16'")
     if name == "muon" and fsdp.offload == "params":
         what = "'params' with optimizer.name = 'muon', whose products of whole matrices would run on the host"
         raise UserError("fsdp.offload", what, "use 'optimizer' or 'none', or optimizer.name = 'adamw'")
-    if name in LOW_BIT and importlib.util.find_spec("torchao") is None:
+    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         what = f"{name!r} is torchao's, which is not installed"
         raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'")
 

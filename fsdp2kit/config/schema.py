@@ -112,7 +112,7 @@ class FSDPConfig(Section):
     """Cast each unit's floating-point outputs to this dtype. Default: leave them."""
     storage_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the shards that the optimizer updates, and of its state. "bfloat16" halves both and loses updates
-    smaller than 1/256 of a parameter, except with optimizer.name = "adamw_bf16"."""
+    smaller than 1/256 of a parameter, except with optimizer.name = "adamw_bf16" or "adamw_4bit"."""
     offload: Literal["none", "params", "optimizer"] = "none"
     """"params": shards, gradients and optimizer live in pinned host memory, and the optimizer runs there.
     "optimizer": only its state does, and visits the device a unit at a time. On a CPU run both do nothing."""
@@ -199,9 +199,9 @@ class OptimizerConfig(Section):
     """The optimizer; docs/optimizers.md compares them."""
 
     name: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "muon"] = "adamw"
-    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (its moments in bfloat16; they, and parameters
-    that `fsdp.storage_dtype` keeps in bfloat16, are rounded stochastically), "adamw_8bit" and "adamw_4bit" (torchao's,
-    with quantised moments; extra `lowbit`), or "muon" (torch's, for weights of linear maps; AdamW for all else)."""
+    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" and "adamw_4bit" (its moments in bfloat16 or 4
+    bits; they, and parameters that `fsdp.storage_dtype` keeps in bfloat16, are rounded stochastically), "adamw_8bit"
+    (torchao's; extra `lowbit`), or "muon" (torch's, for weights of linear maps; AdamW for all else)."""
     lr: NonNegativeFloat = 2e-5
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so it is one for both."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)

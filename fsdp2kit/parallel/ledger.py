@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2kit.config.checks import LOW_BIT
 from fsdp2kit.config.schema import Float8Config, FSDPConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import accumulated_gradients
@@ -23,6 +22,12 @@ _FLOAT8_PRODUCTS = {
     "tensorwise": "float8_e4m3fn and float8_e5m2",
     "rowwise": "float8_e4m3fn",
     "rowwise_with_gw_hp": "float8_e4m3fn (weight gradients: compute)",
+}
+# By optimizer: the dtype of moments that do not have the storage dtype, and how what is stored is rounded.
+_MOMENTS = {
+    "adamw_bf16": ("bfloat16", "stochastic"),
+    "adamw_8bit": ("uint8 or float32", "nearest"),
+    "adamw_4bit": ("uint8 or float32", "stochastic"),
 }
 
 
@@ -61,7 +66,7 @@ class DtypeLedger:
         rounding = dtypes.pop("rounding")
         line = "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         if rounding != "nearest":
-            line += f"; the optimizer rounds to bfloat16 with {rounding} rounding"
+            line += f"; what the optimizer stores in fewer bits than float32 gets {rounding} rounding"
         elif self.storage != "float32":
             line += (
                 f"\nWARNING: parameters and moments are stored in {self.storage}: updates below 1/256 of a parameter "
@@ -79,7 +84,7 @@ def dtype_ledger(
         export: dtype of the Hugging Face directory.
         optimizer: ``optimizer.name``.
     """
-    kept = {"adamw_bf16": "bfloat16"} | dict.fromkeys(LOW_BIT, f"uint8 or {section.storage_dtype}")
+    moments, rounding = _MOMENTS.get(optimizer, (section.storage_dtype, "nearest"))
     return DtypeLedger(
         storage=section.storage_dtype,
         compute=section.param_dtype,
@@ -87,10 +92,10 @@ def dtype_ledger(
         accumulation=section.reduce_dtype,
         reduction=section.reduce_dtype,
         gradients=section.storage_dtype,
-        optimizer=kept.get(optimizer, section.storage_dtype),
+        optimizer=moments,
         output=section.output_dtype or section.param_dtype,
         export=export,
-        rounding="stochastic" if optimizer == "adamw_bf16" else "nearest",
+        rounding=rounding,
         gathered="float8_e4m3fn" if float8 and float8.all_gather else None,
         products=_FLOAT8_PRODUCTS[float8.recipe] if float8 else None,
     )

@@ -17,10 +17,11 @@ from transformers import (
 
 from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
 from fsdp2kit.parallel.float8 import keep_scales
-from fsdp2kit.train.adamw_bf16 import AdamWBF16
+from fsdp2kit.train.adamw_8bit import build_adamw_8bit
 from fsdp2kit.train.host_state import keep_state_on_host
-from fsdp2kit.train.lowbit import build_low_bit
+from fsdp2kit.train.moments import FORMATS
 from fsdp2kit.train.muon import MuonAdamW, hidden_matrices
+from fsdp2kit.train.rounded_adamw import RoundedAdamW
 
 
 def build_optimizer(
@@ -57,10 +58,16 @@ def build_optimizer(
             eps=section.eps,
             fused=True,  # one kernel over all shards, on CPU and CUDA alike
         )
-    elif section.name == "adamw_bf16":
-        optimizer = AdamWBF16(_groups(trainable, section), lr=section.lr, betas=section.betas, eps=section.eps)
+    elif section.name in FORMATS:
+        optimizer = RoundedAdamW(
+            _groups(trainable, section),
+            formats=FORMATS[section.name],
+            lr=section.lr,
+            betas=section.betas,
+            eps=section.eps,
+        )
     else:
-        return build_low_bit(section, _groups(trainable, section))
+        return build_adamw_8bit(section, _groups(trainable, section))
     if state_on_host and any(parameter.device.type != "cpu" for parameter in trainable):
         keep_state_on_host(optimizer)
     keep_scales(model, optimizer)

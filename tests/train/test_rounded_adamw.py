@@ -1,4 +1,4 @@
-"""AdamW with bfloat16 moments: rounding beside exact arithmetic, updates beside torch's, meshes beside none."""
+"""AdamW with moments in few bits: rounding beside exact arithmetic, updates beside torch's, meshes beside none."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.parallel.ledger import checked, dtype_ledger
-from fsdp2kit.train.adamw_bf16 import AdamWBF16
 from fsdp2kit.train.host_state import keep_state_on_host
+from fsdp2kit.train.moments import FORMATS, bfloat16_moments
 from fsdp2kit.train.optim import build_optimizer
+from fsdp2kit.train.rounded_adamw import RoundedAdamW
 from fsdp2kit.train.rounding import noise_key, noise_of, round_stochastically, scramble
 from tests.train import optim_jobs as jobs
 from tests.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
-SECTION = OptimizerConfig.model_validate({"name": "adamw_bf16", **VALUES})
+SECTIONS = [OptimizerConfig.model_validate({"name": name, **VALUES}) for name in FORMATS]
+SECTION = SECTIONS[0]
+each_format = pytest.mark.parametrize("section", SECTIONS, ids=list(FORMATS))
 
 
 def noise(length: int, *, seed: int = 0) -> Tensor:
@@ -94,15 +97,15 @@ def test_noise_is_uniform_and_unrelated_between_steps_moments_and_neighbours() -
     assert correlations.abs().max() < 5 / draws**0.5
 
 
-def pair(dtype: torch.dtype, steps: int, **changes: Any) -> tuple[Any, Any, Any, Any]:
+def pair(dtype: torch.dtype, steps: int, *, name: str = "adamw_bf16", **changes: Any) -> tuple[Any, Any, Any, Any]:
     """The same steps by torch's AdamW in float32 and by ours: both parameters, both optimizers."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(300, 200, generator=generator).to(dtype)
+    start = torch.randn(300, 192, generator=generator).to(dtype)
     theirs, ours = nn.Parameter(start.float()), nn.Parameter(start.clone())
     reference = torch.optim.AdamW([theirs], **VALUES)
-    optimizer = AdamWBF16([ours], **{**VALUES, **changes})
+    optimizer = RoundedAdamW([ours], formats=FORMATS[name], **{**VALUES, **changes})
     for _ in range(steps):
-        theirs.grad = torch.randn(300, 200, generator=generator).to(dtype).float()
+        theirs.grad = torch.randn(300, 192, generator=generator).to(dtype).float()
         ours.grad = theirs.grad.to(dtype)
         reference.step()
         optimizer.step()
@@ -140,7 +143,10 @@ def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
     values: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8}
     for parameter, optimizer in zip(
         parameters,
-        (AdamWBF16([parameters[0]], **values), torch.optim.AdamW([parameters[1]], weight_decay=0, **values)),
+        (
+            RoundedAdamW([parameters[0]], formats=bfloat16_moments, **values),
+            torch.optim.AdamW([parameters[1]], weight_decay=0, **values),
+        ),
         strict=True,
     ):
         for _ in range(steps):
@@ -156,7 +162,7 @@ def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
 
 def test_a_second_moment_falls_and_never_becomes_zero() -> None:
     parameter = nn.Parameter(torch.zeros(10_000))
-    optimizer = AdamWBF16([parameter], lr=0.0, betas=(0.9, 0.999), eps=1e-30)
+    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=0.0, betas=(0.9, 0.999), eps=1e-30)
     for step in range(101):
         parameter.grad = torch.full_like(parameter, float(step == 0))
         optimizer.step()
@@ -164,38 +170,41 @@ def test_a_second_moment_falls_and_never_becomes_zero() -> None:
     assert float(squares.mean()) == pytest.approx(0.001 * 0.999**100, rel=0.002)  # nearest: 0.001 for ever
 
     parameter = nn.Parameter(torch.zeros(1000))
-    optimizer = AdamWBF16([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-30)
+    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-30)
     for _ in range(20):
         parameter.grad = torch.full_like(parameter, 1e-20)  # its square is below what bfloat16 has
         optimizer.step()
     assert (optimizer.state[parameter]["exp_avg_sq"] > 0).all()
     assert parameter.abs().max() <= 20 * 1e-3
     parameter = nn.Parameter(torch.zeros(10))
-    optimizer = AdamWBF16([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     parameter.grad = torch.zeros(10)
     optimizer.step()
     assert not optimizer.state[parameter]["exp_avg_sq"].any()
     assert not parameter.any()
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype) -> None:
-    whole = pair(dtype, 5, elements_at_once=10**6)
-    for size in (997, 64):
-        cut = pair(dtype, 5, elements_at_once=size)
+def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype, name: str) -> None:
+    whole = pair(dtype, 5, name=name, elements_at_once=10**6)
+    for size in (997, 64, 1):
+        cut = pair(dtype, 5, name=name, elements_at_once=size)
         assert torch.equal(cut[1], whole[1])
-        assert all(torch.equal(cut[3][name], whole[3][name]) for name in whole[3])
-    other = pair(dtype, 5, seed=1)
-    assert not torch.equal(other[3]["exp_avg"], whole[3]["exp_avg"])
+        assert all(torch.equal(cut[3][key], whole[3][key]) for key in whole[3])
+    other = pair(dtype, 5, name=name, seed=1)
+    assert any(not torch.equal(other[3][key], whole[3][key]) for key in whole[3])
 
 
-def state_after(dtype: torch.dtype, replicate: int, shard: int, on_host: bool = False) -> dict[str, np.ndarray]:
+def state_after(
+    section: OptimizerConfig, dtype: torch.dtype, replicate: int, shard: int, on_host: bool = False
+) -> dict[str, np.ndarray]:
     """Parameters and moments after some steps; without ranks to share them where ``shard`` is 0."""
     net = jobs.make_net().to(dtype)
     if shard:
         mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
         net = fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
-    optimizer = build_optimizer(SECTION, net)
+    optimizer = build_optimizer(section, net)
     if on_host:
         keep_state_on_host(optimizer, elements_at_once=6000)
     for step in range(jobs.STEPS):
@@ -219,23 +228,27 @@ def state_after(dtype: torch.dtype, replicate: int, shard: int, on_host: bool = 
 
     found = {name: shown(parameter) for name, parameter in net.named_parameters()}
     for name, parameter in net.named_parameters():
-        found |= {f"{name}.{key}": shown(optimizer.state[parameter][key]) for key in ("exp_avg", "exp_avg_sq")}
+        found |= {f"{name}.{key}": shown(value) for key, value in optimizer.state[parameter].items()}
     return found
 
 
+@each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_mesh_has_the_numbers_of_one_process(dtype: torch.dtype, pool: WorkerPool) -> None:
-    expected = state_after(dtype, 1, 0)
+def test_every_mesh_has_the_numbers_of_one_process(
+    section: OptimizerConfig, dtype: torch.dtype, pool: WorkerPool
+) -> None:
+    expected = state_after(section, dtype, 1, 0)
     for replicate, shard in ((1, 1), (1, 3), (2, 2)):  # of one parameter two ranks of three have no row
-        for found in pool.run(replicate * shard, state_after, dtype, replicate, shard):
+        for found in pool.run(replicate * shard, state_after, section, dtype, replicate, shard):
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
-    for found in pool.run(2, state_after, dtype, 1, 2, on_host=True):
+    for found in pool.run(2, state_after, section, dtype, 1, 2, on_host=True):
         assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
-def test_torchs_state_dict_keeps_the_moments_and_the_noise() -> None:
-    net = nn.Linear(30, 20)
-    optimizer = build_optimizer(SECTION, net)
+@each_format
+def test_torchs_state_dict_keeps_the_moments_and_the_noise(section: OptimizerConfig) -> None:
+    net = nn.Linear(192, 30)
+    optimizer = build_optimizer(section, net)
 
     def steps(net: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
         for step in which:
@@ -247,20 +260,20 @@ def test_torchs_state_dict_keeps_the_moments_and_the_noise() -> None:
     steps(net, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
     again = copy.deepcopy(net)
-    resumed = build_optimizer(SECTION, again)
+    resumed = build_optimizer(section, again)
     resumed.load_state_dict(saved)
-    assert all(
-        state[key].dtype == torch.bfloat16 for state in resumed.state.values() for key in ("exp_avg", "exp_avg_sq")
-    )
+    for mine, its in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert all(torch.equal(mine[key], its[key]) and mine[key].dtype == its[key].dtype for key in mine)
     steps(net, optimizer, range(3, 6))
     steps(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+@each_format
+def test_a_parameter_without_a_gradient_is_left_alone(section: OptimizerConfig) -> None:
     net = jobs.make_net()
     net.head.weight.requires_grad_(False)
-    optimizer = build_optimizer(SECTION, net)
+    optimizer = build_optimizer(section, net)
     net.odd.weight.grad = torch.ones_like(net.odd.weight)
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     optimizer.step()
@@ -269,11 +282,11 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert list(optimizer.state) == [net.odd.weight]
 
 
-def bfloat16_ledger() -> str:
+def bfloat16_ledger(section: OptimizerConfig) -> str:
     model = jobs.make_net().bfloat16()
-    optimizer = build_optimizer(SECTION, model)
-    section = FSDPConfig(param_dtype="bfloat16", storage_dtype="bfloat16")
-    ledger = dtype_ledger(section, export="float32", optimizer=SECTION.name)
+    optimizer = build_optimizer(section, model)
+    fsdp = FSDPConfig(param_dtype="bfloat16", storage_dtype="bfloat16")
+    ledger = dtype_ledger(fsdp, export="float32", optimizer=section.name)
     with checked(ledger, model, optimizer):
         for name, parameter in model.named_parameters():
             parameter.grad = jobs.gradients(0)[name].bfloat16()
@@ -281,10 +294,14 @@ def bfloat16_ledger() -> str:
     return str(ledger)
 
 
-def test_the_ledger_says_how_it_rounds() -> None:
-    said = bfloat16_ledger()
-    assert "optimizer bfloat16" in said
-    assert said.endswith("the optimizer rounds to bfloat16 with stochastic rounding")
+@each_format
+def test_the_ledger_says_how_it_rounds(section: OptimizerConfig) -> None:
+    said = bfloat16_ledger(section)
+    assert ("optimizer bfloat16" if section == SECTION else "optimizer uint8 or float32") in said
+    assert said.endswith("what the optimizer stores in fewer bits than float32 gets stochastic rounding")
+
+
+def test_other_optimizers_warn() -> None:
     section = FSDPConfig(storage_dtype="bfloat16")
     assert "are lost" in str(dtype_ledger(section, export="float32"))
     float32 = dtype_ledger(FSDPConfig(), export="float32", optimizer="adamw_bf16")
@@ -292,8 +309,9 @@ def test_the_ledger_says_how_it_rounds() -> None:
     assert replace(float32, rounding="nearest") != float32
 
 
+@each_format
 @pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
-def test_state_may_be_on_the_host(offload: str) -> None:
+def test_state_may_be_on_the_host(offload: str, section: OptimizerConfig) -> None:
     values = {"recipe": "x", "model": {"path": "m"}, "train": {"steps": 1}, "fsdp": {"offload": offload}}
-    config = TrainingConfig.model_validate({**values, "optimizer": {"name": "adamw_bf16"}})
+    config = TrainingConfig.model_validate({**values, "optimizer": {"name": section.name}})
     check_config(config, world_size=1, local_world_size=1)

@@ -1,15 +1,15 @@
-"""AdamW that keeps its moments in bfloat16 and rounds them, and parameters stored in bfloat16, stochastically.
+"""AdamW that keeps its moments in few bits and rounds them, and parameters stored in bfloat16, stochastically.
 
-Rounded to nearest, what changes by less than 1/256 of itself does not change at all: a second moment under
-beta2 = 0.999 never falls, and small updates of a bfloat16 parameter are lost. Rounded stochastically (see
-`fsdp2kit.train.rounding`), both are kept on average. Everything is computed in float32.
+Rounded to nearest, what changes by less than half a step of its format does not change at all: a second moment in
+bfloat16 under beta2 = 0.999 never falls, and small updates of a bfloat16 parameter are lost. Rounded stochastically
+(see `fsdp2kit.train.rounding`), both are kept on average. Everything is computed in float32.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from fsdp2kit.train.moments import Field, MomentFormat
 from fsdp2kit.train.rounding import noise_key, noise_of, round_stochastically, scramble
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,6 +27,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AT_ONCE_CPU = 2**18
 _AT_ONCE = 2**23
 
+Formats = tuple[MomentFormat, MomentFormat]
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -33,21 +36,22 @@ class _Piece:
 
     parameter: Tensor
     gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[tuple[Tensor, ...], ...]
+    """The stored fields of the first moment and of the second."""
     key: int
     start: int
     """Place of the first in the whole parameter."""
 
 
-class AdamWBF16(Optimizer):
-    """`torch.optim.AdamW` with ``exp_avg`` and ``exp_avg_sq`` in bfloat16.
+class RoundedAdamW(Optimizer):
+    """`torch.optim.AdamW` with ``exp_avg`` and ``exp_avg_sq`` in formats of fewer bits.
 
     Parameters of bfloat16 are rounded stochastically as well; others are computed in float32 and keep their dtype.
     The noise is a function of (seed, number of the parameter, its step count, element): the same on any mesh.
 
     Args:
         params: parameters or groups, whole or sharded over their first dimension.
+        formats: of the two moments of a parameter.
         seed: of the noise.
         elements_at_once: are updated at a time; changes no number. Default: by the device.
     """
@@ -56,6 +60,7 @@ class AdamWBF16(Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         *,
+        formats: Callable[[Tensor], Formats],
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -63,6 +68,7 @@ class AdamWBF16(Optimizer):
         seed: int = 0,
         elements_at_once: int | None = None,
     ) -> None:
+        self._formats = formats
         self._seed = seed
         self._elements_at_once = elements_at_once
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -72,48 +78,59 @@ class AdamWBF16(Optimizer):
         """Update every parameter that has a gradient."""
         numbers = itertools.count()
         for group in self.param_groups:
-            alike: dict[tuple[int, torch.dtype, torch.device], list[_Piece]] = {}
+            alike: dict[tuple[int, torch.dtype, torch.device, Formats], list[_Piece]] = {}
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
-                    step = self._count(parameter)
+                    formats = self._formats(parameter)
+                    step = self._count(parameter, formats)
                     key = noise_key(self._seed, number, step)
-                    pieces = self._pieces(parameter, key=key)
-                    alike.setdefault((step, parameter.dtype, parameter.device), []).extend(pieces)
-            for (step, _, device), pieces in alike.items():
+                    pieces = self._pieces(parameter, formats, key=key)
+                    alike.setdefault((step, parameter.dtype, parameter.device, formats), []).extend(pieces)
+            for (step, _, device, formats), pieces in alike.items():
                 for bucket in _buckets(pieces, self._at_once(device)):
-                    _update(bucket, group, step=step)
+                    _update(bucket, formats, group, step=step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moments, which torch casts to the dtype of their parameter, are bfloat16 again, with equal values."""
+        """Moments, which torch casts to the dtype of their parameter, have their own again, with equal values."""
         super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name in _MOMENTS:
-                state[name] = state[name].bfloat16()
+        for parameter, state in self.state.items():
+            for name, field in _named_fields(self._formats(parameter)):
+                state[name] = state[name].to(field.dtype)
 
-    def _count(self, parameter: Tensor) -> int:
+    def _count(self, parameter: Tensor, formats: Formats) -> int:
         """The number of the update that ``parameter`` is about to get; its state is made where there is none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            for name, field in _named_fields(formats):
+                state[name] = _zeros(parameter, field)
         state["step"] += 1
         return int(state["step"])
 
-    def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Piece]:
-        state, gradient = self.state[parameter], parameter.grad
-        flat = [_local(tensor).view(-1) for tensor in (parameter, *(state[name] for name in _MOMENTS))]
-        flat.insert(1, _local(gradient).reshape(-1))
+    def _pieces(self, parameter: Tensor, formats: Formats, *, key: int) -> Iterator[_Piece]:
+        whole = max(field.elements for _, field in _named_fields(formats))  # what cannot be cut
+        size = max(self._at_once(parameter.device) // whole, 1) * whole
+        values = _local(parameter).view(-1).split(size)
+        gradients = _local(parameter.grad).reshape(-1).split(size)
+        moments = [
+            zip(*(_local(stored).view(-1).split(size // field.elements) for stored, field in fields), strict=True)
+            for fields in self._stored(parameter, formats)
+        ]
         start = _first_element(parameter)
-        for parts in zip(*(tensor.split(self._at_once(parameter.device)) for tensor in flat), strict=True):
-            yield _Piece(*parts, key=key, start=start)
-            start += parts[0].numel()
+        for value, gradient, *stored in zip(values, gradients, *moments, strict=True):
+            yield _Piece(value, gradient, tuple(stored), key=key, start=start)
+            start += value.numel()
+
+    def _stored(self, parameter: Tensor, formats: Formats) -> Iterator[list[tuple[Tensor, Field]]]:
+        """The tensors of the first moment and of the second."""
+        for moment, kept in zip(_MOMENTS, formats, strict=True):
+            yield [(self.state[parameter][moment + field.suffix], field) for field in kept.fields]
 
     def _at_once(self, device: torch.device) -> int:
         return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE)
 
 
-def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
+def _update(pieces: list[_Piece], formats: Formats, group: dict[str, Any], *, step: int) -> None:
     """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``, with moments as they were before rounding.
 
     Products and sums are separate operations: fused, they would round differently at the end of a vector, and the
@@ -123,8 +140,8 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
     lr = float(group["lr"])
     parameter = torch.cat([piece.parameter for piece in pieces]).float()
     gradient = torch.cat([piece.gradient for piece in pieces]).float()
-    exp_avg = torch.cat([piece.exp_avg for piece in pieces]).float()
-    exp_avg_sq = torch.cat([piece.exp_avg_sq for piece in pieces]).float()
+    stored = [_fields([piece.moments[which] for piece in pieces]) for which in range(len(_MOMENTS))]
+    exp_avg, exp_avg_sq = (kept.read(fields) for kept, fields in zip(formats, stored, strict=True))
 
     exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
@@ -133,13 +150,41 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
     parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
 
     bits = torch.cat([_noise(piece) for piece in pieces])
-    _write([piece.exp_avg for piece in pieces], round_stochastically(exp_avg, bits))
-    # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.
-    exp_avg_sq = torch.where(exp_avg_sq > 0, exp_avg_sq.clamp(min=torch.finfo(torch.bfloat16).tiny), exp_avg_sq)
-    _write([piece.exp_avg_sq for piece in pieces], round_stochastically(exp_avg_sq, bits >> 16))
+    for which, values, noise in ((0, exp_avg, bits), (1, exp_avg_sq, bits >> 16)):
+        for number, field in enumerate(formats[which].rounded(values, noise)):
+            _write([piece.moments[which][number] for piece in pieces], field)
     if pieces[0].parameter.dtype == torch.bfloat16:
         parameter = round_stochastically(parameter, scramble(bits))
     _write([piece.parameter for piece in pieces], parameter)
+
+
+def _fields(pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(field) for field in zip(*pieces, strict=True)]
+
+
+def _named_fields(formats: Formats) -> Iterator[tuple[str, Field]]:
+    """Every field of both moments, with its name in the state."""
+    for moment, kept in zip(_MOMENTS, formats, strict=True):
+        for field in kept.fields:
+            yield moment + field.suffix, field
+
+
+def _zeros(parameter: Tensor, field: Field) -> Tensor:
+    """A field of a moment of zeros, in the rows of ``parameter``, which are sharded as the parameter's are."""
+    if field.elements == 1:
+        return torch.zeros_like(parameter, dtype=field.dtype, requires_grad=False)
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // field.elements)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=field.dtype, device=parameter.device)
+    local = parameter.to_local()
+    return DTensor.from_local(
+        torch.zeros((*local.shape[:-1], shape[-1]), dtype=field.dtype, device=local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 def _noise(piece: _Piece) -> Tensor:
@@ -174,7 +219,7 @@ def _first_element(parameter: Tensor) -> int:
     if not spread or coordinates is None:
         return 0
     if len(spread) > 1 or parameter.placements[spread[0]] != Shard(0):
-        raise NotImplementedError(f"AdamWBF16 wants parameters sharded by rows, not {parameter.placements}")
+        raise NotImplementedError(f"RoundedAdamW wants parameters sharded by rows, not {parameter.placements}")
     rows = -(-parameter.shape[0] // mesh.size(spread[0]))  # of each rank; the last may have fewer
     return coordinates[spread[0]] * rows * math.prod(parameter.shape[1:])
 

@@ -1,13 +1,12 @@
-"""AdamW with moments of 8 or 4 bits, by torchao: arXiv:2110.02861, arXiv:2309.01507.
+"""AdamW with moments of 8 bits, by torchao: arXiv:2110.02861.
 
-A moment is kept as codes into a table of 256 or 16 values, and one float32 scale a block of neighbouring elements.
+A moment is kept as codes into a table of 256 values, and one float32 scale a block of neighbouring elements.
 torchao forms blocks of each rank's shard, so that what is quantised, and how, would depend on the mesh; here a block
 never leaves a row of the whole tensor. Any mesh then holds the same numbers, and checkpoints fit all of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -19,45 +18,35 @@ from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import OptimizerConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.train.moments import block_size
 
-# torchao's own: the largest block, and the size from which a tensor is quantised.
-LARGEST_BLOCK = {"adamw_8bit": 256, "adamw_4bit": 128}
-_SMALLEST_BLOCK = 32
-_SMALLEST_TENSOR = 4096
+_LARGEST_BLOCK = 256  # torchao's own
 
 
-def build_low_bit(section: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """torchao's ``AdamW8bit`` or ``AdamW4bit`` over ``groups``, with all its state in place.
+def build_adamw_8bit(section: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """torchao's ``AdamW8bit`` over ``groups``, with all its state in place.
 
     Raises:
         UserError: torchao is not installed.
     """
-    optimizer_class, state_class = _torchao_classes(section.name)
+    optimizer_class, state_class = _torchao_classes()
     optimizer: Optimizer = optimizer_class(list(groups), lr=section.lr, betas=section.betas, eps=section.eps)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            block = block_size(parameter, largest=LARGEST_BLOCK[section.name])
+            block = _block_size(parameter)
             optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": _zeros(state_class, parameter, signed=True, block=block),
                 "exp_avg_sq": _zeros(state_class, parameter, signed=False, block=block),
             }
-    # Compiled, torchao 0.18's 4-bit step fails on more than one shard (torch 2.13: "wrong number of dimensions").
-    if section.name == "adamw_4bit" or all(parameter.device.type == "cpu" for parameter in optimizer.state):
+    if all(parameter.device.type == "cpu" for parameter in optimizer.state):
         _step_eagerly(optimizer)
     return optimizer
 
 
-def block_size(parameter: Tensor, *, largest: int) -> int | None:
-    """Elements that share a scale: the largest power of two that divides the rows, or None: keep float32 moments.
-
-    Vectors, small tensors, and tensors of which a rank has no row are not quantised.
-    """
-    row = parameter.shape[-1] if parameter.ndim else 1
-    block = math.gcd(row, largest)
-    if parameter.ndim < 2 or parameter.numel() < _SMALLEST_TENSOR or block < _SMALLEST_BLOCK or _has_empty(parameter):
-        return None
-    return block
+def _block_size(parameter: Tensor) -> int | None:
+    """`block_size`, and none for a tensor of which a rank has no row: torchao cannot keep an empty shard."""
+    return None if _has_empty(parameter) else block_size(parameter, largest=_LARGEST_BLOCK)
 
 
 def _has_empty(parameter: Tensor) -> bool:
@@ -101,14 +90,12 @@ def _step_eagerly(optimizer: Optimizer) -> None:
     optimizer.step = MethodType(step, optimizer)
 
 
-def _torchao_classes(name: str) -> tuple[Any, Any]:
+def _torchao_classes() -> tuple[Any, Any]:
     """The optimizer and the tensor that its moments are."""
     try:
-        from torchao import optim  # pyright: ignore[reportMissingImports]
-        from torchao.optim import subclass_4bit, subclass_8bit  # pyright: ignore[reportMissingImports]
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+        from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        todo = "install it: pip install 'fsdp2kit[lowbit]'"
-        raise UserError("optimizer.name", f"{name!r} is torchao's, which cannot be imported ({error})", todo) from None
-    if name == "adamw_8bit":
-        return optim.AdamW8bit, subclass_8bit.OptimState8bit
-    return optim.AdamW4bit, subclass_4bit.OptimState4bit
+        what = f"'adamw_8bit' is torchao's, which cannot be imported ({error})"
+        raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'") from None
+    return AdamW8bit, OptimState8bit
