@@ -139,6 +139,11 @@ GROUPS: dict[str, list[Variant]] = {
             "bfloat16 parameters and moments",
             (_SELECTIVE, {"optimizer": {"name": "adamw_bf16"}, "fsdp": {"storage_dtype": "bfloat16"}}),
         ),
+        Variant(
+            "Llama-3.1-8B",
+            "bfloat16 parameters, 4-bit moments",
+            (_SELECTIVE, {"optimizer": {"name": "adamw_4bit"}, "fsdp": {"storage_dtype": "bfloat16"}}),
+        ),
         Variant("Llama-3.1-8B", "moments on the host", (_SELECTIVE, {"fsdp": {"offload": "optimizer"}})),
     ],
 }
