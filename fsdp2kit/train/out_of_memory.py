@@ -133,6 +133,7 @@ def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:
         (fsdp.strategy == "shard_grad_op", 'fsdp.strategy = "full_shard"'),
         (fsdp.offload == "none", 'fsdp.offload = "optimizer"'),
         (fsdp.offload == "optimizer", 'fsdp.offload = "params"'),
+        (config.optimizer.name == "adamw" and fsdp.offload == "none", 'optimizer.name = "adamw_bf16" or "adamw_4bit"'),
         (True, "more ranks, over which everything is sharded"),
     ]
     helpful = less_activation if alive.activations >= kept else less_state

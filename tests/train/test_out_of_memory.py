@@ -42,6 +42,7 @@ FULL = {"mode": "full"}
             ["checkpointing.offload = true", "mesh.cp"],
         ),
         (_alive(parameters=20, moments=40), {"fsdp": {"strategy": "no_shard"}}, ['"hybrid_shard"', '"optimizer"']),
+        (_alive(parameters=20, moments=40), {}, ['offload = "optimizer"', 'optimizer.name = "adamw_bf16"']),
         (_alive(parameters=20, moments=40), {"fsdp": {"offload": "optimizer"}}, ['offload = "params"', "more ranks"]),
     ],
 )
