@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,6 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UserError, match=r"optimizer\.name.*fsdp2kit\[lowbit\]"):
         build_optimizer(section_of("adamw_8bit"), jobs.make_net())
