@@ -8,8 +8,9 @@ for good (arXiv:2505.00347 calls it signal swamping).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -27,125 +28,117 @@ _TINY = torch.finfo(torch.bfloat16).tiny  # 2^-126, the smallest number of full 
 class Field:
     """A stored tensor: an entry for every ``elements`` neighbours of a row of the parameter."""
 
-    suffix: str
-    """Of its name in the optimizer's state, after the name of the moment."""
     dtype: torch.dtype
     elements: int = 1
 
 
 class MomentFormat(Protocol):
-    """What a moment is stored as. Instances that are equal are stored alike."""
+    """What the two moments of a parameter are stored as. Instances that are equal store alike."""
 
     @property
-    def fields(self) -> tuple[Field, ...]:
-        """The tensors that hold it. All zeros: a moment of zeros."""
+    def fields(self) -> Mapping[str, Field]:
+        """The tensors that hold them, by name in the optimizer's state. All zeros: moments of zeros."""
         ...
 
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        """The moment of n elements, float32 ``[n]``, from flat fields."""
+    def read(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The first and the second moment of n elements, float32 ``[n]`` each, from flat fields."""
         ...
 
-    def rounded(self, values: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        """The fields that hold ``values`` (float32 ``[n]``).
+    def rounded(self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        """The fields that hold these moments (float32 ``[n]``).
 
         Args:
-            noise: int32 ``[n]``, of which the lower 16 bits are used.
+            noise: int32 ``[n]``, of which each moment uses one half.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Float32:
-    """As it is computed."""
+class Float32Moments:
+    """As they are computed."""
 
-    fields = (Field("", torch.float32),)
+    fields = MappingProxyType({"exp_avg": Field(torch.float32), "exp_avg_sq": Field(torch.float32)})
 
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        return stored[0].clone()
+    def read(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        exp_avg, exp_avg_sq = stored
+        return exp_avg.clone(), exp_avg_sq.clone()
 
-    def rounded(self, values: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        return (values,)
+    def rounded(self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        return exp_avg, exp_avg_sq
 
 
 @dataclass(frozen=True)
-class BFloat16:
-    """Rounded to bfloat16.
+class BFloat16Moments:
+    """Rounded to bfloat16."""
 
-    Args:
-        floor: what is positive is stored as this at least.
+    fields = MappingProxyType({"exp_avg": Field(torch.bfloat16), "exp_avg_sq": Field(torch.bfloat16)})
+
+    def read(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        exp_avg, exp_avg_sq = stored
+        return exp_avg.float(), exp_avg_sq.float()
+
+    def rounded(self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.
+        exp_avg_sq = torch.where(exp_avg_sq > 0, exp_avg_sq.clamp(min=_TINY), exp_avg_sq)
+        return round_stochastically(exp_avg, noise), round_stochastically(exp_avg_sq, noise >> 16)
+
+
+@dataclass(frozen=True)
+class FourBitMoments:
+    """4 bits an element, and a float32 scale for each moment of a block: neighbours in a row.
+
+    The second moment is 2^-k of the block's largest, k = 0 … 15: an update divides by its root, so that its error
+    matters in proportion to itself. There is no 0 beside a block's larger elements: what is below 2^-15 of the largest
+    is stored as that.
+
+    The first is k/7, k = −7 … 7, of the block's largest ratio to the root of the second *as stored*. Such ratios are
+    what updates are made of, and alike over a block where gradients are not: an element of small gradients gets no
+    larger an error in its updates than one of large ones.
     """
-
-    floor: float = 0.0
-    fields = (Field("", torch.bfloat16),)
-
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        return stored[0].float()
-
-    def rounded(self, values: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        if self.floor:
-            values = torch.where(values > 0, values.clamp(min=self.floor), values)
-        return (round_stochastically(values, noise),)
-
-
-@dataclass(frozen=True)
-class FourBitSigned:
-    """k·|k|/49 of a block's largest magnitude, for k = −7 … 7: finer near 0, where most of a block is."""
 
     block: int
 
     @property
-    def fields(self) -> tuple[Field, ...]:
-        return (Field(".codes", torch.uint8, 2), Field(".scale", torch.float32, self.block))
+    def fields(self) -> Mapping[str, Field]:
+        codes, scale = Field(torch.uint8, 2), Field(torch.float32, self.block)
+        names = ("exp_avg.codes", "exp_avg.scale", "exp_avg_sq.exponents", "exp_avg_sq.scale")
+        return dict(zip(names, (codes, scale) * 2, strict=True))
 
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        codes, scale = stored
-        k = _unpacked(codes).float().sub_(7)
-        return (k.mul_(k.abs()).div_(49).view(-1, self.block) * scale[:, None]).view(-1)
+    def read(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        codes, scale, exponents, largest = stored
+        exp_avg_sq = self._squares(exponents, largest)
+        ratios = self._scaled(_unpacked(codes).float().sub_(7).div_(7), scale)
+        return ratios.mul_(exp_avg_sq.sqrt()), exp_avg_sq
 
-    def rounded(self, values: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        parts, scale = _relative(values, self.block)
-        squares = parts.abs().mul_(49)
-        k = squares.sqrt().floor_()
-        above = squares.sub_(k * k).div_(k * 2 + 1)  # how far it is on the way to (k + 1)²
+    def rounded(self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        exponents, largest = self._rounded_squares(exp_avg_sq, noise >> 16)
+        root = self._squares(exponents, largest).sqrt_()
+        ratios, scale = self._relative(exp_avg / torch.where(root > 0, root, torch.inf))
         draw = (noise & 0xFFFF).float().add_(0.5).div_(2**16)
-        k.add_(draw < above).mul_(parts.sign()).add_(7)
-        return _packed(k), scale
+        k = ratios.mul_(7).add_(draw).floor_()
+        return _packed(k.add_(7)), scale, exponents, largest
 
-
-@dataclass(frozen=True)
-class FourBitPositive:
-    """2^-k of a block's largest, for k = 0 … 15: what a second moment divides by matters in proportion to itself.
-
-    There is no 0 beside a block's larger elements: what is below 2^-15 of the largest is stored as that, so that no
-    denominator shrinks to ``eps`` by rounding.
-    """
-
-    block: int
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return (Field(".exponents", torch.uint8, 2), Field(".scale", torch.float32, self.block))
-
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        exponents, scale = stored
-        bits = (127 - _unpacked(exponents).int()).bitwise_left_shift_(23)  # a float32 of mantissa 0
-        return (bits.view(torch.float32).view(-1, self.block) * scale[:, None]).view(-1)
-
-    def rounded(self, values: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        parts, scale = _relative(values, self.block, smallest=_TINY * 2**15)
+    def _rounded_squares(self, exp_avg_sq: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        parts, largest = self._relative(exp_avg_sq, smallest=_TINY * 2**15)
         bits = parts.clamp_(min=2**-15).view(torch.int32)
         # A uniform number added to the mantissa carries into the exponent with the probability mantissa / 2^23.
         bits = bits + (noise & 0xFFFF).mul_(2**7).add_(2**6)
-        return _packed(127 - (bits >> 23)), scale
+        return _packed(127 - (bits >> 23)), largest
 
+    def _squares(self, exponents: Tensor, largest: Tensor) -> Tensor:
+        bits = (127 - _unpacked(exponents).int()).bitwise_left_shift_(23)  # a float32 of mantissa 0
+        return self._scaled(bits.view(torch.float32), largest)
 
-def _relative(values: Tensor, block: int, *, smallest: float = 0.0) -> tuple[Tensor, Tensor]:
-    """``values`` over the largest magnitude of their block, and these magnitudes; ``smallest`` at least, if not 0."""
-    blocks = values.view(-1, block)
-    scale = blocks.abs().amax(dim=1)
-    if smallest:
-        scale = torch.where(scale > 0, scale.clamp(min=smallest), scale)
-    return (blocks / torch.where(scale > 0, scale, 1)[:, None]).view(-1), scale
+    def _scaled(self, parts: Tensor, scale: Tensor) -> Tensor:
+        return (parts.view(-1, self.block) * scale[:, None]).view(-1)
+
+    def _relative(self, values: Tensor, *, smallest: float = 0.0) -> tuple[Tensor, Tensor]:
+        """``values`` over the largest magnitude of their block, and these magnitudes: ``smallest`` at least, or 0."""
+        blocks = values.view(-1, self.block)
+        scale = blocks.abs().amax(dim=1)
+        if smallest:
+            scale = torch.where(scale > 0, scale.clamp(min=smallest), scale)
+        return (blocks / torch.where(scale > 0, scale, 1)[:, None]).view(-1), scale
 
 
 def _packed(codes: Tensor) -> Tensor:
@@ -158,22 +151,22 @@ def _unpacked(pairs: Tensor) -> Tensor:
     return torch.stack((pairs >> 4, pairs & 15), dim=1).view(-1)
 
 
-def bfloat16_moments(_parameter: Tensor) -> tuple[MomentFormat, MomentFormat]:
+def bfloat16_moments(_parameter: Tensor) -> MomentFormat:
     """Both moments in bfloat16. A second moment that is not 0 stays above 0."""
-    return BFloat16(), BFloat16(floor=_TINY)
+    return BFloat16Moments()
 
 
-def four_bit_moments(parameter: Tensor) -> tuple[MomentFormat, MomentFormat]:
+def four_bit_moments(parameter: Tensor) -> MomentFormat:
     """Both moments in 4 bits, or in float32 where `block_size` says so."""
     block = block_size(parameter, largest=_LARGEST_BLOCK)
-    return (Float32(), Float32()) if block is None else (FourBitSigned(block), FourBitPositive(block))
+    return Float32Moments() if block is None else FourBitMoments(block)
 
 
-FORMATS: dict[str, Callable[[Tensor], tuple[MomentFormat, MomentFormat]]] = {
+FORMATS: dict[str, Callable[[Tensor], MomentFormat]] = {
     "adamw_bf16": bfloat16_moments,
     "adamw_4bit": four_bit_moments,
 }
-"""By ``optimizer.name``: the formats of a parameter's first and second moment."""
+"""By ``optimizer.name``: the format of a parameter's moments."""
 
 
 def block_size(parameter: Tensor, *, largest: int) -> int | None:

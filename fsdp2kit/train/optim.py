@@ -61,7 +61,7 @@ def build_optimizer(
     elif section.name in FORMATS:
         optimizer = RoundedAdamW(
             _groups(trainable, section),
-            formats=FORMATS[section.name],
+            format_of=FORMATS[section.name],
             lr=section.lr,
             betas=section.betas,
             eps=section.eps,

@@ -21,13 +21,10 @@ from torch.optim import Optimizer
 from fsdp2kit.train.moments import Field, MomentFormat
 from fsdp2kit.train.rounding import noise_key, noise_of, round_stochastically, scramble
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
 # cache; elsewhere launches are few, and the float32 copies take 0.3 GB.
 _AT_ONCE_CPU = 2**18
 _AT_ONCE = 2**23
-
-Formats = tuple[MomentFormat, MomentFormat]
 
 
 @dataclass(frozen=True)
@@ -36,22 +33,22 @@ class _Piece:
 
     parameter: Tensor
     gradient: Tensor
-    moments: tuple[tuple[Tensor, ...], ...]
-    """The stored fields of the first moment and of the second."""
+    moments: tuple[Tensor, ...]
+    """The fields that hold both."""
     key: int
     start: int
     """Place of the first in the whole parameter."""
 
 
 class RoundedAdamW(Optimizer):
-    """`torch.optim.AdamW` with ``exp_avg`` and ``exp_avg_sq`` in formats of fewer bits.
+    """`torch.optim.AdamW` with ``exp_avg`` and ``exp_avg_sq`` in a format of fewer bits.
 
     Parameters of bfloat16 are rounded stochastically as well; others are computed in float32 and keep their dtype.
     The noise is a function of (seed, number of the parameter, its step count, element): the same on any mesh.
 
     Args:
         params: parameters or groups, whole or sharded over their first dimension.
-        formats: of the two moments of a parameter.
+        format_of: how the moments of a parameter are stored.
         seed: of the noise.
         elements_at_once: are updated at a time; changes no number. Default: by the device.
     """
@@ -60,7 +57,7 @@ class RoundedAdamW(Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         *,
-        formats: Callable[[Tensor], Formats],
+        format_of: Callable[[Tensor], MomentFormat],
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -68,7 +65,7 @@ class RoundedAdamW(Optimizer):
         seed: int = 0,
         elements_at_once: int | None = None,
     ) -> None:
-        self._formats = formats
+        self._format_of = format_of
         self._seed = seed
         self._elements_at_once = elements_at_once
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -78,59 +75,58 @@ class RoundedAdamW(Optimizer):
         """Update every parameter that has a gradient."""
         numbers = itertools.count()
         for group in self.param_groups:
-            alike: dict[tuple[int, torch.dtype, torch.device, Formats], list[_Piece]] = {}
+            alike: dict[tuple[int, torch.dtype, torch.device, MomentFormat], list[_Piece]] = {}
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if parameter.grad is not None:
-                    formats = self._formats(parameter)
-                    step = self._count(parameter, formats)
+                    kept = self._format_of(parameter)
+                    step = self._count(parameter, kept)
                     key = noise_key(self._seed, number, step)
-                    pieces = self._pieces(parameter, formats, key=key)
-                    alike.setdefault((step, parameter.dtype, parameter.device, formats), []).extend(pieces)
-            for (step, _, device, formats), pieces in alike.items():
+                    pieces = self._pieces(parameter, kept, key=key)
+                    alike.setdefault((step, parameter.dtype, parameter.device, kept), []).extend(pieces)
+            for (step, _, device, kept), pieces in alike.items():
                 for bucket in _buckets(pieces, self._at_once(device)):
-                    _update(bucket, formats, group, step=step)
+                    _update(bucket, kept, group, step=step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moments, which torch casts to the dtype of their parameter, have their own again, with equal values."""
+        """As torch's, which casts to the dtype of the parameter: here every field keeps its dtype and its values."""
         super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            for name, field in _named_fields(self._formats(parameter)):
-                state[name] = state[name].to(field.dtype)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if parameter in self.state:
+                given = state_dict["state"][number]
+                for name in self._format_of(parameter).fields:
+                    self.state[parameter][name] = given[name].to(parameter.device, copy=True)
 
-    def _count(self, parameter: Tensor, formats: Formats) -> int:
+    def _count(self, parameter: Tensor, kept: MomentFormat) -> int:
         """The number of the update that ``parameter`` is about to get; its state is made where there is none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            for name, field in _named_fields(formats):
+            for name, field in kept.fields.items():
                 state[name] = _zeros(parameter, field)
         state["step"] += 1
         return int(state["step"])
 
-    def _pieces(self, parameter: Tensor, formats: Formats, *, key: int) -> Iterator[_Piece]:
-        whole = max(field.elements for _, field in _named_fields(formats))  # what cannot be cut
+    def _pieces(self, parameter: Tensor, kept: MomentFormat, *, key: int) -> Iterator[_Piece]:
+        whole = max(field.elements for field in kept.fields.values())  # what cannot be cut
         size = max(self._at_once(parameter.device) // whole, 1) * whole
         values = _local(parameter).view(-1).split(size)
         gradients = _local(parameter.grad).reshape(-1).split(size)
-        moments = [
-            zip(*(_local(stored).view(-1).split(size // field.elements) for stored, field in fields), strict=True)
-            for fields in self._stored(parameter, formats)
+        fields = [
+            _local(self.state[parameter][name]).view(-1).split(size // field.elements)
+            for name, field in kept.fields.items()
         ]
         start = _first_element(parameter)
-        for value, gradient, *stored in zip(values, gradients, *moments, strict=True):
-            yield _Piece(value, gradient, tuple(stored), key=key, start=start)
+        for value, gradient, *moments in zip(values, gradients, *fields, strict=True):
+            yield _Piece(value, gradient, tuple(moments), key=key, start=start)
             start += value.numel()
-
-    def _stored(self, parameter: Tensor, formats: Formats) -> Iterator[list[tuple[Tensor, Field]]]:
-        """The tensors of the first moment and of the second."""
-        for moment, kept in zip(_MOMENTS, formats, strict=True):
-            yield [(self.state[parameter][moment + field.suffix], field) for field in kept.fields]
 
     def _at_once(self, device: torch.device) -> int:
         return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE)
 
 
-def _update(pieces: list[_Piece], formats: Formats, group: dict[str, Any], *, step: int) -> None:
+def _update(pieces: list[_Piece], kept: MomentFormat, group: dict[str, Any], *, step: int) -> None:
     """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``, with moments as they were before rounding.
 
     Products and sums are separate operations: fused, they would round differently at the end of a vector, and the
@@ -140,8 +136,7 @@ def _update(pieces: list[_Piece], formats: Formats, group: dict[str, Any], *, st
     lr = float(group["lr"])
     parameter = torch.cat([piece.parameter for piece in pieces]).float()
     gradient = torch.cat([piece.gradient for piece in pieces]).float()
-    stored = [_fields([piece.moments[which] for piece in pieces]) for which in range(len(_MOMENTS))]
-    exp_avg, exp_avg_sq = (kept.read(fields) for kept, fields in zip(formats, stored, strict=True))
+    exp_avg, exp_avg_sq = kept.read([torch.cat(field) for field in _fields(pieces)])
 
     exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_(gradient.square_().mul_(1 - beta2))
@@ -150,27 +145,20 @@ def _update(pieces: list[_Piece], formats: Formats, group: dict[str, Any], *, st
     parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
 
     bits = torch.cat([_noise(piece) for piece in pieces])
-    for which, values, noise in ((0, exp_avg, bits), (1, exp_avg_sq, bits >> 16)):
-        for number, field in enumerate(formats[which].rounded(values, noise)):
-            _write([piece.moments[which][number] for piece in pieces], field)
+    for targets, values in zip(_fields(pieces), kept.rounded(exp_avg, exp_avg_sq, bits), strict=True):
+        _write(targets, values)
     if pieces[0].parameter.dtype == torch.bfloat16:
         parameter = round_stochastically(parameter, scramble(bits))
     _write([piece.parameter for piece in pieces], parameter)
 
 
-def _fields(pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [torch.cat(field) for field in zip(*pieces, strict=True)]
-
-
-def _named_fields(formats: Formats) -> Iterator[tuple[str, Field]]:
-    """Every field of both moments, with its name in the state."""
-    for moment, kept in zip(_MOMENTS, formats, strict=True):
-        for field in kept.fields:
-            yield moment + field.suffix, field
+def _fields(pieces: list[_Piece]) -> list[tuple[Tensor, ...]]:
+    """For each field, that of every piece."""
+    return list(zip(*(piece.moments for piece in pieces), strict=True))
 
 
 def _zeros(parameter: Tensor, field: Field) -> Tensor:
-    """A field of a moment of zeros, in the rows of ``parameter``, which are sharded as the parameter's are."""
+    """A field of moments of zeros, in the rows of ``parameter``, which are sharded as the parameter's are."""
     if field.elements == 1:
         return torch.zeros_like(parameter, dtype=field.dtype, requires_grad=False)
     shape = (*parameter.shape[:-1], parameter.shape[-1] // field.elements)
@@ -191,7 +179,7 @@ def _noise(piece: _Piece) -> Tensor:
     return noise_of(piece.key, start=piece.start, length=piece.parameter.numel(), device=piece.parameter.device)
 
 
-def _write(targets: list[Tensor], values: Tensor) -> None:
+def _write(targets: Sequence[Tensor], values: Tensor) -> None:
     for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
         target.copy_(part)
 

@@ -35,6 +35,7 @@ class Net(nn.Module):
         self.odd = nn.Linear(45, 101, bias=False)
         self.row = nn.Linear(4096, 1, bias=False)
         self.norm = nn.LayerNorm(64)
+        self.experts = nn.Parameter(torch.randn(5, 20, 64))
         self.head = nn.Linear(256, 97, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:

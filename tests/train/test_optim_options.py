@@ -46,7 +46,7 @@ def plain_run(build: Callable[[dict[str, Tensor]], list[torch.optim.Optimizer]])
 
 
 def adamw(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in parameters.values() if p.ndim == 2]
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [torch.optim.AdamW([group for group in groups if group["params"]], **VALUES)]
@@ -61,7 +61,7 @@ def muon(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
 def torchao_8bit(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
     optim = pytest.importorskip("torchao.optim")
     large = [parameters.pop(name) for name in ("embed.weight", "wide.weight", "same.weight", "head.weight")]
-    tall = [parameters.pop("tall.weight")]  # rows of 192 = 3 × 64
+    tall = [parameters.pop("tall.weight"), parameters.pop("experts")]  # rows of 192 = 3 × 64, and of 64
     return [optim.AdamW8bit(large, **VALUES), optim.AdamW8bit(tall, block_size=64, **VALUES), *adamw(parameters)]
 
 

@@ -103,7 +103,7 @@ def pair(dtype: torch.dtype, steps: int, *, name: str = "adamw_bf16", **changes:
     start = torch.randn(300, 192, generator=generator).to(dtype)
     theirs, ours = nn.Parameter(start.float()), nn.Parameter(start.clone())
     reference = torch.optim.AdamW([theirs], **VALUES)
-    optimizer = RoundedAdamW([ours], formats=FORMATS[name], **{**VALUES, **changes})
+    optimizer = RoundedAdamW([ours], format_of=FORMATS[name], **{**VALUES, **changes})
     for _ in range(steps):
         theirs.grad = torch.randn(300, 192, generator=generator).to(dtype).float()
         ours.grad = theirs.grad.to(dtype)
@@ -144,7 +144,7 @@ def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
     for parameter, optimizer in zip(
         parameters,
         (
-            RoundedAdamW([parameters[0]], formats=bfloat16_moments, **values),
+            RoundedAdamW([parameters[0]], format_of=bfloat16_moments, **values),
             torch.optim.AdamW([parameters[1]], weight_decay=0, **values),
         ),
         strict=True,
@@ -162,7 +162,7 @@ def test_small_updates_of_bfloat16_parameters_are_kept_on_average() -> None:
 
 def test_a_second_moment_falls_and_never_becomes_zero() -> None:
     parameter = nn.Parameter(torch.zeros(10_000))
-    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=0.0, betas=(0.9, 0.999), eps=1e-30)
+    optimizer = RoundedAdamW([parameter], format_of=bfloat16_moments, lr=0.0, betas=(0.9, 0.999), eps=1e-30)
     for step in range(101):
         parameter.grad = torch.full_like(parameter, float(step == 0))
         optimizer.step()
@@ -170,14 +170,14 @@ def test_a_second_moment_falls_and_never_becomes_zero() -> None:
     assert float(squares.mean()) == pytest.approx(0.001 * 0.999**100, rel=0.002)  # nearest: 0.001 for ever
 
     parameter = nn.Parameter(torch.zeros(1000))
-    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-30)
+    optimizer = RoundedAdamW([parameter], format_of=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-30)
     for _ in range(20):
         parameter.grad = torch.full_like(parameter, 1e-20)  # its square is below what bfloat16 has
         optimizer.step()
     assert (optimizer.state[parameter]["exp_avg_sq"] > 0).all()
     assert parameter.abs().max() <= 20 * 1e-3
     parameter = nn.Parameter(torch.zeros(10))
-    optimizer = RoundedAdamW([parameter], formats=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = RoundedAdamW([parameter], format_of=bfloat16_moments, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     parameter.grad = torch.zeros(10)
     optimizer.step()
     assert not optimizer.state[parameter]["exp_avg_sq"].any()
@@ -246,15 +246,16 @@ def test_every_mesh_has_the_numbers_of_one_process(
 
 
 @each_format
-def test_torchs_state_dict_keeps_the_moments_and_the_noise(section: OptimizerConfig) -> None:
-    net = nn.Linear(192, 30)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_state_dict_keeps_the_moments_and_the_noise(section: OptimizerConfig, dtype: torch.dtype) -> None:
+    net = nn.Linear(192, 30, dtype=dtype)
     optimizer = build_optimizer(section, net)
 
     def steps(net: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
         for step in which:
             generator = torch.Generator().manual_seed(step)
             for parameter in net.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
             optimizer.step()
 
     steps(net, optimizer, range(3))
