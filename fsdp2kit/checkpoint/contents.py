@@ -36,7 +36,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state by key ``state.<parameter name>.<field>``, e.g. ``state.lm_head.weight.exp_avg``.
 
-    A quantised moment is two tensors, ``….exp_avg.codes`` and ``….exp_avg.scale`` (`_plain_parts`).
+    A quantised moment is two tensors, e.g. ``….exp_avg.codes`` and ``….exp_avg.scale``.
     State that does not exist yet is made first (`initialise_state`). The tensors share the optimizer's storage.
     Hyper-parameters are left out: on resume they come from the config.
     """

@@ -112,7 +112,7 @@ class FSDPConfig(Section):
     """Cast each unit's floating-point outputs to this dtype. Default: leave them."""
     storage_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the shards that the optimizer updates, and of its state. "bfloat16" halves both and loses updates
-    smaller than 1/256 of a parameter, except with optimizer.name = "adamw_bf16" or "adamw_4bit"."""
+    smaller than 1/512 of a parameter, except with optimizer.name = "adamw_bf16" or "adamw_4bit"."""
     offload: Literal["none", "params", "optimizer"] = "none"
     """"params": shards, gradients and optimizer live in pinned host memory, and the optimizer runs there.
     "optimizer": only its state does, and visits the device a unit at a time. On a CPU run both do nothing."""

@@ -77,7 +77,7 @@ def _translate_storage(fields: Fields, draft: Draft) -> None:
     if asked is not None:
         draft.was("fsdp.storage_dtype", as_dtype(fields, asked), asked)
     elif draft.get("fsdp.param_dtype") == "bfloat16" and _is_pure(fields):
-        draft.set("fsdp.storage_dtype", "bfloat16", "was pure_bf16: updates below 1/256 of a parameter are lost")
+        draft.set("fsdp.storage_dtype", "bfloat16", "was pure_bf16: updates below 1/512 of a parameter are lost")
 
 
 def _is_pure(fields: Fields) -> bool:

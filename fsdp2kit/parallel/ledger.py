@@ -69,7 +69,7 @@ class DtypeLedger:
             line += f"; what the optimizer stores in fewer bits than float32 gets {rounding} rounding"
         elif self.storage != "float32":
             line += (
-                f"\nWARNING: parameters and moments are stored in {self.storage}: updates below 1/256 of a parameter "
+                f"\nWARNING: parameters and moments are stored in {self.storage}: updates below 1/512 of a parameter "
                 'are lost. fsdp.storage_dtype = "float32" keeps them'
             )
         return line
