@@ -67,6 +67,14 @@ def _check_same_trained(path: Path, *, wanted: set[str], stored: set[str]) -> No
         return
     first = differing[0]
     where = "the checkpoint and not in this run" if first in stored else "this run and not in the checkpoint"
+    parameter = first.partition(".exp_avg")[0]
+    if all(any(key.startswith(f"{parameter}.exp_avg") for key in keys) for keys in (wanted, stored)):
+        raise UserError(
+            str(path),
+            f"{first} is in {where}: moments are stored in another format ({len(differing)} such tensors in all)",
+            "with adamw_8bit it depends on whether every rank has rows of a parameter: resume on as many ranks as then, "
+            f"or {_start_anew(path)}",
+        )
     raise UserError(
         str(path),
         f"{first} is in {where}: they train different parameters ({len(differing)} such tensors in all)",

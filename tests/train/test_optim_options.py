@@ -119,6 +119,12 @@ def test_a_checkpoint_is_read_on_any_number_of_ranks(name: str, pool: WorkerPool
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
+def test_moments_in_another_format_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, jobs.interrupted, tmp_path, section_of("adamw_bf16"))
+    with pytest.raises(AssertionError, match=r"UserError: .*exp_avg.* moments are stored in another format"):
+        pool.run(2, jobs.restored, tmp_path, section_of("adamw_4bit"))
+
+
 def test_low_bit_state_does_not_depend_on_the_mesh(pool: WorkerPool) -> None:
     pytest.importorskip("torchao")
     one, two = (pool.run(ranks, jobs.trained, section_of("adamw_8bit"))[0] for ranks in (1, 2))
