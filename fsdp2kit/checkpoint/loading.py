@@ -72,8 +72,8 @@ def _check_same_trained(path: Path, *, wanted: set[str], stored: set[str]) -> No
         raise UserError(
             str(path),
             f"{first} is in {where}: moments are stored in another format ({len(differing)} such tensors in all)",
-            "with adamw_8bit it depends on whether every rank has rows of a parameter: resume on as many ranks as then, "
-            f"or {_start_anew(path)}",
+            "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many ranks as then, or "
+            f"{_start_anew(path)}",
         )
     raise UserError(
         str(path),
