@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/python tools/generate.py $(RUN_DIR)/hf "What is the opposite of wet?" "Tell me the month after June."
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ gpu-kernels: gpu-out
 
 # LOSS_KERNELS="torch liger", where both are there, measures them beside ours.
 gpu-loss: gpu-out
-	timeout 540 $(GPU_BENCH) vocabulary --tokens 8192 --hidden 4096 --dtype bfloat16 --whole --repeats 20 \
+	timeout 540 $(GPU_BENCH) vocabulary --tokens 8192 --hidden 4096 --dtype bfloat16 --whole --rounds 20 \
 	  --kernels $(LOSS_KERNELS) $(GPU_FILE)
 
 gpu-1b gpu-3b gpu-8b: gpu-out

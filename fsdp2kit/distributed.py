@@ -1,34 +1,39 @@
-"""Ranks and process groups, and `agree`: the one collective in which ranks settle an error and leave together.
+"""Ranks and process groups, how a process ends, and `agree`, with which all ranks handle an error together.
 
-A rank that exits alone gets the others killed by torchrun before they can speak, and a rank that raises alone
-leaves the others waiting in a collective. So whatever may fail on one rank only (reading a file, parsing a row)
-runs inside ``with agreement():``, and every rank leaves that block with the same outcome.
+If one rank exits alone, torchrun kills the others before they can report; if one raises alone, the others hang in a
+collective. So what may fail on a single rank (reading a file, parsing a row) runs inside ``with agreement():``, and
+every rank leaves that block with the same outcome.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fsdp2kit.environment import is_main_process, rank_from_environment, world_size_from_environment
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import timeout_of
 
 T = TypeVar("T")
 
+_IMPORTED = time.monotonic()
+
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands in the job."""
+    """This process's ranks, and its device."""
 
     rank: int
     size: int
@@ -44,11 +49,11 @@ class World:
 def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
     """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
 
-    Without torchrun this is a world of one, which needs no free port. Calling it again returns the same world.
+    Without torchrun there is one rank, and no free port is needed. Calling it again returns the same world.
 
     Args:
-        timeout_minutes: how long a collective may take before the job is given up.
-        deterministic: allow only kernels that give the same bits every time, in this whole process.
+        timeout_minutes: how long a collective may take before the job fails.
+        deterministic: allow only deterministic kernels, in the whole process.
 
     Raises:
         UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
@@ -89,10 +94,20 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for a thread's own collectives; None where there is one process. Collective.
+def rank() -> int:
+    """This process's rank; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
-    Beside training's, on the default group, they would come in another order on every rank, and hang.
+
+def world_size() -> int:
+    """The number of ranks; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for the collectives of a background thread; None without a process group. Collective.
+
+    On the default group they would mix with those of training, in another order on every rank, and hang.
     """
     if not dist.is_initialized():
         return None
@@ -101,13 +116,13 @@ def background_group() -> dist.ProcessGroup | None:
 
 
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Settle an error over all ranks: every rank calls this, and all return or all raise.
+    """Share an error with all ranks: every rank calls this, and all return or all raise.
 
-    A `UserError` on any rank is raised on every rank, that of the lowest rank winning. Any other error is raised
-    as it is on the rank that had it, and as a `RunFailure` naming that rank on the others.
+    A `UserError` on any rank is raised on every rank (that of the lowest rank, if there are several). Any other error
+    is raised unchanged on its own rank, and as a `RunFailure` naming that rank on the others.
 
     Args:
-        group: of all ranks, for work beside the training's own collectives. Default: the default group.
+        group: a group of all ranks, for background work. Default: the default group.
 
     Raises:
         UserError: a rank reported one.
@@ -119,9 +134,7 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
         return
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        reports, picklable, group=group
-    )  # on gloo: the group has a CPU half wherever it has a CUDA one
+    dist.all_gather_object(reports, picklable, group=group)  # on gloo, which every group has, also with CUDA
     for report in reports:
         if isinstance(report, UserError):
             raise report from (error if report is not error else None)
@@ -133,15 +146,15 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has ended, or has not come within ``run.timeout_minutes``."""
+    """Whether a collective failed because another rank ended, or did not arrive within ``run.timeout_minutes``."""
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
 def leave(problem: UserError) -> NoReturn:
-    """Print a user's mistake as one line on rank 0 and end this process with exit code 2, all ranks at once.
+    """Print a user error as one line on rank 0 and end this process with exit code 2, all ranks at once.
 
-    Interpreter shutdown takes longer than the 0.3 s that torchrun gives the other ranks once one has left, so
-    nobody returns through it.
+    It skips the interpreter's shutdown, which takes longer than the 0.3 s that torchrun gives the other ranks once one
+    has exited.
     """
     if is_main_process():
         print(f"error: {problem}", file=sys.stderr)
@@ -153,7 +166,7 @@ def leave(problem: UserError) -> NoReturn:
 
 @contextlib.contextmanager
 def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run rank-local work that may fail, then `agree`. No collective belongs inside the block."""
+    """Run rank-local work that may fail, then `agree`. The block must not contain collectives."""
     try:
         yield
     except Exception as error:
@@ -163,9 +176,9 @@ def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def one_per_machine_first(work: Callable[[], T]) -> T:
-    """Run ``work`` on one rank of each machine, then on the others, which find its cache filled. Collective.
+    """Run ``work`` on one rank of each machine, then on the others, which find the cache filled. Collective.
 
-    However long it takes, no collective waits for it: tokenising or downloading for hours is no hanging rank.
+    No collective times out meanwhile, even if tokenising or downloading takes hours.
 
     Raises:
         UserError: it failed on any rank.
@@ -183,7 +196,7 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
 
 
 def _run_while_ranks_meet(work: Callable[[], T] | None) -> Future[T] | None:
-    """Run ``work`` in a thread; all ranks meet in a collective every half second until nobody works any more."""
+    """Run ``work`` in a thread; all ranks meet in a collective every half second until all are done."""
     future: Future[T] | None = None
     with ThreadPoolExecutor(max_workers=1) as thread:
         if work is not None:
@@ -197,7 +210,7 @@ def _run_while_ranks_meet(work: Callable[[], T] | None) -> Future[T] | None:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise sum of a few host numbers over all ranks, in float64 on the CPU half of the process group."""
+    """Element-wise sum of a few host numbers over all ranks, in float64 on gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -206,7 +219,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
 
 
 def max_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise maximum of a few host numbers over all ranks, as `sum_over_ranks` has their sum."""
+    """Element-wise maximum of a few host numbers over all ranks, in float64 on gloo."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -221,3 +234,74 @@ def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> 
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def world_size_from_environment() -> tuple[int, int]:
+    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE without torchrun.
+
+    Raises:
+        UserError: one of them is not a number of processes.
+    """
+    size = _size("WORLD_SIZE", default=1)
+    return size, _size("LOCAL_WORLD_SIZE", default=size)
+
+
+def rank_from_environment() -> tuple[int, int]:
+    """``(RANK, LOCAL_RANK)`` as torchrun sets them; 0 and 0 without torchrun.
+
+    Raises:
+        UserError: one of them is not a rank of a world of that size.
+    """
+    size, local_size = world_size_from_environment()
+    return _rank("RANK", size=size), _rank("LOCAL_RANK", size=local_size)
+
+
+def is_main_process() -> bool:
+    """Whether this process prints; every process does if the environment names no valid rank."""
+    try:
+        return rank_from_environment()[0] == 0
+    except UserError:
+        return True
+
+
+def seconds_alive() -> float:
+    """Seconds since this process began; if unknown (not on Linux), since this module was imported."""
+    try:
+        status = Path("/proc/self/stat").read_text(encoding="utf-8")
+        after_name = status.rpartition(")")[2].split()  # the name before it may hold anything
+        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, in clock ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.monotonic() - _IMPORTED
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process like `sys.exit`, but without the interpreter's teardown.
+
+    Before Python 3.14 the teardown ends C++ threads that ask for the interpreter's lock; if a thread of gloo is just
+    releasing a finished collective, the process aborts ("terminate called without an active exception", PyTorch
+    #190489), and a finished run occasionally exits with -6.
+    """
+    # As the interpreter does: thread pools (torch's compiler has one) are told to end before they are joined.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # a broken pipe, or closed
+                stream.flush()
+    os._exit(code)
+
+
+def _size(name: str, *, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError(f"environment variable {name}", f"{text!r} is not a number of processes", f"set e.g. {name}=8")
+    return int(text)
+
+
+def _rank(name: str, *, size: int) -> int:
+    text = os.environ.get(name, "0")
+    if not text.strip().isdecimal() or int(text) >= size:
+        what = f"{text!r} is not one of the {size} ranks from 0 on"
+        raise UserError(f"environment variable {name}", what, "start the run with torchrun, which sets it")
+    return int(text)

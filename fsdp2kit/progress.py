@@ -35,3 +35,15 @@ class Progress:
         """The progress when one more global batch, of so many tokens, is done."""
         total, input_total = self.tokens_total + tokens, self.input_tokens_total + input_tokens
         return replace(self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total)
+
+    def after_evaluation(self, eval_loss: float | None, *, min_delta: float) -> Progress:
+        """The progress with an evaluation's loss (None: there was none): the best so far, or one more that was not.
+
+        Args:
+            min_delta: by how much a loss must be lower to be better.
+        """
+        if eval_loss is None:
+            return self
+        if self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta:
+            return replace(self, best_eval_loss=eval_loss, best_step=self.step, stale_evaluations=0)
+        return replace(self, stale_evaluations=self.stale_evaluations + 1)

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.load import parse_override, read_toml
-from fsdp2kit.environment import end_process, world_size_from_environment
 from fsdp2kit.errors import UserError
 
 
@@ -29,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.check:
         return _check(options.toml, options.overrides)
-    from fsdp2kit import distributed
-
     recipe, config, error = None, None, None
     try:
         recipe, config = load(options.toml, options.overrides)
@@ -113,7 +111,7 @@ def load_recipe(path: Path) -> ModuleType:
     """Import a recipe file, which must define ``Config`` and ``main(config)``.
 
     Raises:
-        UserError: it does not define them, is not Python, or imports what is not there.
+        UserError: it does not define them, is not Python, or cannot be executed.
     """
     spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -124,11 +122,12 @@ def load_recipe(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", "mend that line") from None
-    except ImportError as error:
+    except Exception as error:  # a recipe's own top level may raise anything
         # The last frame outside the import machinery is the statement that asked for it.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"
-        raise UserError(f"{frames[-1].filename}:{frames[-1].lineno}", str(error), todo) from None
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{frames[-1].filename}:{frames[-1].lineno}", what, todo) from None
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise UserError(str(path), f"defines no {name}", "a recipe has a class Config and a function main(config)")
@@ -148,14 +147,8 @@ def _parse(arguments: Sequence[str] | None) -> Any:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
     )
-    parser.add_argument(
-        "--compare", metavar="WHAT", help="measure beside it, e.g. fsdp1: the same as baseline.compare=WHAT"
-    )
     parser.add_argument("--check", action="store_true", help="validate only: no process group, no weights, no network")
-    options = parser.parse_intermixed_args(arguments)
-    if options.compare is not None:
-        options.overrides.append(f'baseline.compare="{options.compare}"')
-    return options
+    return parser.parse_intermixed_args(arguments)
 
 
 def _check(toml: str, overrides: Sequence[str]) -> int:
@@ -163,10 +156,15 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     # Set before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        world_size, local_world_size = world_size_from_environment()
+        world_size, local_world_size = distributed.world_size_from_environment()
         recipe, config = load(toml, overrides)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-        unchecked = recipe.check(config) if hasattr(recipe, "check") else ["model"]
+        if hasattr(recipe, "check"):
+            lines, unchecked = [], recipe.check(config)
+        else:
+            from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
+
+            lines, unchecked = check_offline(config, sizes)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -174,10 +172,10 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
         f"ok: {toml} on {world_size} ranks (dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, "
         f"cp {sizes.cp}), checked in {time.perf_counter() - started:.1f} s"
     )
-    for what in unchecked:
-        print(f"{what} unchecked: not on this machine")
+    for line in [*lines, *(f"{what} unchecked: not on this machine" for what in unchecked)]:
+        print(line)
     return 0
 
 
 if __name__ == "__main__":
-    end_process(main())
+    distributed.end_process(main())

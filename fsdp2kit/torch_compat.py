@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# DTensor tries every operator on these before it runs it; whoever looks on at operators must tell them from real ones.
+# DTensor tries every operator on these before it runs it; code that observes operators must tell them from real ones.
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Checkpoints behind any fsspec URL; torch has kept these under a private name since it has them.
+# Checkpoints at any fsspec URL; torch has these only under a private name.
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-# An operator takes plain values only, so a process group goes in by name; functional collectives ask the same way.
+# An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
-# There is no public way to ask a DTensor which part of the global tensor it holds; DCP asks the same function.
+# No public function says which part of the global tensor a DTensor holds; DCP uses this one.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Muon's iteration. Publicly torch has it inside its optimizer alone, which wants to own whole parameters.
+# Muon's iteration; publicly it is only inside torch's optimizer, which needs whole parameters.
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
-# To look on while operators run, and at the tensors they take and give. torch documents both, under private names.
+# To observe operators and their tensors; torch documents both, under private names.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "BackwardInputs",
     "FakeTensor",
     "FsspecReader",
     "FsspecWriter",
     "TorchDispatchMode",
+    "VarlenBounds",
     "accumulated_gradients",
     "all_gather_single",
     "compile_seconds",
@@ -112,6 +114,33 @@ def group_named(name: str) -> dist.ProcessGroup:
 # torch's public functions return it at most, and take none: these operators, which they are made of, do both.
 
 
+class BackwardInputs(NamedTuple):
+    """What attention's backward over a block of keys needs, ``[…]`` as the forward kernel takes and gives them."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    """Over all keys, not just this block's."""
+    lse: Tensor
+    """Log-sum-exp of the scores of all keys, float32."""
+
+
+class VarlenBounds(NamedTuple):
+    """Sequences of unequal lengths, one after the other in one tensor, and what their queries see."""
+
+    q_borders: Tensor
+    """``[sequences + 1]`` int32: where each sequence's queries begin, and the end of the last."""
+    k_borders: Tensor
+    q_longest: int
+    k_longest: int
+    left: int
+    """Query i of n sees key j of m from i + m − n − left on; −1: no bound."""
+    right: int
+    """… to i + m − n + right; −1: no bound."""
+
+
 def cpu_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -127,71 +156,39 @@ def cpu_flash_attention(
 
 
 def cpu_flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
+    inputs: BackwardInputs, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given the output and log-sum-exp over all keys."""
+    """Gradients of query, key and value."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        *inputs, 0.0, causal, attn_mask=mask, scale=scale
     )
 
 
 def cuda_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    q_borders: Tensor,
-    k_borders: Tensor,
-    q_longest: int,
-    k_longest: int,
-    left: int,
-    right: int,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenBounds, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` (float32) over variable-length sequences on CUDA.
 
     Args:
         query: ``[n, H, D]``, 16-bit; key, value: ``[m, G, D]``.
-        q_borders: ``[sequences + 1]`` int32, where each begins; k_borders: of the keys.
-        left: and right: bounds around the diagonal from the last query and key; −1: none.
     """
+    *sequences, left, right = bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, q_borders, k_borders, q_longest, k_longest, 0.0, (left, right) == (-1, 0), False,
+        query, key, value, *sequences, 0.0, (left, right) == (-1, 0), False,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out, lse.transpose(0, 1)
 
 
 def cuda_flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    q_borders: Tensor,
-    k_borders: Tensor,
-    q_longest: int,
-    k_longest: int,
-    left: int,
-    right: int,
-    scale: float,
+    inputs: BackwardInputs, bounds: VarlenBounds, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given the output and log-sum-exp ``[n, H]`` over all keys."""
-    no_dropout: Any = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = query.new_empty(0)
+    """Gradients of query, key and value."""
+    *tensors, lse = inputs
+    *sequences, left, right = bounds
+    no_dropout: Any = torch.zeros(2, dtype=torch.uint64, device=lse.device)
+    unused = inputs.query.new_empty(0)
     return torch.ops.aten._flash_attention_backward(
-        grad_out, query, key, value, out, lse.transpose(0, 1).contiguous(), q_borders, k_borders, q_longest, k_longest,
-        0.0, (left, right) == (-1, 0), no_dropout, unused,
+        *tensors, lse.transpose(0, 1).contiguous(), *sequences, 0.0, (left, right) == (-1, 0), no_dropout, unused,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip

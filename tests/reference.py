@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.parity import rows as synthetic
-from fsdp2kit.parity.rows import Rows
+from fsdp2kit.parity import reference as synthetic
+from fsdp2kit.parity.reference import Rows
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.train.claim import claim_run_dir
+from fsdp2kit.job import lock_run_dir
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -362,7 +362,7 @@ def test_files_of_the_users_own_in_the_export_directory_are_refused_before_train
 
 
 def test_a_run_directory_in_use_is_refused(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
-    with claim_run_dir(tmp_path / "run", is_main=True):
+    with lock_run_dir(tmp_path / "run"):
         says = ["run.dir", str(tmp_path / "run"), f"in use by process {os.getpid()}"]
         refused(pool, [str(toml_for(model_dir, tmp_path))], tmp_path, says=says)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "nothing of the other's was touched"
@@ -439,3 +439,14 @@ def test_torchrun_sees_exit_code_2_from_every_rank(override: str, model_dir: Pat
     assert len([line for line in said["0"].splitlines() if line.startswith("error: ")]) == 1
     assert "error: " not in said["1"]
     assert not any("Traceback" in text for text in said.values())
+
+
+def test_a_recipe_that_cannot_be_executed_is_named_with_its_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from fsdp2kit.config.schema import TrainingConfig\n\n\nclass Config(TrainingConfg):\n    pass\n"
+    )
+    with pytest.raises(
+        UserError, match=rf"{recipe}:4: NameError: name 'TrainingConfg' is not defined; mend that line"
+    ):
+        run.load_recipe(recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -14,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit.bench.figures import compare, summary
-from fsdp2kit.bench.gpu import Options, bench_gpu, gpu_lines
-from fsdp2kit.bench.kinds import kind_of, shares
-from fsdp2kit.bench.load import bench_load, llama_config, load_lines
-from fsdp2kit.bench.synthetic import SyntheticBatches, Workload
-from fsdp2kit.bench.variants import GROUPS, Variant, config_of, obstacle
-from fsdp2kit.data.formats import IGNORED
+from fsdp2kit.bench.gpu import GROUPS, Options, Variant, bench_gpu, config_of, obstacle
+from fsdp2kit.bench.harness import result_lines, speed, spread
+from fsdp2kit.bench.kernels import kind_of, shares
+from fsdp2kit.bench.memory import Vocabulary, bench_vocabulary
+from fsdp2kit.bench.storage import Convert, Load, Save, bench_convert, bench_load, bench_save, llama_config
 from tests.overlap import synthetic
 from tests.workers import WorkerPool
 
@@ -56,21 +53,39 @@ def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:
 
 @pytest.mark.parametrize(("files", "dtype"), [(1, "bfloat16"), (3, "float32")])
 def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str) -> None:
-    result, _ = pool.run(2, bench_load, params=1e6, files=files, dtype=dtype, repeats=2)
+    result, _ = pool.run(2, bench_load, Load(params=1e-3, files=files, dtype=dtype, rounds=2))
 
     assert_has_provenance(result, ranks=2)
-    assert result["values_equal"]
+    assert result["checks"] == {"values_equal": True}
     memory = result["memory"]
     shards = math.ceil(result["parameters"] * 4 / 2)
     assert shards <= memory["shard_bytes"] < 1.1 * shards
     assert memory["bound_bytes"] == memory["shard_bytes"] + sum(memory["largest_tensor_bytes"])
-    assert memory["peak_private_bytes"]["fsdp2kit"] > 0
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows["fsdp2kit"]["peak_bytes"] > 0
     others = {f"from_pretrained_{how}" for how in ("float32", "own_dtype", "fully_shard")}
-    assert {name: len(figures["seconds"]) for name, figures in result["time"].items()} == dict.fromkeys(
-        ["fsdp2kit", *others], 2
-    )
-    assert result["compared_with"].keys() == others
-    assert any("values equal" in line for line in load_lines(result))
+    assert {name: len(row["seconds"]["all"]) for name, row in rows.items()} == dict.fromkeys(["fsdp2kit", *others], 2)
+    assert {name for name, row in rows.items() if "fsdp2kit_is_faster" in row} == others
+    assert "values equal: yes" in result_lines(result)
+
+
+def test_save_measures_both_ways(pool: WorkerPool) -> None:
+    result, _ = pool.run(2, bench_save, Save(params=1e-3, rounds=2, tokens=16))
+
+    assert_has_provenance(result, ranks=2)
+    seconds = {row["name"]: row["seconds"]["all"] for row in result["rows"]}
+    assert set(seconds) == {"sync", "blocked", "until_written", "quiet", "beside"}
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+    assert all(blocked < whole for blocked, whole in zip(seconds["blocked"], seconds["until_written"], strict=True))
+    assert any("training waits for" in line for line in result_lines(result))
+
+
+def test_convert_measures_every_way(pool: WorkerPool) -> None:
+    (result,) = pool.run(1, bench_convert, Convert(params=(1e-3,), rounds=1))
+
+    assert_has_provenance(result, ranks=1)
+    assert {"fsdp2kit", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
+    assert all(row["seconds"]["median"] > 0 for row in result["rows"])
 
 
 def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
@@ -83,26 +98,27 @@ def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert_has_provenance(result, ranks=1)
-    assert result["dry_run"]
-    ran = [f"{one['model']}, {one['variant']}".removeprefix("tiny ") for one in result["variants"]]
-    left = {one["variant"]: one["reason"] for one in result["left_out"]}
+    assert result["options"]["dry_run"]
+    ran = [f"{row['model']}, {row['variant']}".removeprefix("tiny ") for row in result["rows"]]
+    left = result["left_out"]
     assert sorted([*ran, *left]) == sorted(str(one) for group in GROUPS.values() for one in group)
     compiled = [reason for variant, reason in left.items() if variant.endswith("B, bfloat16, compiled")]
     assert compiled == ["compiled variants are for a device"] * 2
-    for one in result["variants"]:
-        assert "error" not in one
-        assert one["tokens_per_second"] == pytest.approx(128 * 2 / sum(one["seconds"]))
-        assert one["step"]["p25_seconds"] <= one["step"]["median_seconds"] <= one["step"]["p75_seconds"]
-        assert one["mfu"] is None
-        assert one["memory"] is None
-        assert len(one["losses"]) == 3
-    small = {one["variant"]: one for one in result["variants"] if one["model"] == "tiny SmolLM2-135M"}
+    for row in result["rows"]:
+        assert "error" not in row
+        assert 2 * 100 < row["tokens_per_second"] * sum(row["step"]["all"]) <= 2 * 128, "rows are nearly full"
+        assert row["step"]["p25"] <= row["step"]["median"] <= row["step"]["p75"]
+        assert row["mfu"] is None
+        assert row["allocated_bytes"] is None
+        assert len(row["losses"]) == 3
+    small = {row["variant"]: row for row in result["rows"] if row["model"] == "tiny SmolLM2-135M"}
     plain, recomputed = small["bfloat16"], small["bfloat16, full recomputation"]
     assert plain["losses"] == recomputed["losses"], "recomputation changes no number"
     if "Trainer, bfloat16" in small:  # accelerate is installed
-        ratio = plain["tokens_per_second"] / small["Trainer, bfloat16"]["tokens_per_second"]
-        line = f"tiny SmolLM2-135M, bfloat16: fsdp2kit ÷ Trainer: tokens/s {ratio:.2f}"
-        assert line in gpu_lines(result)
+        ratio = speed(plain["step"]["all"], small["Trainer, bfloat16"]["step"]["all"])["ratio"]
+        (line,) = [line for line in result_lines(result) if line.startswith("tiny SmolLM2-135M, bfloat16: ")]
+        assert line.startswith(f"tiny SmolLM2-135M, bfloat16: {ratio:.2f} (")
+        assert plain["losses"] == pytest.approx(small["Trainer, bfloat16"]["losses"], rel=2e-2)
 
 
 def test_gpu_profile_and_ring_dry_runs() -> None:
@@ -110,9 +126,9 @@ def test_gpu_profile_and_ring_dry_runs() -> None:
     ring = tool("ring", "--device", "cpu", "--dry-run", "--max-minutes", "0", "--json")
 
     assert profile.returncode == ring.returncode == 0, profile.stderr + ring.stderr
-    for one in json.loads(profile.stdout)["variants"]:
-        assert one["shares"]["matmul"] > 0
-        assert one["shares"]["optimizer"] > 0
+    for one in json.loads(profile.stdout)["rows"]:
+        assert one["matmul"] > 0
+        assert one["optimizer"] > 0
         assert 0 <= one["idle"] < 1
     assert json.loads(ring.stdout)["left_out"] == [64, 128]
 
@@ -120,10 +136,10 @@ def test_gpu_profile_and_ring_dry_runs() -> None:
 def test_no_variant_starts_after_its_time(pool: WorkerPool) -> None:
     result = pool.run(1, bench_gpu, Options(groups=("small",), dry_run=True, max_minutes=-1))[0]
 
-    assert result["variants"] == []
-    reasons = [one["reason"] for one in result["left_out"] if "Trainer" not in one["variant"]]
+    assert result["rows"] == []
+    reasons = [reason for variant, reason in result["left_out"].items() if "Trainer" not in variant]
     assert reasons == ["-1 minutes were over"] * 2
-    assert any("minutes were over" in line for line in gpu_lines(result))
+    assert any("minutes were over" in line for line in result_lines(result))
 
 
 def test_variants_ask_for_what_they_are_called() -> None:
@@ -134,7 +150,7 @@ def test_variants_ask_for_what_they_are_called() -> None:
             config = config_of(variant, attention="varlen", dry_run=False)
             assert config.compile.enabled == ("compiled" in variant.name)
             assert config.model.attention == "varlen"
-            assert (variant.loop == "hf_trainer") == ("Trainer" in variant.name)
+            assert variant.is_trainers == ("Trainer" in variant.name)
             assert (config.fsdp.offload == "optimizer") == ("host" in variant.name)
             assert config.data.seq_len * config.train.global_batch_size >= 8192
     unknown = Variant("Llama-3.2-1B", "x", ({"no_such_section": {"key": 1}},))
@@ -177,29 +193,10 @@ def test_shares_are_of_the_steps_time(tmp_path: Path) -> None:
 
     found = shares(trace.write(tmp_path / "rank-00000.json.gz"))
 
-    busy = {kind: share for kind, share in found["shares"].items() if share}
+    assert found["step_seconds"] == pytest.approx(1e-3)
+    busy = {kind: share for kind, share in found.items() if share and kind not in ("step_seconds", "idle")}
     assert busy == pytest.approx({"matmul": 0.4, "attention": 0.1, "elementwise and others": 0.15, "optimizer": 0.05})
     assert found["idle"] == pytest.approx(0.3)
-    assert found["step_seconds"] == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_traffic_counts_what_the_formulae_say_and_one_wait(pool: WorkerPool, strategy: str, tied: bool) -> None:
-    from fsdp2kit.bench.step_traffic import SMALL, Options, bench_traffic, traffic_lines
-
-    result, other = pool.run(2, bench_traffic, Options(strategy=strategy, tied=tied))
-
-    assert_has_provenance(result, ranks=2)
-    assert result["values_equal"], (result["counted"], result["formula"])
-    assert result["counted"] == other["counted"]
-    assert result["host_syncs"]["count"] == 1, result["host_syncs"]["places"]
-    table = SMALL["vocab_size"] * SMALL["hidden_size"]
-    norm = SMALL["hidden_size"] if tied else 0
-    # Half of a table's float32 gradient goes to the other rank: never those of two tables at once.
-    expected = 0 if strategy == "no_shard" else (table + norm) * 4 // 2
-    assert result["largest_reduce_scatter"] == expected
-    assert any("host synchronisations in the step: 1" in line for line in traffic_lines(result))
 
 
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
@@ -216,27 +213,25 @@ def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
         assert message in line
 
 
-def test_compare_takes_the_ratio_of_each_pair() -> None:
+def test_speed_takes_the_ratio_of_each_round() -> None:
     ours, theirs = [1.0, 1.0, 9.0, 9.0, 9.0], [2.0, 2.0, 18.0, 18.0, 2.0]  # the last was measured amid a change
-    figures = compare(ours, theirs)
-    assert figures["ratio"] == 0.5, "the medians' ratio would be 4.5"
-    assert figures["ratio_low"] == 0.5
-    assert 0.5 <= figures["ratio_high"] <= 4.5
+    found = speed(ours, theirs)
+    assert found["ratio"] == 2.0, "the medians' ratio would be 2/9"
+    assert found["high"] == 2.0
+    assert 2 / 9 <= found["low"] <= 2.0
 
-    by_work = compare([2.0, 3.0, 4.0], [1.0, 1.0, 1.0], work=([30, 10, 20], [10, 10, 10]))
+    by_work = speed([1.0, 1.0, 1.0], [2.0, 3.0, 4.0], work=([10, 10, 10], [30, 10, 20]))
     assert by_work["ratio"] == pytest.approx(3 * 10 / 20)
-    assert by_work["ratio_low"] < by_work["ratio"] < by_work["ratio_high"]
+    assert by_work["low"] < by_work["ratio"] < by_work["high"]
 
 
-def test_compare_brackets_a_constant_factor() -> None:
+def test_speed_brackets_a_constant_factor() -> None:
     theirs = [1.0, 1.1, 0.9, 1.2, 0.8] * 12
-    figures = compare([1.5 * seconds for seconds in theirs], theirs)
+    found = speed([seconds / 1.5 for seconds in theirs], theirs)
 
-    # Resampled as pairs, a constant factor has no spread at all, however noisy the machine.
-    assert figures["ratio"] == pytest.approx(1.5)
-    assert figures["ratio_low"] == pytest.approx(1.5)
-    assert figures["ratio_high"] == pytest.approx(1.5)
-    assert summary(theirs)["median_seconds"] == pytest.approx(1.0)
+    # Resampled as rounds, a constant factor has no spread at all, however noisy the machine.
+    assert found == pytest.approx({"ratio": 1.5, "low": 1.5, "high": 1.5})
+    assert spread(theirs)["median"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("params", [1e6, 5e8, 1e9, 7e9])
@@ -249,38 +244,16 @@ def test_random_models_have_about_the_size_asked_for(params: float) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(params, rel=0.25)
 
 
-def test_synthetic_batches_are_packed_without_padding() -> None:
-    workload = Workload(seq_len=128, rows=3)
-    (batch,) = SyntheticBatches(1000, workload).batch(5)
-    (again,) = SyntheticBatches(1000, workload).batch(5)
-
-    assert batch.input_ids.equal(again.input_ids)
-    assert batch.input_ids.shape == (3, 128)
-    assert batch.input_tokens == 3 * 128
-    starts = int((batch.position_ids == 0).sum())
-    assert starts > 3, "several documents a row"
-    assert batch.supervised_tokens == 3 * 128 - starts, "a document's first token is never a target"
-    assert int((batch.labels != IGNORED).sum()) == batch.supervised_tokens
-    lengths = (batch.position_ids.flatten()[1:] == 0).nonzero().flatten().tolist()
-    borders = [0, *(place + 1 for place in lengths), 3 * 128]
-    assert batch.attention_pairs == sum((b - a) ** 2 for a, b in itertools.pairwise(borders))
-
-
-def vocabulary_bench() -> dict[str, Any]:
-    from fsdp2kit.bench.vocabulary import Options, bench_vocabulary
-
-    kernels = ("torch",) if hasattr(torch.nn.functional, "linear_cross_entropy") else ()
-    return bench_vocabulary(Options(40_000, tokens=2_000, hidden=16, whole=True, kernels=kernels, repeats=1))
-
-
 def test_the_loss_at_a_large_vocabulary_is_that_of_whole_logits_in_less_memory(pool: WorkerPool) -> None:
-    result = pool.run(1, vocabulary_bench)[0]
+    kernels = ("torch",) if hasattr(torch.nn.functional, "linear_cross_entropy") else ()
+    options = Vocabulary(40_000, tokens=2_000, hidden=16, whole=True, kernels=kernels, rounds=1)
+    (result,) = pool.run(1, bench_vocabulary, options)
 
-    assert result["loss"]["fsdp2kit"] == pytest.approx(result["loss"]["whole logits"], rel=1e-6)
-    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in result["seconds"].values())
-    if "torch" in result["loss"]:
-        assert result["loss"]["torch"] == pytest.approx(result["loss"]["whole logits"], rel=1e-6)
-        assert result["peak_bytes"]["torch"] < 2_000 * 40_000 * 4
-    logits = 2_000 * 40_000 * 4
-    assert result["peak_bytes"]["whole logits"] > 1.5 * logits
-    assert result["peak_bytes"]["fsdp2kit"] < logits
+    rows, logits = {row["name"]: row for row in result["rows"]}, 2_000 * 40_000 * 4
+    assert rows.keys() == {"fsdp2kit", "whole logits", *kernels}
+    for name, row in rows.items():
+        assert row["loss"] == pytest.approx(rows["whole logits"]["loss"], rel=1e-6)
+        assert len(row["seconds"]["all"]) == 1
+        assert row["seconds"]["median"] > 0
+        assert row["peak_bytes"] < logits or name == "whole logits"
+    assert rows["whole logits"]["peak_bytes"] > 1.5 * logits

@@ -24,22 +24,24 @@ from fsdp2kit.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ProfileConfig,
-    WandbConfig,
+    TrainingConfig,
 )
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import build_loader
+from fsdp2kit.job import start_job
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.model.weights import initialize
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import build_metrics
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
 from fsdp2kit.train.profiling import build_profiler
 from tests.workers import WorkerPool
 
@@ -135,24 +137,36 @@ def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
         assert torch.equal(value, kept[name]), name
 
 
-def test_metrics_and_profiler(tmp_path: Path) -> None:
-    metrics = build_metrics(
-        WandbConfig(mode="disabled"),
-        run_dir=tmp_path,
-        is_main=True,
-        config={},
-        total_steps=2,
-        resume_step=0,
-        wandb_id=None,
-    )
+def test_profiler(tmp_path: Path) -> None:
     profile = ProfileConfig(enabled=True, start_step=1, steps=1)
-    with metrics, build_profiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
-        for step in (1, 2):
+    with build_profiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
+        for _ in (1, 2):
             torch.ones(2).sum()
-            metrics.log({"step": step, "loss": 1.0})
             profiler.step()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert list((tmp_path / "trace").iterdir())
+
+
+def run_job(run_dir: Path) -> list[str]:
+    """`start_job`, `plan_parallel` and `build_metrics` by hand."""
+    values = {"model": {"config": TINY, "weights": "random"}, "run": {"dir": str(run_dir)}, "train": {"steps": 2}}
+    config = TrainingConfig.model_validate({"recipe": "mine", "wandb": {"mode": "disabled"}, **values})
+    with start_job(config) as job:
+        model = build_model(config.model)
+        plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        job.open_run_dir(dtypes=plan.ledger)
+        metrics = build_metrics(
+            config, job=job, plan=plan, progress=Progress(), total_steps=2, start_lines=plan.describe()
+        )
+        for step in (1, 2):
+            metrics.log({"step": step, "loss": 1.0})
+    return sorted(path.name for path in run_dir.iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_job_its_plan_and_its_metrics(size: int, pool: WorkerPool, tmp_path: Path) -> None:
+    for names in pool.run(size, run_job, tmp_path / "run"):
+        assert {".lock", "config.toml", "environment.json", "metrics.jsonl"} <= set(names)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def shard_and_compare() -> dict[str, bool]:

@@ -82,15 +82,17 @@ def run_and_record(toml: str, overrides: Sequence[str]) -> tuple[Seen, str]:
         def __init__(self, batches: Any, dp_rank: int) -> None:
             self._batches, self._dp_rank = batches, dp_rank
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._batches, name)
+
         def batch(self, index: int) -> Sequence[Any]:
             micro_batches = self._batches.batch(index)
             rows = [row for micro in micro_batches for row in micro.input_ids.tolist()]
             seen[index] = (self._dp_rank, rows)
             return micro_batches
 
-    def recording(model, optimizer, schedule, batches, to_device, *, plan, **others):
-        batches = Recorded(batches, plan.dp_rank)
-        return train(model, optimizer, schedule, batches, to_device, plan=plan, **others)
+    def recording(model, optimizer, schedule, batches, *, mesh, **others):
+        return train(model, optimizer, schedule, Recorded(batches, mesh.dp_rank), mesh=mesh, **others)
 
     recipe.train = recording
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
-from fsdp2kit.train.plan import Plan, judge
+from fsdp2kit.train.loop import is_over
 from tests.reference import tiny_model
 from tests.workers import WorkerPool
 
@@ -69,13 +71,14 @@ def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, t
     assert max(split["eval_loss/a"], split["eval_loss/b"]) > split["eval_loss"]
 
 
-def test_judging() -> None:
-    plan, progress = Plan(total_steps=9, seed=0, patience=2, min_delta=0.1), Progress()
+def test_the_best_evaluation_is_remembered_and_patience_ends() -> None:
+    config = TrainingConfig.model_validate({"recipe": "x", "eval": {"every": 1, "patience": 2}})
+    progress = Progress()
     for step, (loss, best, stale) in enumerate([(3.0, 1, 0), (2.95, 1, 1), (2.8, 3, 0), (None, 3, 0), (2.9, 3, 1)], 1):
-        progress = judge(Progress(**{**vars(progress), "step": step}), loss, plan=plan)
+        progress = replace(progress, step=step).after_evaluation(loss, min_delta=0.1)
         assert (progress.best_step, progress.stale_evaluations) == (best, stale)
-        assert not plan.is_over(progress)
-    assert plan.is_over(judge(progress, 5.0, plan=plan))
+        assert not is_over(progress, config, total=9)
+    assert is_over(progress.after_evaluation(5.0, min_delta=0.1), config, total=9)
 
 
 def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:

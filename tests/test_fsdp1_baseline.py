@@ -15,7 +15,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit import run
-from fsdp2kit.bench.fsdp1 import check_fsdp1, sharding_strategy
+from fsdp2kit.bench.fsdp1 import Options, bench_fsdp1, check_fsdp1, sharding_strategy
+from fsdp2kit.bench.harness import result_lines
 from fsdp2kit.bench.memory import peak_of
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
@@ -42,16 +43,20 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train = {{ steps = 6, global_batch_size = 8, max_grad_norm = 0.5 }}
         optimizer = {{ lr = 2e-3, weight_decay = 0.5 }}
         lr_schedule.warmup_steps = 2
-        baseline.warmup = 2
         wandb.mode = "disabled"
         """
     )
     return path
 
 
-def compare(pool: WorkerPool, size: int, toml: Path, directory: Path, *overrides: str) -> dict[str, Any]:
-    pool.run(size, _run, [str(toml), "--compare", "fsdp1", f"run.dir='{directory}'", *overrides])
-    return json.loads((directory / "comparison.json").read_text())
+def compare(pool: WorkerPool, size: int, toml: Path, *overrides: str) -> dict[str, Any]:
+    return pool.run(size, _compare, [str(toml), *overrides])[0]
+
+
+def _compare(arguments: Sequence[str]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return bench_fsdp1(Options(arguments[0], tuple(arguments[1:]), rounds=4, warmup=2))
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -71,7 +76,7 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
             "units": f"3 {LAYERS}",
             "backward_prefetch": "BACKWARD_PRE",
             "forward_prefetch": "False",
-            "mixed_precision": "param float32, reduce float32",
+            "mixed_precision": "(param float32, reduce float32)",
         },
     ),
     "untied": (2, [], {"units": f"3 {LAYERS}"}),  # of another model
@@ -117,45 +122,44 @@ def test_losses_agree_in_float32(name: str, pool: WorkerPool, toml: Path, tmp_pa
     if name == "untied":
         overrides = [f"model.path='{tiny_model_dir('llama3', tmp_path)}'"]
 
-    result = compare(pool, size, toml, tmp_path / "run", *overrides)
+    result = compare(pool, size, toml, *overrides)
 
-    ran = result["fsdp1_ran"]
-    assert {key: ran[key] for key in expected} == expected
-    assert result["losses_agree"]
-    assert result["loss_max_relative_difference"] < 1e-5
-    assert result["grad_norm_max_relative_difference"] < 1e-5
-    assert result["loss_last"] != result["loss_first"]
-    for side in ("fsdp2kit", "fsdp1"):
-        assert len(result[side]["seconds"]) == 4
-        assert result["peak_bytes"][side] > 0
+    ran, (row,) = result["sides"]["fsdp1"]["ran"], result["rows"]
+    for key, value in expected.items():
+        assert f" {key} {value}, " in ran
+    assert result["checks"]["losses_agree"]
+    assert row["losses_differ_by"] < 1e-5
+    assert row["grad_norms_differ_by"] < 1e-5
+    for side in result["sides"].values():
+        assert len(side["seconds"]) == 4
+        assert side["peak_bytes"] > 0
+        assert side["losses"][-1] != side["losses"][0]
     assert result["provenance"]["world_size"] == size
-    assert result["fsdp2kit_ran"][0].startswith("fsdp: ")
+    assert result["sides"]["fsdp2kit"]["ran"].startswith("fsdp: ")
+    assert any(line.startswith("| fsdp1 | **") for line in result_lines(result))
 
 
-def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: Path) -> None:
     overrides = ["fsdp.param_dtype=bfloat16", "fsdp.storage_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
 
-    result = compare(pool, 2, toml, tmp_path / "run", *overrides)
+    result = compare(pool, 2, toml, *overrides)
 
-    assert result["fsdp1_ran"]["mixed_precision"] == "param bfloat16, reduce bfloat16"
-    assert 1e-6 < result["loss_max_relative_difference"] < 2e-2
-
-
-def test_losses_that_differ_are_a_failure(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="RunFailure: the losses of FSDP1 and fsdp2kit do not agree"):
-        pool.run(2, _run_other_side_without_decay, [str(toml), "--compare", "fsdp1", f"run.dir='{tmp_path}'"])
-
-    result = json.loads((tmp_path / "comparison.json").read_text())
-    assert not result["losses_agree"]
+    assert "mixed_precision (param bfloat16, reduce bfloat16)" in result["sides"]["fsdp1"]["ran"]
+    assert 1e-6 < result["rows"][0]["losses_differ_by"] < 2e-2
 
 
-def _run_other_side_without_decay(arguments: Sequence[str]) -> None:
+def test_losses_that_differ_are_noticed(pool: WorkerPool, toml: Path) -> None:
+    for result in pool.run(2, _other_side_without_decay, [str(toml)]):
+        assert not result["checks"]["losses_agree"]  # for which bench.py ends with exit code 1
+
+
+def _other_side_without_decay(arguments: Sequence[str]) -> dict[str, Any]:
     from fsdp2kit.bench import fsdp1
 
     groups = fsdp1._parameter_groups
     fsdp1._parameter_groups = lambda section, model: [{"params": list(model.parameters()), "weight_decay": 0.0}]
     try:
-        _run(arguments)
+        return _compare(arguments)
     finally:
         fsdp1._parameter_groups = groups
 
@@ -171,25 +175,15 @@ def _run_other_side_without_decay(arguments: Sequence[str]) -> None:
         ("fsdp.backward_prefetch", "fsdp.backward_prefetch=2"),
         ("fsdp.reshard_after_forward", "fsdp.reshard_after_forward=2"),
         ("fsdp.unit_classes", "fsdp={unit='size', unit_classes=['LlamaMLP']}"),
-        ("train.steps", "train.steps=2"),
+        ("data.streaming", "data={format='text', path='x.jsonl', streaming=true}"),
         ("model.weights", "model.weights=somewhere"),
-        ("baseline.compare", "baseline.compare=ddp"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    key: str, override: str, toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    arguments = [str(toml), "--check", override]
-    if key != "baseline.compare":
-        arguments += ["--compare", "fsdp1"]
-
-    assert run.main(arguments) == 2
-
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert key in line
+def test_what_cannot_be_compared_is_refused(key: str, override: str, toml: Path) -> None:
+    _, config = run.load(str(toml), [override])
+    sizes = resolve_mesh(config.mesh, config.fsdp, world_size=2, local_world_size=2)
+    with pytest.raises(UserError, match=rf"^{key}: "):
+        check_fsdp1(config, sizes=sizes)
 
 
 def test_fsdp1_does_not_reduce_between_replicas_that_shard_nothing() -> None:
@@ -261,15 +255,15 @@ def _first_batches(toml: str) -> list[Any]:
 
 
 def test_ligers_kernels_are_refused_on_a_cpu(toml: Path, tmp_path: Path, pool: WorkerPool) -> None:
-    for compare in ("none", "fsdp1"):
-        overrides = ["model.liger=true", f"baseline.compare={compare}", f"run.dir='{tmp_path / 'run'}'"]
-        overrides += ["checkpoint.export_hf=never"]  # else the tokenizer is looked for first
+    overrides = ["model.liger=true", f"run.dir='{tmp_path / 'run'}'"]
+    overrides += ["checkpoint.export_hf=never"]  # else the tokenizer is looked for first
+    for function in (_main, _compare):
         with pytest.raises(AssertionError, match=r"UserError: model\.liger: Liger's kernels do not run on a CPU"):
-            pool.run(1, _main, str(toml), overrides)
+            pool.run(1, function, [str(toml), *overrides])
 
 
-def _main(toml: str, overrides: Sequence[str]) -> None:
-    recipe, config = run.load(toml, overrides)
+def _main(arguments: Sequence[str]) -> None:
+    recipe, config = run.load(arguments[0], arguments[1:])
     recipe.main(config)
 
 

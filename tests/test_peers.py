@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.bench.contest import run_contest
-from fsdp2kit.bench.peers import add_arguments, against, draw, peers_lines, run
-from fsdp2kit.bench.sides import Workload
-from fsdp2kit.bench.turns import Turns
+from fsdp2kit.bench.harness import draw, result_lines
+from fsdp2kit.bench.hf_trainer import Turns
+from fsdp2kit.bench.peers import Options, bench_peers, contest
+from fsdp2kit.bench.sides import PAIR_BARS, pair_row
 from fsdp2kit.errors import UserError
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
@@ -54,10 +53,9 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def workload(model: Path, **changes: Any) -> Workload:
-    options: dict[str, Any] = {"steps": 4, "seq_len": 64, "global_batch": 4, "micro_batch": 1}
-    options["dtype"] = "float32"
-    return Workload(model=str(model), data=str(DEMO / "chat.jsonl"), **{**options, **changes})
+def workload(model: Path, **changes: Any) -> Options:
+    values = {"rounds": 3, "warmup": 1, "seq_len": 64, "global_batch": 4, "dtype": "float32", **changes}
+    return Options(model=str(model), data=str(DEMO / "chat.jsonl"), **values)
 
 
 def test_a_loop_stands_still_between_its_steps() -> None:
@@ -97,7 +95,7 @@ def test_a_loop_that_ends_early_is_told() -> None:
 @pytest.mark.parametrize("changes", [{}, {"cp": 2, "global_batch": 2}, {"dtype": "bfloat16"}], ids=str)
 def test_sides_on_the_same_batches_agree(pool: WorkerPool, chat_model: Path, changes: dict[str, Any]) -> None:
     options = workload(chat_model, **changes)
-    result, _ = pool.run(2, run_contest, ["fsdp2kit", "handwritten"], options, warmup=1)
+    result, again = pool.run(2, contest, ["fsdp2kit", "handwritten"], options)
 
     ours, other = result["sides"]["fsdp2kit"], result["sides"]["handwritten"]
     assert len(ours["losses"]) == 4
@@ -106,26 +104,27 @@ def test_sides_on_the_same_batches_agree(pool: WorkerPool, chat_model: Path, cha
     assert ours["supervised_tokens"] == other["supervised_tokens"]
     assert ours["input_tokens"] == other["input_tokens"]
     assert len(ours["seconds"]) == len(other["cpu_seconds"]) == 3
-    assert "peak_bytes" not in ours, "it was not alone"
+    for side in (ours, other):
+        assert side["peak_bytes"] > 1e5
+    assert ours["peak_bytes"] == again["sides"]["fsdp2kit"]["peak_bytes"], "the largest rank's, on every rank"
 
 
-def test_a_side_alone_is_weighed(pool: WorkerPool, chat_model: Path) -> None:
-    result, other = pool.run(2, run_contest, ["fsdp2kit"], workload(chat_model, steps=2), warmup=1)
-
-    assert result["sides"]["fsdp2kit"]["peak_bytes"] > 1e7
-    assert result["sides"]["fsdp2kit"]["peak_bytes"] == other["sides"]["fsdp2kit"]["peak_bytes"]
+SIDE: dict[str, Any] = {"ran": "x", "peak_bytes": 10, "cpu_seconds": [1.0] * 3, "losses": [1.0], "grad_norms": [1.0]}
+SIDE |= {"seconds": [1.0, 1.0, 9.0], "supervised_tokens": [30] * 3}
+OTHER = {**SIDE, "seconds": [2.0, 4.0, 2.0], "cpu_seconds": [3.0] * 3, "supervised_tokens": [10] * 3}
+OTHER |= {"peak_bytes": 40, "losses": [2.0]}
 
 
 def test_ratios() -> None:
-    ours = {"seconds": [1.0, 1.0, 9.0], "cpu_seconds": [1.0] * 3, "supervised_tokens": [30] * 3, "peak_bytes": 10}
-    other = {"seconds": [2.0, 4.0, 2.0], "cpu_seconds": [3.0] * 3, "supervised_tokens": [10] * 3, "peak_bytes": 40}
+    row = pair_row("trl", SIDE, OTHER, tolerance=None)
 
-    ratios = against(ours, other)
-
-    assert math.isclose(ratios["speed_ratio"], 2 * 30 / 10), "2, 4 and 2/9 times as fast, with three times the tokens"
-    assert math.isclose(ratios["cpu_speed_ratio"], 9)
-    assert ratios["memory_ratio"] == 0.25
-    assert ratios["speed_ratio_low"] <= 6 <= ratios["speed_ratio_high"]
+    fast = row["times_as_fast"]
+    assert math.isclose(fast["ratio"], 2 * 30 / 10), "2, 4 and 2/9 times as fast, with three times the tokens"
+    assert math.isclose(row["by_cpu_time"]["ratio"], 9)
+    assert row["memory_ratio"] == 0.25
+    assert fast["low"] <= 6 <= fast["high"]
+    assert (row["our_tokens_per_second"], row["its_tokens_per_second"]) == (30, 5)
+    assert row["losses_agree"] is None
 
 
 def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
@@ -137,13 +136,13 @@ def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
-    (pair,) = result["pairs"]
-    assert result["losses_agree"]
-    assert pair["losses_agree"]
-    assert (pair["ours"]["name"], pair["other"]["name"]) == ("fsdp2kit", "handwritten")
-    assert pair["memory_ratio"] == pair["ours"]["peak_bytes"] / pair["other"]["peak_bytes"]
-    assert "fully_shard by hand" in pair["other"]["ran"]
-    assert "tools/bench.py --model" in pair["provenance"]["command"]
+    (row,) = result["rows"]
+    ours, other = result["pairs"]["handwritten"].values()
+    assert result["checks"]["losses_agree"]
+    assert row["losses_agree"]
+    assert row["memory_ratio"] == ours["peak_bytes"] / other["peak_bytes"]
+    assert "fully_shard by hand" in other["ran"]
+    assert "tools/bench.py --model" in result["provenance"]["command"]
     assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
@@ -164,22 +163,19 @@ def test_a_mistake_is_one_line(chat_model: Path, tmp_path: Path) -> None:
 
 def test_nobody_to_compare_with_is_a_mistake(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp2kit.bench.peers.missing_packages", lambda name: ["accelerate", name])
-    arguments = ["--model", str(chat_model), "--data", str(DEMO / "chat.jsonl"), "--peers", "trl"]
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     with pytest.raises(UserError, match="none of these can run without accelerate, trl"):
-        run(parser.parse_args(arguments))
+        next(bench_peers(workload(chat_model, peers=("trl",))))
 
 
 def test_every_rank_needs_a_row(pool: WorkerPool, chat_model: Path) -> None:
     with pytest.raises(AssertionError, match="UserError: --global-batch: 3 is not a multiple of 2 ranks"):
-        pool.run(2, run_contest, ["fsdp2kit"], workload(chat_model, global_batch=3, cp=2), warmup=1)
+        pool.run(2, contest, ["fsdp2kit"], workload(chat_model, global_batch=3, cp=2))
 
 
 @needs_accelerate
 def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_model: Path) -> None:
     names = ["fsdp2kit_padded", "hf_trainer_padded"]
-    result, _ = pool.run(2, run_contest, names, workload(chat_model, global_batch=4, micro_batch=2), warmup=1)
+    result, _ = pool.run(2, contest, names, workload(chat_model, global_batch=4, micro_batch=2))
 
     ours, other = (result["sides"][name] for name in names)
     assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5)
@@ -190,7 +186,7 @@ def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_mod
 
 @needs_trl
 def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
-    result, _ = pool.run(2, run_contest, ["trl"], workload(chat_model, steps=2, global_batch=2), warmup=1)
+    result, _ = pool.run(2, contest, ["trl"], workload(chat_model, rounds=1, global_batch=2))
 
     trl = result["sides"]["trl"]
     assert "activation checkpointing on" in trl["ran"]
@@ -200,8 +196,8 @@ def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
 
 @needs_trl
 def test_trl_pads(pool: WorkerPool, chat_model: Path) -> None:
-    options = workload(chat_model, steps=2, global_batch=2, conversations=2)
-    result, _ = pool.run(2, run_contest, ["trl_padded"], options, warmup=1)
+    options = workload(chat_model, rounds=1, global_batch=2, conversations=2)
+    result, _ = pool.run(2, contest, ["trl_padded"], options)
 
     trl = result["sides"]["trl_padded"]
     assert "2 conversations a rank, padded to the longest" in trl["ran"]
@@ -209,34 +205,27 @@ def test_trl_pads(pool: WorkerPool, chat_model: Path) -> None:
     assert all(math.isfinite(loss) for loss in trl["losses"])
 
 
-def pair() -> dict[str, Any]:
-    side = {"ran": "x", "peak_bytes": 2**30, "supervised_tokens_per_second": 1.0}
-    side |= {"median_seconds": 1.0, "p25_seconds": 1.0, "p75_seconds": 1.0}
-    ratios = ("speed_ratio", "speed_ratio_low", "speed_ratio_high", "cpu_speed_ratio", "memory_ratio")
-    source = {"command": "c", "devices": ["d"], "world_size": 2, "load_average": 1, "versions": {}, "git": None}
-    sides = {"ours": {**side, "name": "fsdp2kit"}, "other": {**side, "name": "handwritten"}}
-    numbers = dict.fromkeys(ratios, 1.0)
-    return {"name": "handwritten", **sides, **numbers, "losses_agree": None, "provenance": source}
+def test_what_is_left_out_is_named(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"sides": {"fsdp2kit": SIDE, "handwritten": SIDE}, "provenance": None}
+    monkeypatch.setattr("fsdp2kit.bench.peers.missing_packages", lambda name: ["trl"] if name == "trl" else [])
+    monkeypatch.setattr("fsdp2kit.bench.peers._in_processes", lambda names, options: found)
+
+    (result,) = bench_peers(workload(chat_model, peers=("handwritten", "trl")))
+
+    lines = result_lines(result)
+    assert "left out: trl needs trl" in lines
+    assert "handwritten ran x" in lines
+    assert "losses agree: yes" in lines
+    assert any(line.startswith("| handwritten | **1** (1 – 1) | **1** (1 – 1) | 30 | 30 |") for line in lines)
 
 
-def test_what_is_left_out_is_named() -> None:
-    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "pairs": [pair()]}
-    result["left_out"] = {"trl": ["accelerate", "trl"]}
-
-    assert "- left out: trl needs accelerate, trl" in peers_lines(result)
-    assert any(
-        line.startswith("| handwritten | **1.00** (1.00 – 1.00) | 1.00 | 1, 1 |") for line in peers_lines(result)
-    )
-
-
-def test_a_comparison_names_its_sides() -> None:
-    padded = {**pair(), "name": "equal_padding", "losses_agree": False, "loss_difference": 0.5}
-    result = {"workload": {"dtype": "float32", "seq_len": 8, "global_batch": 2}, "nproc": 2, "left_out": {}}
-    (row,) = [line for line in peers_lines({**result, "pairs": [padded]}) if "equal" in line]
-    assert row.startswith("| equal_padding (fsdp2kit, handwritten) |")
-    assert row.endswith("| NO, void: differ by 5.0e-01 at most |")
+def test_losses_that_differ_make_a_comparison_void() -> None:
+    row = pair_row("equal_padding", SIDE, OTHER, tolerance=0.02)
+    assert (row["losses_differ_by"], row["losses_agree"]) == (0.5, False)
+    result = {"rows": [row], "checks": {"losses_agree": False}}
+    assert result_lines(result)[-1] == "losses agree: NO"
 
 
 def test_drawing_writes_a_file(tmp_path: Path) -> None:
-    draw({"pairs": [pair()]}, tmp_path / "one.png")
+    draw({"rows": [pair_row("trl", SIDE, OTHER, tolerance=None)], "bars": PAIR_BARS}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.errors import RunFailure, UserError
@@ -183,16 +185,38 @@ def test_asynchronous_saves_change_no_number(run: Run, straight: dict[str, Path]
     assert _numbers(resumed) == _numbers(straight["dp2"])
 
 
+def _run_with_late_copies(toml: str, overrides: Sequence[str]) -> None:
+    """Run with copies for asynchronous saves that begin when the next step's backward is long over."""
+    with pytest.MonkeyPatch.context() as patch:
+        stage = DefaultStager._stage
+        patch.setattr(DefaultStager, "_stage", lambda *args, **kwargs: (time.sleep(0.5), stage(*args, **kwargs))[1])
+        _run_recipe(toml, overrides)
+
+
+def test_the_optimizer_waits_for_the_copy_of_an_asynchronous_save(
+    pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    """Otherwise the checkpoint would hold values of a later step, and the resumed run would differ."""
+    overrides = [f"run.dir='{tmp_path / 'run'}'", "checkpoint.async_save=true", *DP2]
+    pool.run(2, _run_with_late_copies, str(toml), overrides)
+    for number in (0, 1):
+        ours, theirs = (_checkpoint(one, 5) / f"__{number}_0.distcp" for one in (tmp_path / "run", straight["dp2"]))
+        assert ours.read_bytes() == theirs.read_bytes()
+    resumed = _interrupted(tmp_path / "run", tmp_path / "resumed")
+    pool.run(2, _run_recipe, str(toml), [f"run.dir='{resumed}'", *DP2])
+    assert _numbers(resumed) == _numbers(straight["dp2"])
+
+
 def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
     """What a run says whose second checkpoint finds the disk full, on rank 0 alone."""
-    from fsdp2kit.checkpoint import writer
+    from fsdp2kit.checkpoint import manager
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        original = writer.write_manifest
-        patch.setattr(writer, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
+        original = manager.write_manifest
+        patch.setattr(manager, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
         try:
             _run_recipe(toml, overrides)
         except RunFailure as failure:
@@ -255,6 +279,7 @@ def test_a_run_may_be_resumed_with_other_settings_and_says_so(
         ("model.config.rms_norm_eps=0.5", "model"),
         ("model.weights=random", "model.weights"),
         ("train.global_batch_size=8", "train.global_batch_size"),
+        ("optimizer.name=adamw_bf16", "optimizer.name"),
     ],
 )
 def test_another_run_is_refused_naming_the_field(
@@ -279,7 +304,7 @@ def test_weights_of_a_checkpoint_start_a_fresh_run(run: Run, straight: dict[str,
 def test_an_export_is_the_checkpoint_cast(
     run: Run, model_dir: Path, straight: dict[str, Path], tmp_path: Path
 ) -> None:
-    from fsdp2kit.checkpoint.convert import dcp_to_hf
+    from fsdp2kit.checkpoint.hf import dcp_to_hf
 
     for name, directory in straight.items():
         dcp_to_torch_save(_checkpoint(directory, 10), tmp_path / f"{name}.pt")
@@ -301,7 +326,7 @@ def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_p
     """A longer run that died between its last checkpoint and its export, and one that asks for another dtype."""
     directory = _interrupted(straight["dp2"], tmp_path / "run", step=10)
     shutil.copytree(_checkpoint(straight["dp2"], 5), _checkpoint(directory, 5))
-    from fsdp2kit.checkpoint.convert import dcp_to_hf
+    from fsdp2kit.checkpoint.hf import dcp_to_hf
 
     dcp_to_hf(_checkpoint(directory, 5), directory / "hf", dtype="float32")
     run(directory, 2, *DP2)
@@ -316,7 +341,7 @@ def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_p
 def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
     from fsdp2kit.data.build import build_data
     from fsdp2kit.model.tokenizer import build_tokenizer
-    from fsdp2kit.parity.rows import Rows
+    from fsdp2kit.parity.reference import Rows
 
     _, config = load(str(toml), ["train.micro_batch_size=4"])
     data = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=VOCABULARY)

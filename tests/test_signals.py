@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.manifest import verify
 from tests.checkpoint.test_chaos import TOML
 
 ROOT = Path(__file__).resolve().parents[1]

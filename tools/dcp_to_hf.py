@@ -1,4 +1,4 @@
-"""A distributed checkpoint to a Hugging Face directory, on one process and without a GPU.
+"""Convert a distributed checkpoint to a Hugging Face directory, in one process and without a GPU.
 
 python tools/dcp_to_hf.py runs/x/checkpoints/step-000200 out/ --dtype bfloat16
 """
@@ -9,10 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from fsdp2kit.checkpoint.compare import compare_logits
-from fsdp2kit.checkpoint.convert import dcp_to_hf
-from fsdp2kit.checkpoint.export_plan import DTYPES, MAX_SHARD_BYTES
-from fsdp2kit.checkpoint.places import check_writable, is_remote, to_place
+from fsdp2kit.checkpoint.from_hf import compare_logits
+from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
+from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.errors import UserError
 
 
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
     try:
-        checkpoint, out = to_place(options.checkpoint), to_place(options.out)
+        checkpoint, out = to_path(options.checkpoint), to_path(options.out)
         if not is_remote(out):
             check_writable(out.parent, where="out")
         dcp_to_hf(

@@ -1,4 +1,4 @@
-"""Let a Hugging Face directory answer, by transformers' own means: python tools/generate.py DIR "question" ..."""
+"""Answer questions with a Hugging Face model, by plain transformers: python tools/generate.py DIR "question" ..."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2kit.errors import UserError
 
 def main(arguments: list[str] | None = None) -> int:
     """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
-    parser = argparse.ArgumentParser(description="Let a Hugging Face directory answer.")
+    parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
     parser.add_argument("directory", type=Path, help="a Hugging Face model directory, e.g. runs/x/hf")
     parser.add_argument("questions", nargs="+", help="user messages, each a conversation of its own")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")

@@ -1,4 +1,4 @@
-"""Weights of others to a distributed checkpoint, on one process and without a GPU.
+"""Convert Hugging Face weights or a state dict to a distributed checkpoint, in one process and without a GPU.
 
 python tools/hf_to_dcp.py hf_dir/ out/ [--verify]          # config.json and safetensors
 python tools/hf_to_dcp.py full.pt out/ --config hf_dir/    # torch.save of a state dict, e.g. FSDP1's FULL_STATE_DICT
@@ -11,11 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from fsdp2kit.checkpoint.compare import compare_logits
-from fsdp2kit.checkpoint.from_hf import hf_to_dcp
-from fsdp2kit.checkpoint.from_torch import torch_to_dcp
-from fsdp2kit.checkpoint.places import check_writable
+from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
+from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.errors import UserError
+from fsdp2kit.migrate.state_dicts import torch_to_dcp
 
 
 def main(arguments: list[str] | None = None) -> int:

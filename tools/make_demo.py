@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 CONVERSATIONS, TWO_TURN, HELD_OUT = 600, 120, 60
 VOCABULARY = 1024
@@ -39,6 +40,24 @@ horse neighs, snake hisses, wolf howls, mouse squeaks
 DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
 MONTHS = "January, February, March, April, May, June, July, August, September, October, November, December"
 
+# Of each kind of fact: its answer and the questions for it, where {0} and {1} are the fact's two halves.
+WORDINGS = {
+    "opposite": """The opposite of {0} is {1}. | What is the opposite of {0}? | Tell me the opposite of {0}. |
+        Which word is the opposite of {0}? | What is not {0}? | I say {0}. What is the opposite?""",
+    "plural": """One {0}, two {1}. | What is the plural of {0}? | Tell me the plural of {0}. |
+        How do you say more than one {0}? | One {0}, two what? | I see one {0}. You see two?""",
+    "colour": """{0} is {1}. | What colour is {0}? | Which colour is {0}? | What colour does {0} have? |
+        Tell me the colour of {0}. | I paint {0}. Which colour do I need?""",
+    "sound": """A {0} {1}. | What sound does a {0} make? | What does a {0} sound like? |
+        Which sound comes from a {0}? | Tell me the sound of a {0}. | I hear a {0}. What does it do?""",
+    "day": """After {0} comes {1}. | What comes after {0}? | Which day comes after {0}? |
+        What is the day after {0}? | Tell me the day after {0}. | It is {0}. What comes after it?""",
+    "month": """After {0} comes {1}. | What comes after {0}? | Which month comes after {0}? |
+        What is the month after {0}? | Tell me the month after {0}. | It is {0}. What comes after it?""",
+    "number": """After {0} comes {1}. | What comes after {0}? | Which number comes after {0}? |
+        What is one more than {0}? | Tell me the number after {0}.""",
+}
+
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -65,50 +84,22 @@ def pairs(text: str) -> list[tuple[str, str]]:
 
 def questions() -> Iterator[tuple[str, str]]:
     """Every fact in each of its wordings, as (question, answer)."""
-    for one, other in pairs(OPPOSITES):
-        for word, opposite in ((one, other), (other, one)):
-            answer = f"The opposite of {word} is {opposite}."
-            yield f"What is the opposite of {word}?", answer
-            yield f"Tell me the opposite of {word}.", answer
-            yield f"Which word is the opposite of {word}?", answer
-            yield f"What is not {word}?", answer
-            yield f"I say {word}. What is the opposite?", answer
-    for word, plural in pairs(PLURALS):
-        answer = f"One {word}, two {plural}."
-        yield f"What is the plural of {word}?", answer
-        yield f"Tell me the plural of {word}.", answer
-        yield f"How do you say more than one {word}?", answer
-        yield f"One {word}, two what?", answer
-        yield f"I see one {word}. You see two?", answer
-    for thing, colour in pairs(COLOURS):
-        answer = f"{thing[0].upper()}{thing[1:]} is {colour}."
-        yield f"What colour is {thing}?", answer
-        yield f"Which colour is {thing}?", answer
-        yield f"What colour does {thing} have?", answer
-        yield f"Tell me the colour of {thing}.", answer
-        yield f"I paint {thing}. Which colour do I need?", answer
-    for animal, sound in pairs(SOUNDS):
-        answer = f"A {animal} {sound}."
-        yield f"What sound does a {animal} make?", answer
-        yield f"What does a {animal} sound like?", answer
-        yield f"Which sound comes from a {animal}?", answer
-        yield f"Tell me the sound of a {animal}.", answer
-        yield f"I hear a {animal}. What does it do?", answer
-    for names, kind in ((DAYS, "day"), (MONTHS, "month")):
-        cycle = names.split(", ")
-        for name, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-            answer = f"After {name} comes {following}."
-            yield f"What comes after {name}?", answer
-            yield f"Which {kind} comes after {name}?", answer
-            yield f"What is the {kind} after {name}?", answer
-            yield f"Tell me the {kind} after {name}.", answer
-            yield f"It is {name}. What comes after it?", answer
-    for number in range(1, 41):
-        answer = f"After {number} comes {number + 1}."
-        yield f"What comes after {number}?", answer
-        yield f"Which number comes after {number}?", answer
-        yield f"What is one more than {number}?", answer
-        yield f"Tell me the number after {number}.", answer
+    opposites, days, months = pairs(OPPOSITES), DAYS.split(", "), MONTHS.split(", ")
+    facts: dict[str, Iterable[tuple[Any, Any]]] = {
+        "opposite": [each for one, other in opposites for each in ((one, other), (other, one))],
+        "plural": pairs(PLURALS),
+        "colour": pairs(COLOURS),
+        "sound": pairs(SOUNDS),
+        "day": zip(days, [*days[1:], days[0]], strict=True),
+        "month": zip(months, [*months[1:], months[0]], strict=True),
+        "number": zip(range(1, 41), range(2, 42), strict=True),
+    }
+    for kind, halves in facts.items():
+        answer, *asked = (" ".join(wording.split()) for wording in WORDINGS[kind].split("|"))
+        for fact in halves:
+            told = answer.format(*fact)
+            for question in asked:
+                yield question.format(*fact), told[0].upper() + told[1:]
 
 
 def conversations() -> tuple[list[list[dict]], list[list[dict]]]:

@@ -1,10 +1,10 @@
-"""An FSDP1 configuration → a TOML on stdout, with a comment on each line that says what it was.
+"""Translate an FSDP1 configuration to a TOML on stdout; a comment on each line names the field it came from.
 
 python tools/migrate_fsdp1.py fsdp_config.json > x.toml [--world-size 8] [--model ID] [--data FILE]
 
 Takes a JSON with the usual fields (flat, or with transformers' `fsdp_config`), or an accelerate YAML. Fields without a
-counterpart are explained at the end of the TOML, unknown ones are listed there and on stderr. Batch sizes are taken as
-per device; the global one needs the world size, from the file or `--world-size`.
+counterpart are explained at the end of the TOML, unknown ones are listed there and on stderr. Batch sizes are per
+device; the global one needs the world size, from the file or `--world-size`.
 """
 
 from __future__ import annotations

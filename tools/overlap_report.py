@@ -1,4 +1,4 @@
-"""How much communication the traces of a run leave exposed, and what to try next.
+"""Report how much communication is exposed in the traces of a run, and what to try next.
 
 python tools/overlap_report.py runs/x/trace [--png FILE [--step N]] [--units 10] [--json]
 """
@@ -16,8 +16,10 @@ from fsdp2kit.errors import UserError
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
+    from rich.console import Console
+
+    from fsdp2kit.overlap.display import draw_timeline, renderables
     from fsdp2kit.overlap.report import build_report
-    from fsdp2kit.overlap.timeline import draw_timeline
     from fsdp2kit.overlap.trace import read_traces
 
     try:
@@ -25,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
         traces = read_traces(options.path)
         report = build_report(options.path, traces)
         if options.png is not None:
-            numbers = [step.step for step in report.steps]
-            complete = [step.step for step in report.steps if step.is_complete]
+            numbers = [step.number for step in report.steps]
+            complete = [step.number for step in report.steps if step.is_complete]
             step = options.step if options.step is not None else (complete or numbers)[0]
             if step not in numbers:
                 raise UserError("--step", f"{step} was not traced", f"one of {', '.join(map(str, numbers))}")
@@ -37,10 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(report.as_json(), ensure_ascii=False))
         return 0
-    from rich.console import Console
-
-    from fsdp2kit.overlap.console import renderables
-
     console = Console(width=None if sys.stdout.isatty() else 120)
     for part in renderables(report, most_units=options.units):
         console.print(part)

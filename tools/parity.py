@@ -13,15 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 # Set before transformers is imported: nothing here waits for a hub, or draws progress bars.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from fsdp2kit.environment import end_process
+from fsdp2kit.distributed import end_process
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import load
+
+if TYPE_CHECKING:
+    from fsdp2kit.parity.check import Row
+
+STYLES = {"ok": "green", "miss": "bold red", "refused": "yellow"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     from fsdp2kit import distributed
     from fsdp2kit.parity.check import check_parity
-    from fsdp2kit.parity.report import print_table
 
     try:
         config, error = None, None
@@ -51,12 +62,47 @@ def main(arguments: list[str] | None = None) -> int:
         distributed.leave(problem)
     if world.is_main:
         if options.json:
-            print(json.dumps([row.as_dict() for row in rows]))
+            print(json.dumps([columns(row) for row in rows]))
         else:
             print_table(rows)
     distributed.stop()
     verdicts = {row.verdict for row in rows}
     return 1 if "miss" in verdicts or "ok" not in verdicts else 0
+
+
+def columns(row: Row) -> dict[str, Any]:
+    """A row as plain values, its variant's fields first."""
+    fields = asdict(row)
+    return {**fields.pop("variant"), **fields}
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print every variant with its relative differences and their bounds, what the notes say, and a summary."""
+    from fsdp2kit.parity.check import COMPARED
+
+    table = Table(title="Parity with one process of plain transformers (relative differences)")
+    for name in ("dp", "cp", "method", "micro", "strategy", "checkpointing", "dtype", *COMPARED, "verdict"):
+        table.add_column(name, justify="right" if name in COMPARED else "left", no_wrap=True)
+    notes = []
+    for row in rows:
+        variant = [str(value) for value in asdict(row.variant).values()]
+        verdict = f"[{STYLES[row.verdict]}]{row.verdict}[/]"
+        table.add_row(*variant, *(_cell(row, name) for name in COMPARED), verdict)
+        if row.note:
+            notes.append(f"{verdict} {', '.join(variant)}: {escape(row.note)}")
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(table)
+    counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in STYLES]
+    for line in (*notes, ", ".join(counts)):
+        console.print(line, highlight=False)
+
+
+def _cell(row: Row, name: str) -> str:
+    if name not in row.differences:
+        return ""
+    difference, bound = row.differences[name], row.bounds[name]
+    number = f"{difference:.1e}" if difference <= bound else f"[bold red]{difference:.1e}[/]"
+    return f"{number} ≤ {bound:.0e}"
 
 
 if __name__ == "__main__":

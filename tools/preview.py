@@ -6,26 +6,62 @@ python tools/preview.py toml/x.toml [section.key=value ...] [--html FILE] [--jso
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import os
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
 
 # Set before transformers is imported: a preview never waits for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.config.data_checks import check_data
+from fsdp2kit.config.checks import check_data
+from fsdp2kit.data.build import build_data
+from fsdp2kit.data.documents import Report
+from fsdp2kit.data.loader import Loader, Part
+from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STREAM_ROWS = 5000
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>preview</title><style>{stylesheet}
 body {{ color: {foreground}; background: {background}; margin: 2em; }}
 pre {{ font: 14px/1.45 "DejaVu Sans Mono", Menlo, Consolas, monospace; }}</style></head>
 <body><pre>{code}</pre></body></html>"""
+SAMPLE = 2000  # documents that are read for what lengths alone do not tell
+# By whether a token is special, and whether it is learnt.
+_LEGEND = {
+    (False, True): ("learnt", "#000000 on green3"),
+    (False, False): ("read, not learnt", "grey62"),
+    (True, True): ("special token, learnt", "bold #000000 on gold1"),
+    (True, False): ("special token, read", "bold gold3"),
+}
+_BAR = 40
+_MOST_PIECES = 60
+_BINS = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,31 +73,244 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(preview.as_json(), ensure_ascii=False))
-        return 0
-    from rich.console import Console
-    from rich.terminal_theme import MONOKAI
-
-    from fsdp2kit.data.preview import render, renderables
-
-    if options.html is not None:
-        page = render(preview, width=options.width, most_tokens=options.tokens)
+        print(json.dumps(asdict(preview), ensure_ascii=False))
+    elif options.html is not None:
+        page = Console(
+            file=io.StringIO(), record=True, width=options.width, force_terminal=True, color_system="truecolor"
+        )
+        print_preview(preview, page, most_tokens=options.tokens)
         page.save_html(str(options.html), theme=MONOKAI, code_format=_PAGE)
         print(f"wrote {options.html}")
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else options.width)
-    for part in renderables(preview, most_tokens=options.tokens):
-        console.print(part)
+    else:
+        console = Console(width=None if sys.stdout.isatty() else options.width)
+        print_preview(preview, console, most_tokens=options.tokens)
     return 0
 
 
-def _preview(options: argparse.Namespace) -> Any:
-    from fsdp2kit.data.build import build_data
-    from fsdp2kit.data.loader import Loader
-    from fsdp2kit.data.preview import build_preview
-    from fsdp2kit.model.build import load_hf_config
-    from fsdp2kit.model.tokenizer import build_tokenizer
+@dataclass(frozen=True)
+class Statistics(Report):
+    """Figures of one source: what became of its rows, and how long and how well packed its documents are."""
 
+    supervised_share: float
+    """Supervised tokens over tokens."""
+    overlong_share: float
+    """Rows longer than seq_len over rows: the truncation rate under ``overlong = "truncate"``."""
+    duplicates: int
+    """Documents whose row was there before, token for token."""
+    shortest: int
+    median: int
+    longest: int
+    histogram: list[tuple[int, int, int]]
+    """``(from, to, documents)`` by length in tokens; the last bin includes its end."""
+    packed_rows: int
+    packing_efficiency: float
+    """Tokens over positions in the packed rows."""
+
+
+def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
+    """Count one source's documents and packs."""
+    documents, report = part.documents, part.documents.report
+    lengths = documents.lengths
+    counts, edges = np.histogram(lengths, bins=min(_BINS, int(np.ptp(lengths)) + 1))
+    borders = [round(edge) for edge in edges.tolist()]
+    digests = documents.row_digests.tolist() if documents.row_digests is not None else []
+    repeated = sum(count - 1 for count in Counter(digests).values()) if not report.split else 0
+    return Statistics(
+        **asdict(report),
+        supervised_share=report.supervised_tokens / report.tokens,
+        overlong_share=(report.truncated + report.dropped + report.split) / report.rows,
+        duplicates=repeated,
+        shortest=int(lengths.min()),
+        median=int(np.median(lengths)),
+        longest=int(lengths.max()),
+        histogram=list(zip(borders, borders[1:], counts.tolist(), strict=False)),
+        packed_rows=len(part.plan),
+        packing_efficiency=float(lengths.sum()) / (len(part.plan) * seq_len),
+    )
+
+
+def find_warnings(
+    part: Part, statistics: Statistics, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> list[str]:
+    """What a person should look at before training; the first `SAMPLE` documents are read for it."""
+    documents = part.documents
+    read = [documents[index] for index in range(min(SAMPLE, len(documents)))]
+    special = special_ids(tokenizer)
+    open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
+    bos = tokenizer.bos_token_id
+    twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
+    of, largest = f"of {len(read):,} documents", documents.largest_id
+    checks = [
+        (
+            open_ended,
+            f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
+            "stop (split documents, cut ones, or a template without such a token)",
+        ),
+        (twice, f"{twice:,} {of} begin with the BOS token twice: the text or the template adds it as well"),
+        (
+            largest >= vocab_size,
+            f"token id {largest:,} is beyond the model's vocabulary of {vocab_size:,}: training refuses it",
+        ),
+        (
+            statistics.unsupervised,
+            f"{statistics.unsupervised:,} rows hold nothing to learn and are left out: there is no assistant turn, or "
+            "it begins after seq_len tokens",
+        ),
+        (statistics.overlong_share > 0.05, f"{statistics.overlong_share:.0%} of the rows are longer than seq_len"),
+        (statistics.duplicates, f"{statistics.duplicates:,} documents are copies of earlier ones"),
+        (statistics.supervised_share < 0.05, f"only {statistics.supervised_share:.1%} of the tokens are learnt"),
+    ]
+    return [text for is_found, text in checks if is_found]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of one kind, as text."""
+
+    text: str
+    tokens: int
+    learnt: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Everything that is shown."""
+
+    title: str
+    packs: list[list[list[Piece]]]
+    """The first packs, each a list of documents, each a list of pieces."""
+    padding: list[int]
+    """Tokens of padding in each of them."""
+    statistics: dict[str, Statistics]
+    """By source; of a single one under ""."""
+    warnings: list[str]
+    rows_per_epoch: int
+    tokens_per_epoch: int
+    steps_per_epoch: int
+    seq_len: int
+
+
+def build_preview(
+    loader: Loader, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int, packs: int, title: str
+) -> Preview:
+    """Look at a loader: its first ``packs`` rows in the order of training, and everything that can be counted."""
+    rows = [loader.row(0, index) for index in range(min(packs, loader.rows_per_epoch))]
+    statistics = {part.name: compute_statistics(part, seq_len=loader.seq_len) for part in loader.parts}
+    warnings = []
+    for part in loader.parts:
+        found = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
+        warnings += [f"{part.name}: {text}" if part.name else text for text in found]
+    return Preview(
+        title=title,
+        packs=[[list(pieces_of(*document, tokenizer)) for document in row.documents] for row in rows],
+        padding=[loader.seq_len - sum(len(ids) for ids, _ in row.documents) for row in rows],
+        statistics=statistics,
+        warnings=warnings,
+        rows_per_epoch=loader.rows_per_epoch,
+        tokens_per_epoch=loader.tokens_per_epoch,
+        steps_per_epoch=loader.steps_per_epoch,
+        seq_len=loader.seq_len,
+    )
+
+
+def pieces_of(ids: np.ndarray, supervised: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    """A document as runs of tokens that are alike; special tokens one by one. Together they read as the text.
+
+    A document's first token has no token before it that could predict it, so it is never learnt.
+    """
+    special = special_ids(tokenizer)
+
+    def kind(at: int) -> tuple[int, bool]:
+        return at if int(ids[at]) in special else -1, at > 0 and bool(supervised[at])
+
+    for (alone, learnt), run in itertools.groupby(range(len(ids)), key=kind):
+        tokens = ids[list(run)].tolist()
+        yield Piece(str(tokenizer.decode(tokens, skip_special_tokens=False)), len(tokens), learnt, alone >= 0)
+
+
+def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> None:
+    """Print the page from top to bottom.
+
+    Args:
+        most_tokens: of a longer run of tokens, its beginning and its end are shown.
+    """
+    console.print(Rule(Text(preview.title, style="bold")))
+    legend = [Text(name, style=style) for name, style in _LEGEND.values()]
+    console.print(Text("  ").join([*legend, Text("↵ a line break")]))
+    for number, documents in enumerate(preview.packs):
+        title = f"row {number + 1}: {len(documents)} documents in {preview.seq_len:,} tokens"
+        body = Group(*_pack(documents, preview.padding[number], most_tokens))
+        console.print(Panel(body, title=title, title_align="left", border_style="cyan"))
+    for name, statistics in preview.statistics.items():
+        console.print(_table(preview, name, statistics), _histogram(statistics))
+    if preview.warnings:
+        body = Text("\n").join(Text(f"• {text}") for text in preview.warnings)
+        console.print(Panel(body, title="look at this", title_align="left", border_style="bold red"))
+    else:
+        console.print(Text("Nothing suspicious was found.", style="green3"))
+
+
+def _pack(documents: list[list[Piece]], padding: int, most_tokens: int) -> Iterator[RenderableType]:
+    for number, pieces in enumerate(documents):
+        total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.learnt)
+        label = f"document {number + 1}: {total:,} tokens, {learnt:,} learnt"
+        yield Rule(Text(label), style="cyan", align="left", characters="╌")
+        yield _document(pieces, most_tokens)
+    if padding:
+        yield Rule(Text(f"padding: {padding:,} tokens"), style="grey42", align="left", characters="╌")
+
+
+def _document(pieces: list[Piece], most_tokens: int) -> Text:
+    """Pieces of at most ``most_tokens``, and of very many the first and the last."""
+    text, half = Text(overflow="fold"), _MOST_PIECES // 2
+    for number, piece in enumerate(pieces):
+        if half <= number < len(pieces) - half:
+            if number == half:
+                text.append("\n[…]\n", style="bold cyan")
+            continue
+        shown = piece.text
+        if piece.tokens > most_tokens:
+            size = max(1, len(shown) * most_tokens // piece.tokens // 2)
+            left_out = f" […{piece.tokens - most_tokens:,} tokens…] "
+            shown = shown[:size].rstrip() + left_out + shown[-size:].lstrip()
+        text.append(shown.replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.learnt][1])
+    text.rstrip()
+    return text
+
+
+def _table(preview: Preview, name: str, one: Statistics) -> Table:
+    table = Table(title=f"the data{f': {name}' if name else ''}", title_justify="left", title_style="bold", box=None)
+    for _ in range(2):
+        table.add_column(style="cyan")
+        table.add_column(justify="right")
+    lost = {"truncated": one.truncated, "dropped": one.dropped, "split": one.split}
+    cut = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count) or "none"
+    table.add_row("rows", f"{one.rows:,}", "longer than seq_len", f"{cut} ({one.overlong_share:.1%})")
+    table.add_row("documents", f"{one.documents:,}", "rows without a target", f"{one.unsupervised:,}")
+    table.add_row("tokens", f"{one.tokens:,}", "copies of earlier ones", f"{one.duplicates:,}")
+    learnt = f"{one.supervised_tokens:,} ({one.supervised_share:.1%})"
+    table.add_row("learnt", learnt, "rows of the batch", f"{one.packed_rows:,}")
+    lengths = f"{one.shortest:,} – {one.median:,} – {one.longest:,}"
+    table.add_row("shortest – median – longest", lengths, "tokens in them", f"{one.packing_efficiency:.1%}")
+    steps, tokens = f"{preview.steps_per_epoch:,}", f"{preview.tokens_per_epoch:,}"
+    table.add_row("steps an epoch", steps, "tokens an epoch", tokens)
+    return table
+
+
+def _histogram(one: Statistics) -> Table:
+    table = Table(title="documents by length in tokens", title_justify="left", title_style="bold", box=None)
+    table.add_column(justify="right", style="cyan")
+    table.add_column()
+    table.add_column(justify="right")
+    most = max(count for _, _, count in one.histogram)
+    for start, stop, count in one.histogram:
+        bar = "█" * round(_BAR * count / most) or "▏" * bool(count)
+        table.add_row(f"{start:,} – {stop:,}", Text(bar, style="cyan"), f"{count:,}")
+    return table
+
+
+def _preview(options: argparse.Namespace) -> Preview:
     _, config = load(options.toml, options.overrides)
     check_data(config)
     if config.data.format == "synthetic":
@@ -86,26 +335,17 @@ def _preview(options: argparse.Namespace) -> Any:
 
 def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to a file, as data that is read whole."""
-    import itertools
 
-    from fsdp2kit.data.sources import find_source
-    from fsdp2kit.data.stream import open_stream
-
-    def copied(path: str, split: str, name: str) -> str:
+    def copied(section: Any, name: str) -> Any:
         file = folder / f"{name}.jsonl"
-        with open_stream(find_source(path, split=split)) as rows, file.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(row.value, default=str) + "\n" for row in itertools.islice(rows, STREAM_ROWS))
-        return str(file)
+        reader = iter(RowReader(find_source(section.path, split=section.split)))
+        with contextlib.closing(reader) as rows, file.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(row.parse(), default=str) + "\n" for row in itertools.islice(rows, STREAM_ROWS))
+        return section.model_copy(update={"path": str(file), "split": "train"})
 
-    data = config.data
-    changes: dict[str, Any] = {"streaming": False}
-    if data.path is not None:
-        changes |= {"path": copied(data.path, data.split, "data"), "split": "train"}
-    changes["sources"] = [
-        part.model_copy(update={"path": copied(part.path, part.split, str(at)), "split": "train"})
-        for at, part in enumerate(data.sources)
-    ]
-    return config.model_copy(update={"data": data.model_copy(update=changes)})
+    data = config.data if config.data.path is None else copied(config.data, "data")
+    sources = [copied(source, str(number)) for number, source in enumerate(data.sources)]
+    return config.model_copy(update={"data": data.model_copy(update={"streaming": False, "sources": sources})})
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Write the JSON schema of each recipe's TOML, which editors use for completion: python tools/schema.py [--check]
 
-``toml/schema.json`` is that of the sft recipe, ``toml/schema.RECIPE.json`` of the others. A TOML names its own in
-its ``#:schema`` line.
+``toml/schema.json`` is that of the sft recipe, ``toml/schema.RECIPE.json`` those of the others. A TOML names its
+schema in its ``#:schema`` line.
 """
 
 from __future__ import annotations

@@ -1,66 +1,48 @@
-"""What context parallelism costs: activations kept, bytes sent, and time against data parallelism.
-
-The same global batch each time. Memory and bytes are counted on a small decoder without FSDP, so that nothing but
-activations and attention's exchanges is there to count; time is measured on whole training steps.
-"""
+"""How fast context parallelism is: whole training steps beside data parallelism, and a ring's blocks on one device."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.contest import Course, take_turns
-from fsdp2kit.bench.figures import compare, positive, provenance, provenance_lines, summary
-from fsdp2kit.bench.sides import OurSide, Side
-from fsdp2kit.bench.traffic import Traffic, count_traffic
-from fsdp2kit.bench.trainer import build_trainer
+from fsdp2kit.bench.harness import Command, cost_rows, option, provenance, speed, spread, time_in_turns
+from fsdp2kit.bench.memory import peak_of
+from fsdp2kit.bench.sides import OurSide, Synthetic, run_sides
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.loss_head import attach_loss
-from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.layout import Method
-from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
-from fsdp2kit.parallel.context_parallel.ulysses import share_heads
-from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parity.rows import DealtOut, Rows
+from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
+from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks
+from fsdp2kit.parallel.context_parallel.segments import Segment, plan_segments, read_segments
+from fsdp2kit.torch_compat import BackwardInputs
 
-METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
-LAYERS, HEADS, KV_HEADS, WIDTH = 2, 12, 4, 16
+METHODS = ("ulysses", "ring", "allgather")
+CP = 4
+LLAMA_8B = (32, 8, 128)  # query heads, key/value heads, width
+TINY = (4, 2, 16)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured; `tools/bench.py context-parallel --help` explains each."""
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Whose steps are timed, on which rows."""
 
-    model: str
-    seq_len: int = 4096
-    pairs: int = 10
-    warmup: int = 1
-    layers: int | None = None
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Of one forward and backward pass on this rank."""
-
-    activation_bytes: int
-    """Distinct memory that autograd keeps for backward, parameters and masks aside."""
-    forward: Traffic
-    backward: Traffic
+    model: str = option(..., "a Hugging Face directory; weights are random", metavar="DIR")
+    seq_len: int = option(4096, "tokens a sequence")
+    rounds: int = option(10, "rounds that count, each of all four ways")
+    warmup: int = option(1, "rounds before those")
+    layers: int | None = option(None, "of the model's layers, so many (all)", type=int)
+    dtype: str = option("float32", "of the computation (float32)", choices=("float32", "bfloat16"))
 
 
-def bench_context_parallel(options: Options) -> dict[str, Any]:
-    """Every figure, on all ranks there are. Collective.
+def bench_context_parallel(options: Steps) -> dict[str, Any]:
+    """Training steps at dp = ranks and of every method at cp = ranks in turns, one row a rank. Collective.
 
     Raises:
         UserError: on one rank there is nothing to compare.
@@ -69,176 +51,148 @@ def bench_context_parallel(options: Options) -> dict[str, Any]:
     if world.size == 1:
         raise UserError("bench context-parallel", "needs two ranks or more", "start it with torchrun")
     source = provenance(world)
-    alone = measure_costs(None, cp=1, seq_len=options.seq_len).activation_bytes
-    counted = {}
-    for method in METHODS:
-        costs = measure_costs(method, cp=world.size, seq_len=options.seq_len)
-        expected = expected_bytes(method, cp=world.size, rank=world.rank, tokens=options.seq_len // world.size)
-        counted[method] = {
-            "activation_ratio": costs.activation_bytes / alone,
-            "bytes_per_layer": (costs.forward.total // LAYERS, costs.backward.total // LAYERS),
-            "formula_per_layer": expected,
+    sides = {method: OurSide(_config(options, method, world), world=world) for method in ("none", *METHODS)}
+    found = run_sides(sides, rounds=options.rounds, warmup=options.warmup, world=world)
+    alone = found["none"]
+    rows = [
+        {
+            "method": method,
+            "tokens_per_second_over_dp": speed(side["seconds"], alone["seconds"]),
+            "step": spread(side["seconds"]),
+            "peak_bytes": side["peak_bytes"],
+            "loss": side["losses"][-1],
         }
+        for method, side in found.items()
+    ]
     return {
         "benchmark": "context-parallel",
         "options": asdict(options),
-        "cp": world.size,
-        "counted": counted,
-        "timed": _time_steps(options, world=world),
+        "rows": rows,
+        "notes": [f"{method}: {side['ran']}" for method, side in found.items()],
+        "bars": {"seconds a step": ["step"], "peak memory a rank (bytes)": ["peak_bytes"]},
         "provenance": source,
     }
 
 
-def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
-    """What a small decoder keeps and sends for one plain causal sequence of ``seq_len`` float32 tokens. Collective."""
-    world = distributed.start()
-    mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=world)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=HEADS * WIDTH,
-        intermediate_size=2 * HEADS * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-    )
-    model: Any = LlamaForCausalLM(config)
-    attach_loss(model, kernel="chunked")
-    path = AttentionPath(method, VARLEN if method in ("ring", "allgather") else "sdpa")
-    apply_attention(model, path, group=mesh.cp_group)
-    ids = torch.arange(seq_len)[None] % 128
-    positions = torch.arange(seq_len)[None]
-    inputs = shard_batch(
-        ids,
-        ids,
-        positions,
-        config=config,
-        path=path,
-        cp_rank=mesh.cp_rank,
-        cp_size=cp,
-        device=torch.device("cpu"),
-    ).inputs()
-    kept: dict[int, int] = {}
-    aside = _memory_of(model, inputs)
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in aside:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), count_traffic() as forward:
-        loss = model.loss_sum(**inputs)
-    with count_traffic() as backward:
-        loss.backward()
-    return Costs(sum(kept.values()), forward, backward)
-
-
-def expected_bytes(method: Method, *, cp: int, rank: int, tokens: int) -> tuple[int, int]:
-    """Bytes that a rank with ``tokens`` float32 tokens of one sequence sends per layer: forward, backward.
-
-    As the docstrings of `ulysses`, `ring` and `allgather` have it, for `measure_costs`' decoder.
-    """
-    size = 4
-    if method == "ulysses":
-        shares = share_heads(HEADS, KV_HEADS, cp)
-        others = [share for number, share in enumerate(shares) if number != rank]
-        there = sum(len(share.query) + 2 * len(share.key) for share in others)
-        back = (cp - 1) * len(shares[rank].query)
-        received = (cp - 1) * (len(shares[rank].query) + 2 * len(shares[rank].key))
-        returned = sum(len(share.query) for share in others)
-        return tokens * WIDTH * size * (there + back), tokens * WIDTH * size * (received + returned)
-    numbers = tokens * KV_HEADS * 2 * WIDTH
-    gradients = cp * numbers * 4 if method == "ring" else (cp - 1) * numbers * 4
-    return (cp - 1) * numbers * size, (cp - 1) * numbers * size + gradients
-
-
-def _memory_of(model: nn.Module, inputs: dict[str, Any]) -> set[int]:
-    """Memory of parameters, buffers and masks."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [value for name, value in inputs.items() if name == "attention_mask" and isinstance(value, Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _time_steps(options: Options, *, world: distributed.World) -> dict[str, Any]:
-    """Whole training steps, dp = world and every method at cp = world in turns, one row a rank."""
-    batches = _batches(options, rows=world.size)
-    sides: dict[str, Side] = {"data-parallel": _side(options, None, batches, world=world)}
-    sides |= {method: _side(options, method, batches, world=world) for method in METHODS}
-    courses = {name: Course() for name in sides}
-    take_turns(sides, courses, options.warmup + options.pairs, world=world)
-    figures = {name: course.figures(skip=options.warmup) for name, course in courses.items()}
-    result: dict[str, Any] = {
-        name: {**summary(side["seconds"]), "loss": side["losses"][-1]} for name, side in figures.items()
-    }
-    for method in METHODS:  # tokens a second over those of data parallelism
-        result[method] |= compare(figures["data-parallel"]["seconds"], figures[method]["seconds"])
-    return result
-
-
-def _batches(options: Options, *, rows: int) -> list[Rows]:
-    length, generator = options.seq_len, torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(options.warmup + options.pairs):
-        ids = torch.randint(100, (rows, length + 1), generator=generator)
-        positions = torch.arange(length).expand(rows, -1).contiguous()
-        found.append(Rows(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions))
-    return found
-
-
-def _side(options: Options, method: Method | None, batches: Sequence[Rows], *, world: distributed.World) -> OurSide:
+def _config(options: Steps, method: str, world: World) -> TrainingConfig:
     depth = {} if options.layers is None else {"num_hidden_layers": options.layers}
     values: dict[str, Any] = {
-        "recipe": "none",
+        "recipe": "bench",
         "model": {"path": options.model, "weights": "random", "config": depth},
-        "mesh": {"cp": 1 if method is None else world.size},
-        "context_parallel": {"method": method or "auto"},
+        "mesh": {"cp": 1 if method == "none" else world.size},
+        "context_parallel": {"method": "auto" if method == "none" else method},
         "fsdp": {"param_dtype": options.dtype},
-        "data": {"seq_len": options.seq_len, "pack": False},
-        "train": {"steps": len(batches), "global_batch_size": world.size, "micro_batch_size": 1},
+        "data": {"format": "synthetic", "seq_len": options.seq_len},
+        "train": {"steps": options.warmup + options.rounds, "global_batch_size": world.size, "micro_batch_size": 1},
         "optimizer": {"lr": 1e-4},
     }
-    config = TrainingConfig.model_validate(values)
-    mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    dealt = DealtOut(batches, 1, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-    return OurSide(build_trainer(config, world=world, mesh=mesh, batches=dealt, metrics_path=None), config)
+    return Synthetic.model_validate(values)
 
 
-def context_parallel_lines(result: dict[str, Any]) -> list[str]:
-    """`bench_context_parallel`'s result for the console."""
-    cp, options = result["cp"], result["options"]
-    lines = [f"context parallelism: cp = {cp}, {options['seq_len']} tokens, {options['dtype']}"]
-    for method, counted in result["counted"].items():
-        timed = result["timed"][method]
-        lines.append(
-            f"  {method:<10} activations {counted['activation_ratio']:.3f} of one rank's (1/cp = {1 / cp:.3f}); "
-            f"sent per layer {counted['bytes_per_layer']} bytes forward, backward (formula "
-            f"{counted['formula_per_layer']}); tokens/s {timed['ratio']:.3f} × dp = {cp} "
-            f"({timed['ratio_low']:.3f} – {timed['ratio_high']:.3f}), median {timed['median_seconds']:.2f} s a step"
-        )
-    return [*lines, *provenance_lines(result["provenance"])]
+@dataclass(frozen=True)
+class Blocks:
+    """Which sequences, and how long."""
+
+    lengths: tuple[int, ...] = option((8_192, 32_768, 131_072), "tokens (8192 32768 131072)", type=int, nargs="+")
+    rounds: int = option(5, "that count")
+    device: str = option("cuda", "cpu: only with --dry-run", choices=("cuda", "cpu"))
+    dry_run: bool = option(False, "tiny shapes: does it run at all?")
+    max_minutes: float = option(8.0, "start no further length after this long")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``bench.py context-parallel``."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face directory; weights are random")
-    parser.add_argument("--seq-len", type=positive, default=4096, help="tokens a sequence (4096)")
-    parser.add_argument("--pairs", type=positive, default=10, help="rounds that count, each of all four ways (10)")
-    parser.add_argument("--warmup", type=positive, default=1, help="rounds before those (1)")
-    parser.add_argument("--layers", type=positive, default=None, help="of the model's layers, so many (all)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+def bench_ring(options: Blocks) -> dict[str, Any]:
+    """A ring's blocks without the ring, against torch's attention over the whole sequence, by length.
+
+    All ranks' work of a sequence is done one after the other on one device, block by block as the ring would bring
+    them: how far the results differ, both times, their ratio, and peak memory.
+    """
+    world = distributed.start()
+    started, rows, left_out = time.monotonic(), [], []
+    for length in (64, 128) if options.dry_run else options.lengths:
+        if time.monotonic() - started > 60 * options.max_minutes:
+            left_out.append(length)
+        else:
+            rows.append(_measure(length, TINY if options.dry_run else LLAMA_8B, options.rounds, world.device))
+    return {
+        "benchmark": "ring",
+        "options": asdict(options),
+        "rows": rows,
+        "left_out": left_out,
+        "notes": [
+            f"{CP} blocks of a sequence, bfloat16, forward and backward",
+            *(f"{length} tokens: left out for time" for length in left_out),
+        ],
+        "bars": {"seconds": ["blocks", "fused"]},
+        "provenance": provenance(world),
+    }
 
 
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Measure; returns the result and the lines of the console."""
-    result = bench_context_parallel(
-        Options(
-            model=options.model,
-            seq_len=options.seq_len,
-            pairs=options.pairs,
-            warmup=options.warmup,
-            layers=options.layers,
-            dtype=options.dtype,
-        )
-    )
-    return result, context_parallel_lines(result)
+class _Held(NamedTuple):
+    """One rank's part: ``[1, H, s, D]`` of queries and of the output's gradient, ``[1, G, s, D]`` of keys, values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+
+
+def _measure(length: int, heads: tuple[int, int, int], rounds: int, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    query_heads, kv_heads, width = heads
+    shapes = [(1, number, length, width) for number in (query_heads, kv_heads, kv_heads, query_heads)]
+    whole = _Held(*(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes))
+    chunks = [chunks_of(rank, cp=CP, length=length, method="ring") for rank in range(CP)]
+    ranks = [_Held(*(take_chunks(tensor, mine, dim=2) for tensor in whole)) for mine in chunks]
+    tables = [plan_segments([[0, length]], method="ring", rank=rank, cp=CP, window=None) for rank in range(CP)]
+    plans = [read_segments(table) for table in tables]
+
+    def fused() -> list[Tensor]:
+        q, k, v = (tensor.detach().requires_grad_() for tensor in whole[:3])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole.grad)]
+
+    ways: dict[str, Callable[[], Any]] = {"blocks": lambda: _all_blocks(ranks, plans), "fused": fused}
+    # In the order of the sequence, from every rank's part.
+    found = [
+        in_order(torch.cat(part, 2).movedim(2, 0), cp=CP, method="ring").movedim(0, 2) for part in ways["blocks"]()
+    ]
+    differences = {
+        f"{name}_differs_by": ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        for name, mine, theirs in zip(("out", "query", "key", "value"), found, fused(), strict=True)
+    }
+    peaks = {name: peak_of(lambda: None, lambda _, way=way: way(), device=device)[1] for name, way in ways.items()}
+    blocks, other = cost_rows(time_in_turns(ways, rounds, device=device))
+    return {
+        "tokens": length,
+        "blocks": blocks["seconds"],
+        "fused": other["seconds"],
+        "times_as_fast": other["blocks_is_faster"],
+        **{f"{name}_peak_bytes": peak for name, peak in peaks.items()},
+        **differences,
+    }
+
+
+def _all_blocks(ranks: list[_Held], plans: list[list[Segment]]) -> tuple[list[Tensor], ...]:
+    """Output and gradients of query, key and value by rank, block after block as a ring would bring them."""
+    scale = ranks[0].query.shape[-1] ** -0.5
+    grad_keys, grad_values = ([zeros_for(rank.key) for rank in ranks] for _ in range(2))
+    outs, grad_queries = [], []
+    for number, (mine, segments) in enumerate(zip(ranks, plans, strict=True)):
+        steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
+        partial = Partial(mine.query, scale=scale)
+        for owner, of_step in steps:
+            partial.attend(ranks[owner].key, ranks[owner].value, of_step)
+        outs.append(partial.out.to(mine.query.dtype))
+        grad_queries.append(zeros_for(mine.query))
+        for owner, of_step in steps:
+            block = (ranks[owner].key, ranks[owner].value)
+            attend_backward(
+                (grad_queries[-1], grad_keys[owner], grad_values[owner]),
+                BackwardInputs(mine.grad, mine.query, *block, outs[-1], partial.lse),
+                of_step,
+                scale=scale,
+            )
+    return outs, grad_queries, grad_keys, grad_values
+
+
+COMMANDS = {"context-parallel": Command(Steps, bench_context_parallel), "ring": Command(Blocks, bench_ring)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -10,12 +9,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.bench.harness import Command, option, pyplot
 from fsdp2kit.config.load import read_toml
 from fsdp2kit.errors import UserError
 
 _LAST = 20
 _COLORS = ("#4c8dd6", "#e0823d", "#3fa66a", "#c95fb0", "#d65353", "#9a8f2e", "#7d7be0", "#2fa3a8")
 _GREY = "#808080"  # on white and on black alike
+_SAME: dict[str, tuple[str, ...]] = {
+    "data": (
+        "path",
+        "split",
+        "sources",
+        "temperature",
+        "format",
+        "train_on",
+        "seq_len",
+        "pack",
+        "overlong",
+        "shuffle",
+    ),
+    "eval": ("path", "split", "sets", "steps"),
+    "train": ("global_batch_size",),
+    "run": ("seed",),
+}
+"""Fields in which compared runs must not differ, by section."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which runs are compared."""
+
+    runs: tuple[Path, ...] = option(..., "run directories, on the same data", positional=True, nargs="+", type=Path)
+    reference: str | None = option(None, "the run to divide by, by its directory's name (the first)")
 
 
 @dataclass(frozen=True)
@@ -32,21 +58,11 @@ class Run:
         return [step for step, _ in found], [value for _, value in found]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `run`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories, on the same data")
-    parser.add_argument(
-        "--reference", metavar="NAME", help="the run to divide by, by its directory's name (the first)"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the losses (needs matplotlib)")
-
-
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The runs' figures, and a Markdown table of them.
+def compare_curves(options: Options) -> dict[str, Any]:
+    """A row a run: losses, the ratio to the reference at the same step, seconds a step, peak GiB.
 
     Raises:
-        UserError: a directory is no run, runs share a name or differ in data, there is no such reference, or the
-            picture cannot be drawn.
+        UserError: a directory is no run, runs share a name or differ in data, or there is no such reference.
     """
     runs = [read_run(path) for path in options.runs]
     names = [each.name for each in runs]
@@ -56,11 +72,30 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     reference = options.reference or names[0]
     if reference not in names:
         raise UserError("--reference", f"no run is called {reference!r}", f"use one of {', '.join(names)}")
-    check_same_data(runs)
-    rows = compare_runs(runs, reference=reference)
-    if options.picture is not None:
-        draw(runs, out=options.picture)
-    return {"benchmark": "curves", "reference": reference, "runs": rows}, table(rows, reference=reference)
+    _check_same_data(runs)
+    compared = dict(zip(*runs[names.index(reference)].points("eval_loss"), strict=True))
+    rows = []
+    for each in runs:
+        optimizer, (steps, losses) = each.config.get("optimizer", {}), each.points("eval_loss")
+        step, loss = (steps[-1], losses[-1]) if steps else (None, None)
+        theirs = None if step is None else compared.get(step)
+        rows.append(
+            {
+                "run": each.name,
+                "optimizer": optimizer.get("name"),
+                "lr": optimizer.get("lr"),
+                "steps": each.records[-1]["step"],
+                "loss": statistics.fmean(each.points("loss")[1][-_LAST:]),
+                "eval_step": step,
+                "eval_loss": loss,
+                "ratio": loss / theirs if loss is not None and theirs else None,
+                "step_seconds": statistics.median(each.points("step_seconds")[1] or [float("nan")]),
+                "memory_gib": max(each.points("memory_gib")[1], default=None),
+            }
+        )
+    points = {each.name: {key: each.points(key) for key in ("loss", "eval_loss")} for each in runs}
+    notes = [f"loss: mean of the last {_LAST} steps; ratio: eval loss over that of {reference} at the same step"]
+    return {"benchmark": "curves", "reference": reference, "rows": rows, "notes": notes, "points": points}
 
 
 def read_run(path: Path) -> Run:
@@ -85,103 +120,31 @@ def read_run(path: Path) -> Run:
     return Run(path.resolve().name, config, records)
 
 
-def check_same_data(runs: Sequence[Run]) -> None:
-    """Check that all runs read the same batches and were evaluated on the same text: else losses say nothing.
-
-    Raises:
-        UserError: naming the first field that differs.
-    """
+def _check_same_data(runs: Sequence[Run]) -> None:
+    """Check that all runs read the same batches and were evaluated on the same text: else losses say nothing."""
     first = runs[0]
     for other in runs[1:]:
         for section, keys in _SAME.items():
             ours, theirs = first.config.get(section, {}), other.config.get(section, {})
-            for key in keys or sorted(ours.keys() | theirs.keys()):
+            for key in keys:
                 if ours.get(key) != theirs.get(key):
                     what = f"{ours.get(key)!r} in {first.name}, {theirs.get(key)!r} in {other.name}"
                     raise UserError(f"{section}.{key}", what, "compare runs on the same data")
 
 
-_SAME: dict[str, tuple[str, ...]] = {
-    "data": (
-        "path",
-        "split",
-        "sources",
-        "temperature",
-        "format",
-        "train_on",
-        "seq_len",
-        "pack",
-        "overlong",
-        "shuffle",
-    ),
-    "eval": ("path", "split", "sets", "steps"),
-    "train": ("global_batch_size",),
-    "run": ("seed",),
-}
-
-
-def compare_runs(runs: Sequence[Run], *, reference: str) -> list[dict[str, Any]]:
-    """One row a run: losses, the ratio to the reference at the same step, seconds a step, peak GiB."""
-    (compared,) = (dict(zip(*each.points("eval_loss"), strict=True)) for each in runs if each.name == reference)
-    rows = []
-    for each in runs:
-        optimizer, evaluations = each.config.get("optimizer", {}), each.points("eval_loss")
-        step, ours = (evaluations[0][-1], evaluations[1][-1]) if evaluations[0] else (None, None)
-        theirs = None if step is None else compared.get(step)
-        rows.append(
-            {
-                "run": each.name,
-                "optimizer": optimizer.get("name"),
-                "lr": optimizer.get("lr"),
-                "steps": each.records[-1]["step"],
-                "loss": statistics.fmean(each.points("loss")[1][-_LAST:]),
-                "eval_step": step,
-                "eval_loss": ours,
-                "ratio": ours / theirs if ours is not None and theirs else None,
-                "step_seconds": statistics.median(each.points("step_seconds")[1] or [float("nan")]),
-                "memory_gib": max(each.points("memory_gib")[1], default=None),
-            }
-        )
-    return rows
-
-
-def table(rows: Sequence[dict[str, Any]], *, reference: str) -> list[str]:
-    """`compare_runs` as a Markdown table."""
-    head = ("run", "optimizer", "lr", "steps", f"loss, last {_LAST} steps", "last eval_loss", f"÷ {reference} there")
-    lines = ["| " + " | ".join((*head, "s a step", "peak GiB")) + " |", "| --- " * 9 + "|"]
-    for row in rows:
-        cells = [f"`{row['run']}`", str(row["optimizer"]), f"{row['lr']:g}", str(row["steps"])]
-        cells += [_shown(row[key], ".4f") for key in ("loss", "eval_loss", "ratio")]
-        cells += [_shown(row["step_seconds"], ".2f"), _shown(row["memory_gib"], ".2f")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "—" if value is None else format(value, form)
-
-
-def draw(runs: Sequence[Run], *, out: Path) -> None:
-    """Draw smoothed training losses as lines, and held-out losses as points, to be read on white and on black.
-
-    Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        what = "needs matplotlib, which is not installed"
-        raise UserError("--picture", what, 'pip install "fsdp2kit[plot]"') from None
-    figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="none")
-    FigureCanvasAgg(figure)
-    training, held_out = figure.subplots(1, 2)
-    for number, each in enumerate(runs):
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw smoothed training losses as lines, and held-out losses as points, to be read on white and on black."""
+    plots = pyplot("--figure")
+    figure, (training, held_out) = plots.subplots(1, 2, figsize=(9, 4.2), layout="constrained", facecolor="none")
+    for number, (name, points) in enumerate(result["points"].items()):
         color = _COLORS[number % len(_COLORS)]
-        width = 1 + 0.7 * (len(runs) - 1 - number)  # of runs that coincide, the later do not hide the earlier
-        steps, losses = each.points("loss")
-        training.plot(steps, smoothed(losses), color=color, linewidth=width, label=each.name)
-        held_out.plot(*each.points("eval_loss"), color=color, marker="o", markersize=2.5 + width, linewidth=width)
+        width = 1 + 0.7 * (
+            len(result["points"]) - 1 - number
+        )  # of runs that coincide, the later do not hide the earlier
+        steps, losses = points["loss"]
+        smoothed = [statistics.fmean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
+        training.plot(steps, smoothed, color=color, linewidth=width, label=name)
+        held_out.plot(*points["eval_loss"], color=color, marker="o", markersize=2.5 + width, linewidth=width)
     training.set_title(f"training loss, mean of {_LAST} steps", fontsize=10, color=_GREY)
     held_out.set_title("held-out loss", fontsize=10, color=_GREY)
     for axes in (training, held_out):
@@ -192,12 +155,8 @@ def draw(runs: Sequence[Run], *, out: Path) -> None:
         axes.spines[["left", "bottom"]].set_color(_GREY)
         axes.grid(color=_GREY, alpha=0.25, linewidth=0.6)
     training.legend(frameon=False, fontsize=8, labelcolor=_GREY)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as problem:
-        raise UserError(str(out), f"cannot be written ({problem.strerror})", "choose another --picture") from None
+    figure.savefig(file, dpi=110, format="png")
+    plots.close(figure)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """At each step the mean of it and of those before it, 20 at most."""
-    return [statistics.fmean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
+COMMANDS = {"curves": Command(Options, compare_curves, draw)}

@@ -1,8 +1,8 @@
-"""The FSDP1 side of a comparison: `FullyShardedDataParallel` with the arguments that match a TOML's.
+"""fsdp2kit beside FSDP1 on one TOML: `FullyShardedDataParallel` with the arguments that match, on the same batches.
 
-It is what users of FSDP1 ran: the whole model on every rank, wrapped; transformers' own forward; cross-entropy on all
-logits in float32; FSDP1's `no_sync` and `clip_grad_norm_`. Values, batches, optimizer and schedule are those of our
-side, and so is the formula of the loss, hence the losses must agree.
+The other side is what users of FSDP1 ran: the whole model on every rank, wrapped; transformers' own forward;
+cross-entropy on all logits in float32; FSDP1's `no_sync` and `clip_grad_norm_`. Values, batches, optimizer and
+schedule are those of our side, and so is the formula of the loss, hence the losses must agree.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -29,25 +28,80 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.checks import HYBRID, MeshSizes
+from fsdp2kit import distributed, run
+from fsdp2kit.bench.handwritten import PlainLoop
+from fsdp2kit.bench.harness import Command, option, provenance
+from fsdp2kit.bench.ours import read_data
+from fsdp2kit.bench.sides import PAIR_BARS, LoopSide, OurSide, pair_row, run_sides, worst_difference
+from fsdp2kit.config.checks import HYBRID, MeshSizes, check_config
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.assets import find_model_dir
 from fsdp2kit.model.build import build_model, decoder_layers, materialize, tied_names
 from fsdp2kit.model.liger import apply_liger
-from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.model.weights import initialize, load_pretrained
+from fsdp2kit.optim.build import build_lr_schedule
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parallel.mesh import Mesh
-from fsdp2kit.parallel.units import ignored_modules
-from fsdp2kit.train.optim import build_lr_schedule
+from fsdp2kit.parallel.fsdp import ignored_modules, reshards_after_forward
+from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
+# Largest relative difference of the two losses at any step. In 16 bits the heads round differently.
+_LOSS_TOLERANCE = 1e-5
+_LOSS_TOLERANCE_16_BITS = 2e-2
 # FSDP1 says so at every unit: that NO_SHARD is deprecated, and that a world of one is NO_SHARD.
 _EXPECTED_WARNINGS = ("The `NO_SHARD` sharding strategy is deprecated", "FSDP is switching to use `NO_SHARD`")
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is trained on both sides, and how long."""
+
+    toml: str = option(..., "of any recipe", positional=True)
+    overrides: tuple[str, ...] = option((), "as for a run", positional=True, nargs="*", metavar="section.key=value")
+    rounds: int = option(60, "rounds that count, a step of each side")
+    warmup: int = option(3, "steps of each side before those")
+
+
+def bench_fsdp1(options: Options) -> dict[str, Any]:
+    """Train ``warmup`` steps on each side alone, then ``rounds`` in turns; nothing is evaluated, saved or exported.
+
+    Raises:
+        UserError: what `check_fsdp1` refuses, or a mistake in the TOML, the model or the data.
+    """
+    world = distributed.start()
+    source = provenance(world)
+    steps = {"steps": options.warmup + options.rounds, "epochs": None, "log_every": 1}
+    with distributed.agreement():
+        _, config = run.load(options.toml, options.overrides)
+        config = config.model_copy(update={"train": config.train.model_copy(update=steps)})
+        sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
+        check_fsdp1(config, sizes=sizes)
+    world = distributed.start(deterministic=config.run.deterministic)
+    mesh = build_mesh(config.mesh, config.fsdp, world=world)
+    model_dir = find_model_dir(config.model)
+    loader, _ = read_data(config, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+    build = partial(FSDP1Loop, config, mesh=mesh, source=model_dir, device=world.device, total_steps=steps["steps"])
+    sides = {"fsdp2kit": OurSide(config, world=world, batches=loader), "fsdp1": LoopSide(build, loader)}
+    found = run_sides(sides, rounds=options.rounds, warmup=options.warmup, world=world)
+    is_exact = {config.fsdp.param_dtype, config.fsdp.storage_dtype, config.fsdp.reduce_dtype} == {"float32"}
+    ours, theirs = found.values()
+    row = pair_row("fsdp1", ours, theirs, tolerance=_LOSS_TOLERANCE if is_exact else _LOSS_TOLERANCE_16_BITS)
+    row["grad_norms_differ_by"] = worst_difference(ours["grad_norms"], theirs["grad_norms"])
+    return {
+        "benchmark": "fsdp1",
+        "options": asdict(options),
+        "config": config.model_dump(mode="json"),
+        "rows": [row],
+        "sides": found,
+        "notes": [f"{name} ran {side['ran']}" for name, side in found.items()],
+        "checks": {"losses_agree": row["losses_agree"]},
+        "bars": PAIR_BARS,
+        "provenance": source,
+    }
+
+
 def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
-    """Refuse what FSDP1 cannot do.
+    """Refuse what FSDP1 cannot do, and what cannot be read or started twice.
 
     Raises:
         UserError: naming the key.
@@ -77,6 +131,10 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
     if fsdp.strategy in HYBRID and sizes.dp_shard == 1 and sizes.dp_replicate > 1:
         what = "1 under a hybrid strategy, which FSDP1 runs without reducing gradients between the replicas"
         raise UserError("mesh.dp_shard", what, 'use fsdp.strategy = "no_shard"')
+    if config.data.streaming:
+        raise UserError("data.streaming", "cannot be read by two loops in turns", "set it to false")
+    if config.model.weights not in ("pretrained", "random"):
+        raise UserError("model.weights", "is a checkpoint, which FSDP1 does not read", "export it, and use model.path")
 
 
 def fsdp1_arguments(
@@ -98,7 +156,7 @@ def fsdp1_arguments(
         "forward_prefetch": section.forward_prefetch == 1,
         "limit_all_gathers": True,
         "use_orig_params": True,
-        "ignored_modules": [module for _, module in ignored_modules(section, model)] or None,
+        "ignored_modules": [model.get_submodule(name) for name in ignored_modules(section, model)] or None,
         "device_id": device,
     }
 
@@ -136,7 +194,7 @@ def _wrap_policy(section: FSDPConfig, model: PreTrainedModel) -> Any:
     return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if classes else None
 
 
-class FSDP1Loop:
+class FSDP1Loop(PlainLoop):
     """A model under FSDP1 with its optimizer and schedule. Collective.
 
     Args:
@@ -146,16 +204,8 @@ class FSDP1Loop:
     """
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        *,
-        mesh: Mesh,
-        source: Path | None,
-        device: torch.device,
-        total_steps: int,
+        self, config: TrainingConfig, *, mesh: Mesh, source: Path | None, device: torch.device, total_steps: int
     ) -> None:
-        self.device, self.max_grad_norm = device, config.train.max_grad_norm
-        self.reduce_every = config.fsdp.reduce_every_micro_batch
         model = build_model(config.model)
         materialize(model, device=torch.device("cpu"))
         if config.model.weights == "pretrained":
@@ -177,60 +227,49 @@ class FSDP1Loop:
         with warnings.catch_warnings():
             for message in _EXPECTED_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
-            self.model: Any = FullyShardedDataParallel(model, **arguments)
+            wrapped: Any = FullyShardedDataParallel(model, **arguments)
         for module in arguments["ignored_modules"] or []:
             module.to(device)
-        optimizer = config.optimizer
-        self.optimizer = AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
-        self.schedule = build_lr_schedule(config.lr_schedule, self.optimizer, total_steps=total_steps)
+        section = config.optimizer
+        optimizer = AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+        # Without clipping there is still a norm to compare, as on our side.
+        super().__init__(wrapped, optimizer, max_grad_norm=config.train.max_grad_norm or float("inf"), device=device)
+        self.reduce_every = config.fsdp.reduce_every_micro_batch
+        self.schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=total_steps)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
-        """One optimizer step.
-
-        Args:
-            micro_batches: this rank's ``(input_ids, labels, position_ids)``, each ``[B, S]`` int64, labels shifted.
-
-        Returns:
-            Mean loss over the supervised tokens of the global batch, and the gradient norm before clipping.
-        """
-        tokens = torch.tensor(sum(int((labels != IGNORE).sum()) for _, labels, _ in micro_batches), device=self.device)
-        dist.all_reduce(tokens)
-        loss = torch.zeros((), device=self.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            input_ids, labels, position_ids = (tensor.to(self.device) for tensor in batch)
-            reduces = self.reduce_every or number == len(micro_batches)
-            with contextlib.nullcontext() if reduces else self.model.no_sync():
-                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-                # FSDP1 averages over ranks, hence the world size.
-                summed = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-                (summed * dist.get_world_size() / tokens).backward()
-            loss += summed.detach() / tokens
-        # Without clipping there is still a norm to compare, as on our side.
-        norm = self.model.clip_grad_norm_(self.max_grad_norm or float("inf"))
-        self.optimizer.step()
+        """One optimizer step, and one of the schedule."""
+        done = super().step(micro_batches)
         self.schedule.step()
-        self.optimizer.zero_grad()
-        dist.all_reduce(loss)
-        return loss.item(), norm.item()
+        return done
 
-    def describe(self) -> dict[str, str]:
-        """What it runs, in words, by argument."""
-        units = [m for m in self.model.modules() if isinstance(m, FullyShardedDataParallel)]
+    def reduction(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if is_last or self.reduce_every else self.model.no_sync()
+
+    def clip(self) -> Tensor:
+        return self.model.clip_grad_norm_(self.max_grad_norm)
+
+    def describe(self) -> str:
+        """What it runs, by argument."""
+        units = [module for module in self.model.modules() if isinstance(module, FullyShardedDataParallel)]
         classes = sorted({type(unit.module).__name__ for unit in units})
         precision, prefetch = self.model.mixed_precision, self.model.backward_prefetch
-        return {
+        ran = {
             # What FSDP1 made of it: in a world of one it is NO_SHARD whatever was asked for.
             "sharding_strategy": self.model.sharding_strategy.name,
             "units": f"{len(units)} ({', '.join(classes)})",
-            "mixed_precision": f"param {precision.param_dtype}, reduce {precision.reduce_dtype}".replace("torch.", ""),
-            "cpu_offload": str(self.model.cpu_offload.offload_params),
-            "backward_prefetch": prefetch.name if prefetch else "None",
-            "forward_prefetch": str(self.model.forward_prefetch),
-            "limit_all_gathers": str(self.model.limit_all_gathers),
-            "use_orig_params": "True",
+            "mixed_precision": f"(param {precision.param_dtype}, reduce {precision.reduce_dtype})".replace(
+                "torch.", ""
+            ),
+            "cpu_offload": self.model.cpu_offload.offload_params,
+            "backward_prefetch": prefetch.name if prefetch else None,
+            "forward_prefetch": self.model.forward_prefetch,
+            "limit_all_gathers": self.model.limit_all_gathers,
+            "use_orig_params": True,
             "attention": self.model.module.config._attn_implementation,
             "loss": "cross_entropy on all logits in float32",
         }
+        return "FullyShardedDataParallel: " + ", ".join(f"{name} {value}" for name, value in ran.items())
 
 
 def _cast(model: nn.Module, section: FSDPConfig, *, ignored: Sequence[nn.Module]) -> None:
@@ -249,3 +288,6 @@ def _parameter_groups(section: OptimizerConfig, model: nn.Module) -> list[dict[s
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+COMMANDS = {"fsdp1": Command(Options, bench_fsdp1)}

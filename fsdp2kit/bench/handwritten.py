@@ -6,6 +6,7 @@ records in a file), and it gets its batches ready made, as if a data loader's wo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,47 +17,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 
-class HandWrittenLoop:
-    """Plain FSDP2 over all ranks: each decoder layer a unit, then the root; shards and AdamW in float32.
+class PlainLoop:
+    """A sharded model of transformers with its optimizer, trained on whole logits."""
 
-    Args:
-        model_dir: a Hugging Face directory.
-        param_dtype: dtype of the computation; gradients are reduced in float32.
-        attention: a transformers attention implementation.
-        lr: learning rate of AdamW.
-        betas: of AdamW.
-        max_grad_norm: gradients are clipped to this global norm.
-        device: of this rank.
-    """
-
-    def __init__(
-        self,
-        model_dir: str,
-        *,
-        param_dtype: torch.dtype,
-        attention: str,
-        lr: float,
-        betas: tuple[float, float],
-        max_grad_norm: float,
-        device: torch.device,
-    ) -> None:
-        self.device, self.max_grad_norm = device, max_grad_norm
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation=attention
-        )
-        self.model.to(device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=betas, eps=1e-8, weight_decay=0.0, fused=True
-        )
+    def __init__(self, model: Any, optimizer: Optimizer, *, max_grad_norm: float, device: torch.device) -> None:
+        self.model, self.optimizer, self.max_grad_norm, self.device = model, optimizer, max_grad_norm, device
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
         """One optimizer step.
@@ -72,16 +41,56 @@ class HandWrittenLoop:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches, start=1):
             input_ids, labels, position_ids = (tensor.to(self.device) for tensor in batch)
-            self.model.set_requires_gradient_sync(number == len(micro_batches))
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-            # FSDP2 averages over ranks, hence the world size.
-            summed = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-            (summed * dist.get_world_size() / tokens).backward()
+            with self.reduction(is_last=number == len(micro_batches)):
+                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+                # FSDP averages over ranks, hence the world size.
+                summed = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+                (summed * dist.get_world_size() / tokens).backward()
             loss += summed.detach() / tokens
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         dist.all_reduce(loss)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
         return loss.item(), norm.item()
+
+    def reduction(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Within it gradients are reduced after the last micro-batch only."""
+        self.model.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
+
+    def clip(self) -> Tensor:
+        """Clip the gradients to the global norm, and return what it was."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def describe(self) -> str:
+        """What it runs, in words."""
+        attention = self.model.config._attn_implementation
+        return f"fully_shard by hand, float32 reduction, the same packed rows, attention {attention}"
+
+
+def build_handwritten(
+    model_dir: str,
+    *,
+    param_dtype: torch.dtype,
+    lr: float,
+    betas: tuple[float, float],
+    max_grad_norm: float,
+    device: torch.device,
+) -> PlainLoop:
+    """Plain FSDP2 over all ranks: each decoder layer a unit, then the root; shards and AdamW in float32.
+
+    Args:
+        model_dir: a Hugging Face directory.
+        param_dtype: dtype of the computation; gradients are reduced in float32.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    model.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, eps=1e-8, weight_decay=0.0, fused=True)
+    return PlainLoop(model, optimizer, max_grad_norm=max_grad_norm, device=device)

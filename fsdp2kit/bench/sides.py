@@ -1,73 +1,27 @@
-"""The sides of a comparison: fsdp2kit, a hand-written loop, transformers' Trainer, TRL's SFTTrainer; on the same data.
+"""The sides of a comparison of training: one protocol, and how several of them are run beside each other.
 
-Each side trains the same files' model with the same optimizer on the same conversations, batched in its own way, and
-is driven a step at a time. Other libraries are imported only where their side is built.
+Each side trains the same model with the same optimizer on the same data, and is driven a step at a time. In every
+round each makes one step, and the order is turned round from one round to the next.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from fsdp2kit import distributed
-from fsdp2kit.bench.handwritten import HandWrittenLoop
-from fsdp2kit.bench.trainer import Trainer, build_trainer
-from fsdp2kit.config import TrainingConfig, load_config
-from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.schema import ChatDataConfig
-from fsdp2kit.data.build import build_data
-from fsdp2kit.data.loader import Loader
+from fsdp2kit.bench.handwritten import PlainLoop
+from fsdp2kit.bench.harness import Cost, slowest_rank, speed, spread, take_turns, timed
+from fsdp2kit.bench.memory import peak_of
+from fsdp2kit.bench.ours import Ours, build_ours
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.distributed import World, gather_objects
-from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import load_hf_config
-from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.train.global_batch import Batches
-
-NEEDS: dict[str, tuple[str, ...]] = {
-    "fsdp2kit": (),
-    "handwritten": (),
-    "trl": ("accelerate", "trl"),
-    "trl_without_ac": ("accelerate", "trl"),
-    "trl_padded": ("accelerate", "trl"),
-    "hf_trainer_padded": ("accelerate",),
-    "hf_trainer_longest": ("accelerate",),
-    "fsdp2kit_padded": (),
-}
-"""Every side, and the packages that it needs beside ours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What all sides train on."""
-
-    model: str
-    """Hugging Face directory."""
-    data: str
-    """Conversations, as the ``chat`` format takes them."""
-    steps: int
-    """Optimizer steps of each side, at most."""
-    seq_len: int = 512
-    """Tokens of a row; the longest document."""
-    global_batch: int = 2
-    """Rows a step, over the whole job."""
-    micro_batch: int = 1
-    """Rows a forward pass."""
-    conversations: int = 3
-    """Conversations a rank takes at once where they are padded to the longest of them: about a row's worth."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the computation."""
-    cp: int = 1
-    """Context-parallel ranks of fsdp2kit's sides; all others are data-parallel."""
-    overrides: tuple[str, ...] = ()
-    """Of fsdp2kit's config, as on the command line of a run."""
+from fsdp2kit.train.step import Batches
 
 
 @dataclass(frozen=True)
@@ -86,8 +40,11 @@ class Work:
 class Side(Protocol):
     """One of the loops that are compared. Every rank calls each method."""
 
+    def build(self) -> None:
+        """Model and optimizer, on the device. Libraries that only this side needs are imported before."""
+
     def prepare(self) -> None:
-        """What does not count, before the clock starts."""
+        """What of the next step does not count, before the clock starts."""
 
     def step(self) -> None:
         """One optimizer step."""
@@ -104,168 +61,187 @@ class Side(Protocol):
         """End it."""
 
 
-class Conversations(TrainingConfig):
-    """fsdp2kit's config of a comparison."""
+class OurSide(Side):
+    """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file.
 
-    data: ChatDataConfig = ChatDataConfig()
-
-
-def missing_packages(name: str) -> list[str]:
-    """The packages that this side needs and that are not installed."""
-    return [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
-
-
-def build_config(workload: Workload, *, pack: bool, world: World) -> Conversations:
-    """What a user would write into a TOML.
-
-    Raises:
-        UserError: sizes that do not fit each other or the ranks.
+    Args:
+        batches: None: the data that ``config`` names.
+        metrics_path: where the main rank writes its records.
     """
-    values = {
-        "recipe": "bench",
-        "run": {"resume": "never"},
-        "model": {"path": workload.model},
-        "mesh": {"cp": workload.cp},
-        "fsdp": {"param_dtype": workload.dtype},
-        "data": {"path": workload.data, "seq_len": workload.seq_len, "pack": pack},
-        "train": {
-            "steps": workload.steps,
-            "global_batch_size": workload.global_batch,
-            "micro_batch_size": workload.micro_batch,
-        },
-        "lr_schedule": {"name": "constant"},
-        "wandb": {"mode": "disabled"},
-    }
-    config = load_config(Conversations, values, source=Path.cwd() / "bench.toml", overrides=workload.overrides)
-    check_config(config, world_size=world.size, local_world_size=world.local_size)
-    if workload.global_batch % (world.size * workload.micro_batch):
-        raise UserError(
-            "--global-batch",
-            f"{workload.global_batch} is not a multiple of {world.size} ranks × --micro-batch {workload.micro_batch}, "
-            "which data-parallel loops need",
-            f"use a multiple of {world.size * workload.micro_batch}",
+
+    _ours: Ours | None = None
+    _record: Mapping[str, Any] = {}
+
+    def __init__(
+        self, config: TrainingConfig, *, world: World, batches: Batches | None = None, metrics_path: Path | None = None
+    ) -> None:
+        self._rows = (
+            f"{'packed rows' if config.data.pack else 'one conversation a row, padded'} of {config.data.seq_len}"
         )
-    return config
+        path = metrics_path if world.is_main else None
+        self._build = partial(build_ours, config, world=world, batches=batches, metrics_path=path)
 
-
-def build_side(name: str, workload: Workload, *, world: World, metrics_path: Path) -> Side:
-    """Build one side, with the values that the files hold. Every rank calls this.
-
-    Raises:
-        UserError: the model or the data cannot be read, or the sizes do not fit.
-    """
-    pack = name in ("fsdp2kit", "handwritten")  # the others are given documents
-    with distributed.agreement():
-        config = build_config(workload, pack=pack, world=world)
-        tokenizer = build_tokenizer(config.model)
-        vocab_size = load_hf_config(config.model).get_text_config().vocab_size
-    deal = partial(build_data, config, tokenizer=tokenizer, vocab_size=vocab_size)
-    if name.startswith("fsdp2kit"):
-        mesh = build_mesh(config.mesh, config.fsdp, world=world)
-        loader = deal(dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp).loader
-        path = metrics_path.with_name(f"{name}.jsonl") if world.is_main else None
-        return OurSide(build_trainer(config, world=world, mesh=mesh, batches=loader, metrics_path=path), config)
-    loader = deal(dp_rank=world.rank, dp_size=world.size).loader
-    if name == "handwritten":
-        return _build_handwritten(config, loader, workload=workload, world=world)
-    if not isinstance(loader, Loader):
-        raise UserError("--set", "data.streaming cannot be read by several loops", "leave it out")
-    from fsdp2kit.bench.hf_sides import build_hf_side
-
-    return build_hf_side(name, config, loader, tokenizer=tokenizer, workload=workload, world=world)
-
-
-class OurSide:
-    """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file."""
-
-    def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
-        self._trainer, self._config = trainer, config
-        self._record: dict[str, Any] = {}
-
-    def prepare(self) -> None:
-        """Nothing: reading the batch counts."""
+    def build(self) -> None:
+        self._ours = self._build()
 
     def step(self) -> None:
-        """All of `train`, for one step."""
-        self._record = self._trainer.run(1)[0]
+        assert self._ours is not None, "build it first"
+        (self._record,) = self._ours.run(1)
 
     def outcome(self) -> Work:
-        """As the record has it."""
         record = self._record
         return Work(record["loss"], record["tokens"], record["input_tokens"], record["grad_norm"])
 
     def describe(self) -> str:
-        """The config that matters."""
-        config = self._config
-        on_cpu = next(self._trainer.model.parameters()).device.type == "cpu"
-        exchange = ", shards exchanged by messages from rank to rank" if on_cpu else ""
-        rows = "packed rows" if config.data.pack else "one conversation a row, padded"
-        return (
-            f"fully_shard ({config.fsdp.strategy}), {config.fsdp.param_dtype} compute, {config.fsdp.reduce_dtype} "
-            f"reduction, {rows} of {config.data.seq_len}, {self._trainer.path}{exchange}"
-        )
+        assert self._ours is not None, "build it first"
+        mesh, attention, loss, *sharding, _ = self._ours.plan.describe()
+        return "; ".join([*sharding, attention, loss, mesh, self._rows])
 
     def stop(self) -> None:
-        """Close its file of records."""
-        self._trainer.metrics.close(ok=True)
+        if self._ours is not None:
+            self._ours.metrics.close(ok=True)
 
 
-class Loop(Protocol):
-    """Somebody else's loop, as a function of a global batch."""
+class Synthetic(TrainingConfig):
+    """fsdp2kit's config of random tokens in packed documents of random lengths, from ``seq_len`` / 8 tokens on."""
 
-    def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]], /) -> tuple[float, float]:
-        """One optimizer step on this rank's ``(input_ids, labels, position_ids)``: loss and gradient norm."""
-        ...
+    data: DataConfig = DataConfig(format="synthetic")
 
 
-L = TypeVar("L", bound=Loop)
+class LoopSide(Side):
+    """A plain loop on our batches, which are read outside the clock, as if workers had hidden that."""
 
+    _loop: PlainLoop | None = None
 
-class LoopSide(Generic[L]):
-    """Such a loop on our batches, which are read outside the clock, as if workers had hidden that."""
-
-    def __init__(self, loop: L, batches: Batches, *, ran: str) -> None:
-        self.loop = loop
-        self._batches, self._ran = batches, ran
+    def __init__(self, build: Callable[[], PlainLoop], batches: Batches) -> None:
+        self._build, self._batches = build, batches
         self._index, self._micro_batches, self._outcome = 0, [], (0.0, 0.0)
 
+    def build(self) -> None:
+        self._loop = self._build()
+
     def prepare(self) -> None:
-        """Read the next batch."""
         self._micro_batches = self._batches.batch(self._index)
         self._index += 1
 
     def step(self) -> None:
-        """The loop's own."""
-        self._outcome = self.loop.step(
+        assert self._loop is not None, "build it first"
+        self._outcome = self._loop.step(
             [(micro.input_ids, micro.labels, micro.position_ids) for micro in self._micro_batches]
         )
 
     def outcome(self) -> Work:
-        """Counts of all ranks."""
         mine = [(micro.supervised_tokens, micro.input_tokens) for micro in self._micro_batches]
         counts = [count for rank in gather_objects(mine) for count in rank]
         loss, norm = self._outcome
         return Work(loss, sum(count[0] for count in counts), sum(count[1] for count in counts), norm)
 
     def describe(self) -> str:
-        """As whoever built it says."""
-        return self._ran
-
-    def stop(self) -> None:
-        """Nothing runs between steps."""
+        assert self._loop is not None, "build it first"
+        return self._loop.describe()
 
 
-def _build_handwritten(
-    config: TrainingConfig, batches: Batches, *, workload: Workload, world: World
-) -> LoopSide[HandWrittenLoop]:
-    loop = HandWrittenLoop(
-        workload.model,
-        param_dtype=getattr(torch, workload.dtype),
-        attention="sdpa",
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        max_grad_norm=config.train.max_grad_norm,
-        device=world.device,
-    )
-    ran = f"fully_shard by hand, {workload.dtype} compute, float32 reduction, the same packed rows, attention sdpa"
-    return LoopSide(loop, batches, ran=ran)
+@dataclass
+class Course:
+    """What one side did on this rank, step by step."""
+
+    side: Side
+    device: torch.device
+    costs: list[Cost] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+    def warm_up(self, steps: int) -> None:
+        """Build the side, and take its peak memory in its first steps. Collective."""
+
+        def take_steps(built: None) -> None:
+            for _ in range(steps):
+                self.take_step()
+
+        self.peak_bytes = peak_of(self.side.build, take_steps, device=self.device)[1]
+
+    def take_step(self) -> None:
+        """One step, from a barrier until the device is idle. Collective."""
+        self.side.prepare()
+        self.costs.append(timed(self.side.step, device=self.device)[0])
+        self.work.append(self.side.outcome())
+
+    def figures(self, *, skip: int) -> dict[str, Any]:
+        """What was run; durations and tokens of the steps after the first ``skip``; losses and norms of all steps.
+
+        Durations and peak memory are of the slowest and the largest rank. Collective.
+        """
+        counted, peaks = self.work[skip:], gather_objects(self.peak_bytes)
+        return {
+            "ran": self.side.describe(),
+            "seconds": slowest_rank([cost.seconds for cost in self.costs])[skip:],
+            "cpu_seconds": slowest_rank([cost.cpu_seconds for cost in self.costs])[skip:],
+            "supervised_tokens": [work.supervised_tokens for work in counted],
+            "input_tokens": [work.input_tokens for work in counted],
+            "losses": [work.loss for work in self.work],
+            "grad_norms": [work.grad_norm for work in self.work],
+            "first_step_seconds": self.costs[0].seconds,
+            "peak_bytes": None if None in peaks else max(peaks),
+        }
+
+
+def run_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
+    """Build each side and make ``warmup`` steps with it, while the others are idle; then ``rounds`` steps in turns.
+
+    Peak memory is taken in the first steps, above what the process had before the side was built. The first side is
+    charged with what a process needs once (buffers of the backend, say). Every rank calls this.
+
+    Returns:
+        `Course.figures` of each side, without the first ``warmup`` steps.
+    """
+    courses = {name: Course(side, world.device) for name, side in sides.items()}
+    try:
+        for course in courses.values():
+            course.warm_up(warmup)
+        take_turns({name: course.take_step for name, course in courses.items()}, rounds, say=world.is_main)
+        return {name: course.figures(skip=warmup) for name, course in courses.items()}
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, tolerance: float | None) -> dict[str, Any]:
+    """One row of a comparison: speeds in supervised tokens a second, steps, peak memory, and whether losses agree.
+
+    Args:
+        name: of the comparison.
+        ours: our side's figures, as `run_sides` returns them.
+        other: the other side's.
+        tolerance: the largest relative difference of losses, at any step, that is called agreement; None where the
+            batches are not the same.
+    """
+    work = ours["supervised_tokens"], other["supervised_tokens"]
+    steps, peaks = [spread(side["seconds"]) for side in (ours, other)], [ours["peak_bytes"], other["peak_bytes"]]
+    rates = [sum(done) / len(done) / step["median"] for done, step in zip(work, steps, strict=True)]
+    difference = None if tolerance is None else worst_difference(ours["losses"], other["losses"])
+    return {
+        "beside": name,
+        "times_as_fast": speed(ours["seconds"], other["seconds"], work=work),
+        "by_cpu_time": speed(ours["cpu_seconds"], other["cpu_seconds"], work=work),
+        "our_tokens_per_second": rates[0],
+        "its_tokens_per_second": rates[1],
+        "our_step": steps[0],
+        "its_step": steps[1],
+        "our_peak_bytes": peaks[0],
+        "its_peak_bytes": peaks[1],
+        "memory_ratio": None if None in peaks else peaks[0] / peaks[1],
+        "losses_differ_by": difference,
+        "losses_agree": None if difference is None or tolerance is None else difference <= tolerance,
+    }
+
+
+def worst_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+PAIR_BARS = {
+    "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
+    "peak memory a rank (bytes)": ["our_peak_bytes", "its_peak_bytes"],
+}
+"""What a figure of such rows shows."""

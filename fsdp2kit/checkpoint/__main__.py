@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fsdp2kit.checkpoint.places import to_place
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import UserError
 
 
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("checkpoint", type=str, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
     options = parser.parse_args(arguments)
     try:
-        print(verify(to_place(options.checkpoint)))
+        print(verify(to_path(options.checkpoint)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

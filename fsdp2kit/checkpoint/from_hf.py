@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint of its weights, a tensor at a time, on one process."""
+"""From a Hugging Face directory to a checkpoint of its weights, a tensor at a time; and whether two give the same."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.assets import copy_assets
-from fsdp2kit.checkpoint.conversion import model_on_meta
-from fsdp2kit.checkpoint.files import sync, sync_tree
-from fsdp2kit.checkpoint.loading import MODEL_PREFIX
+from fsdp2kit.checkpoint.hf import copy_assets, model_on_meta
 from fsdp2kit.checkpoint.manifest import Manifest, record_files, write_manifest
-from fsdp2kit.checkpoint.safe_reader import first_failure
+from fsdp2kit.checkpoint.reader import first_failure
+from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights
+from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files import sync, sync_tree
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
@@ -119,3 +119,29 @@ def _write_tensors(stored: Mapping[str, StoredTensor], directory: Path) -> None:
             if isinstance(cause, UserError):
                 raise cause from error
             raise RunFailure(f"{directory}: was not written: {first_failure(error)}") from error
+
+
+def compare_logits(checkpoint: Path, hf_dir: Path) -> str:
+    """Load the directory with `from_pretrained`, the checkpoint into a model of its own, and compare their logits.
+
+    Both are whole in memory, in the directory's dtype. What is behind a URL is first fetched to a temporary folder.
+
+    Returns:
+        One line that says that they agree.
+
+    Raises:
+        RunFailure: they do not.
+    """
+    tokens = 32
+    with on_disk(hf_dir) as folder:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
+        load_weights(checkpoint, ours)
+        ids = torch.arange(tokens)[None] * 7 % config.get_text_config().vocab_size
+        with torch.no_grad():
+            logits = [model(input_ids=ids, use_cache=False).logits.float() for model in (ours, theirs)]
+    if not torch.equal(logits[0], logits[1]):
+        difference = (logits[0] - logits[1]).abs().max().item()
+        raise RunFailure(f"{hf_dir}: its logits differ from those of {checkpoint} by up to {difference}")
+    return f"{hf_dir}: gives the same logits as {checkpoint}, on {tokens} tokens, bit for bit"

@@ -1,40 +1,46 @@
-"""Saving, finding and restoring a run's checkpoints; every public method is a collective over all ranks.
+"""Saving, finding, restoring and exporting a run's checkpoints; every public method is a collective over all ranks.
 
-A save has three parts, kept apart: `stage` (which tensors), and in the writer, here or in a thread, `write` (into a
-temporary directory, all ranks) and `publish` (assets, manifest, rename, retention; rank 0). A crash at any point
+A save has three parts, kept apart: `stage` (which tensors), `write` (to a directory of its own, all ranks) and
+`complete` (assets, manifest, publication, retention; rank 0), the latter two here or in a thread. A crash at any point
 leaves the complete checkpoints as they were, and never a new one that looks complete and is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from fsdp2kit.checkpoint.background import BackgroundSave
-from fsdp2kit.checkpoint.contents import copied_buffers, model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.export_record import check_replaceable
-from fsdp2kit.checkpoint.files import in_use
-from fsdp2kit.checkpoint.layout import CheckpointLayout
-from fsdp2kit.checkpoint.loading import check_together, load_all
-from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from fsdp2kit.checkpoint.places import check_writable, is_remote, to_place
-from fsdp2kit.checkpoint.remote_layout import RemoteLayout
-from fsdp2kit.checkpoint.writer import CheckpointWriter, Contents, Export, Retention
+from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
+from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
+from fsdp2kit.checkpoint.reader import first_failure
+from fsdp2kit.checkpoint.state import check_together, load_all, model_tensors, optimizer_tensors, persistent_buffers
+from fsdp2kit.checkpoint.store import CheckpointStore, check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
-from fsdp2kit.distributed import agreement, background_group, gather_objects
-from fsdp2kit.errors import UserError
+from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files import sync_tree
 from fsdp2kit.model.build import tied_names
-from fsdp2kit.parallel.float8 import refresh_scales
 from fsdp2kit.progress import Progress
+from fsdp2kit.torch_compat import FsspecWriter
 
 logger = logging.getLogger(__name__)
+
+Tensors = dict[str, dict[str, Tensor]]
 
 
 def build_checkpoint_manager(
@@ -58,55 +64,108 @@ def build_checkpoint_manager(
     Raises:
         UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace.
     """
-    export_dtype = section.export_dtype or export_dtype
     with agreement():
-        root = to_place(section.dir) if section.dir else run_dir / "checkpoints"
+        root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
         check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
-        exports = Exports(
-            when=section.export_hf,
-            out=to_place(section.export_dir) if section.export_dir else run_dir / "hf",
-            dtype=export_dtype or "float32",
-        )
-        if exports.when != "never":
-            if not is_remote(exports.out):  # written beside it; a store has answered, and is left as it is until then
-                check_writable(exports.out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
-            check_replaceable(exports.out)
-    group = background_group() if section.async_save else None
-    writer = CheckpointWriter(
-        RemoteLayout(root) if is_remote(root) else CheckpointLayout(root),
-        retention=Retention(keep=section.keep, every=section.keep_every),
+        out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
+        if section.export_hf != "never":
+            if not is_remote(out):  # written beside it; a store has answered, and is left as it is until then
+                check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
+            check_replaceable(out)
+    return CheckpointManager(
+        store=open_store(root),
+        section=section,
         identity=identity,
         write_assets=write_assets,
-        export_dtype=export_dtype,
+        out=out,
+        export_dtype=section.export_dtype or export_dtype,
         config_file=run_dir / "config.toml",
         environment=environment or {},
-        group=group,
     )
-    background = BackgroundSave(writer.save, group=group) if section.async_save else None
-    return CheckpointManager(writer, background, exports)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exports:
-    """Which checkpoints of a run become a Hugging Face directory, where that goes, and in which dtype."""
+class BackgroundSave:
+    """Copies tensors to host memory, in a thread, and hands the copy to a function in another.
 
-    when: Literal["final", "every", "never"]
-    out: Path
-    dtype: str
-
-
-class CheckpointManager:
-    """Saves, resolves and restores; see `build_checkpoint_manager`. As a context manager it ends with `finish`.
+    The order that keeps it right: `start` after an optimizer step, `wait_until_staged` before the next one,
+    `finish` before the next `start`. Host memory of the size of the shards is kept from one save to the next.
 
     Args:
-        background: None: `save` returns when the checkpoint is published.
+        group: of all ranks, and used by nothing but what runs in these threads.
     """
 
-    def __init__(self, writer: CheckpointWriter, background: BackgroundSave | None, exports: Exports) -> None:
-        self.exports = exports
-        self._writer = writer
-        self._layout = writer.layout
-        self._background = background
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        on_device = torch.accelerator.is_available()
+        # Its own stream for copies from a device is made here, on the main thread, as torch asks.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_device,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=on_device,
+            )
+        )
+        self._group = group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-save")
+        self._staged: Future[Tensors] | None = None
+        self._saved: Future[object] | None = None
+
+    def start(self, tensors: Tensors, save: Callable[[Tensors], object]) -> None:
+        """Begin to copy `tensors` and then to `save` the copy, and return at once. Nothing else may be under way."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the copying stream does not wait for the optimizer's kernels by itself
+        staged = cast("Future[Tensors]", self._stager.stage(tensors))
+        self._staged, self._saved = staged, self._thread.submit(lambda: save(self.collect(staged)))
+
+    def wait_until_staged(self) -> None:
+        """Return when parameters and optimizer state may change. What went wrong is told by `finish`."""
+        if self._staged is not None:
+            wait([self._staged])
+
+    def has_failed(self) -> bool:
+        """Whether the save is over and failed, as far as this rank knows."""
+        return self._saved is not None and self._saved.done() and self._saved.exception() is not None
+
+    def finish(self) -> None:
+        """Wait for the save under way, if any.
+
+        Raises:
+            RunFailure: it failed; on every rank.
+        """
+        saved, self._saved, self._staged = self._saved, None, None
+        if saved is not None:
+            saved.result()
+
+    def collect(self, staged: Future[Tensors]) -> Tensors:
+        """The copy, once it is made on every rank. Collective."""
+        with agreement(self._group):
+            tensors = staged.result()
+        return tensors
+
+
+@dataclass(kw_only=True, eq=False)
+class CheckpointManager:
+    """Saves, resolves, restores and exports; made by `build_checkpoint_manager`. A context manager that `finish`es."""
+
+    store: CheckpointStore
+    section: CheckpointConfig
+    identity: dict[str, str]
+    write_assets: Callable[[Path], None]
+    out: Path
+    """Where exports go."""
+    export_dtype: str | None
+    config_file: Path
+    """The run's settings, kept with each checkpoint."""
+    environment: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
+        self._reached = 0
+        # Of a background save's own collectives; None: the default group.
+        self._group = background_group() if self.section.async_save else None
+        self._background = BackgroundSave(self._group) if self.section.async_save else None
+        self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
+        self._sweep: Future[None] | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -119,16 +178,14 @@ class CheckpointManager:
                 raise
             logger.warning("%s", failure)  # what ended the run is the one to be raised
 
-    def save(
-        self, model: nn.Module, optimizer: Optimizer, progress: Progress, *, export: Export | None = None
-    ) -> Path:
+    def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress, *, is_exported: bool = False) -> Path:
         """Write and publish the checkpoint of ``progress.step``, and throw away those that are not kept. Collective.
 
         With ``checkpoint.async_save`` it returns before that: the next `save`, or `finish`, waits for it, and
         `wait_until_staged` must be called before parameters or optimizer state change.
 
         Args:
-            export: called with the published checkpoint and the process group that its collectives must use.
+            is_exported: also make it the run's Hugging Face directory.
 
         Raises:
             RunFailure: this one, or an asynchronous one before it, could not be written; on every rank, with the
@@ -136,15 +193,16 @@ class CheckpointManager:
         """
         self.finish_save()
         tensors = self.stage(model, optimizer)
-        contents = Contents(tensors=tensors, progress=progress, tied=tied_names(model), export=export)
+        carry_out = partial(self._carry_out, progress=progress, tied=tied_names(model), is_exported=is_exported)
         if self._background is None:
-            return self._writer.save(contents)
-        # A forward pass may change buffers, and the next one begins before the copy of the others is made.
-        tensors["model"].update(copied_buffers(model))
-        self._background.start(contents)
-        return self._layout.path(progress.step)
+            carry_out(tensors)
+        else:
+            # A forward pass may change buffers, and the next one begins before the copy of the others is made.
+            tensors["model"].update({name: buffer.clone() for name, buffer in persistent_buffers(model).items()})
+            self._background.start(tensors, carry_out)
+        return self.store.path(progress.step)
 
-    def stage(self, model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    def stage(self, model: nn.Module, optimizer: Optimizer) -> Tensors:
         """The tensors to save, nested as DCP flattens them to ``model.…`` and ``optimizer.…``. Collective.
 
         They share the live storage, so they must be copied or written before the next optimizer step.
@@ -174,7 +232,8 @@ class CheckpointManager:
     def finish(self) -> None:
         """Wait for all that is under way: a save, and the deletion of old checkpoints. Raises as `finish_save`."""
         self.finish_save()
-        self._writer.finish_sweeping()
+        if self._sweep is not None:
+            self._sweep.result()
 
     def resolve(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` means, every byte of it checked; the same on all ranks. Collective.
@@ -190,9 +249,30 @@ class CheckpointManager:
         if resume == "auto":
             return self._newest_usable()
         with agreement():
-            path = to_place(resume)
+            path = to_path(resume)
         check_together(path)
         return path
+
+    def _newest_usable(self) -> Path | None:
+        found: list[Path] = []
+        with agreement():
+            if rank() == 0:
+                self.store.recover()
+                self._start_sweeping()  # a run that was killed may not have come to it
+                found = [path for _, path in reversed(self.store.published())]
+        damage: UserError | None = None
+        for path in gather_objects(found)[0]:
+            try:
+                check_together(path)
+                return path
+            except UserError as error:
+                if rank() == 0:
+                    logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
+                damage = damage or error
+        if damage is not None:  # starting over in silence would give up what was trained
+            todo = "restore that file, or remove its directory, or start over in another run.dir"
+            raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
+        return None
 
     def restore(self, path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
         """Load model and optimizer in place, at any world size, and return the progress. Collective.
@@ -203,38 +283,104 @@ class CheckpointManager:
             UserError: the checkpoint is unusable, of another run, or of another model; the error names the difference.
             RunFailure: a file cannot be read.
         """
-        with in_use(path / MANIFEST):
+        with in_use(path):
             with agreement():
                 manifest = read_manifest(path)
-                check_same_run(path, saved=manifest.identity, current=self._writer.identity)
+                check_same_run(path, saved=manifest.identity, current=self.identity)
                 progress = _read_progress(path, manifest)
             parts = self.stage(model, optimizer).items()
             load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
-        refresh_scales(model)
-        if path.resolve().parent == self._layout.root.resolve():
-            self._writer.reached = manifest.step
+        if path.resolve().parent == self.store.root.resolve():
+            self._reached = manifest.step
         return progress
 
-    def _newest_usable(self) -> Path | None:
-        found: list[Path] = []
-        with agreement():
-            if _rank() == 0:
-                self._layout.recover()
-                self._writer.start_sweeping()  # a run that was killed may not have come to it
-                found = [path for _, path in reversed(self._layout.published())]
-        damage: UserError | None = None
-        for path in gather_objects(found)[0]:
-            try:
-                check_together(path)
-                return path
-            except UserError as error:
-                if _rank() == 0:
-                    logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
-                damage = damage or error
-        if damage is not None:  # starting over in silence would give up what was trained
-            todo = "restore that file, or remove its directory, or start over in another run.dir"
-            raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
-        return None
+    def export(self, checkpoint: Path) -> None:
+        """Make a checkpoint the run's Hugging Face directory, unless it is that already. Collective."""
+        ensure_export(checkpoint, self._group, out=self.out, dtype=self.export_dtype or "float32")
+
+    def _carry_out(self, tensors: Tensors, *, progress: Progress, tied: dict[str, str], is_exported: bool) -> None:
+        """Write and publish a checkpoint, throw away what is not kept, and export it if that was asked for."""
+        with self._all_or_nothing(progress.step):
+            self.write(tensors, progress.step)
+            self.complete(progress, tied=tied)
+        if is_exported:
+            self.export(self.store.path(progress.step))
+
+    def write(self, tensors: Tensors, step: int) -> None:
+        """Write tensors, synced, to the step's temporary directory; every rank its own file."""
+        directory = self.store.temporary(step)
+        with agreement(self._group):
+            if rank() == 0:
+                self.store.begin(step, after=self._reached)
+        writer = FsspecWriter(str(directory), sync_files=False) if is_remote(directory) else None
+        with warnings.catch_warnings():
+            # dcp.save says so each time it works in one process, which a world of one asks for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                tensors,
+                storage_writer=writer or dcp.FileSystemWriter(directory),
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+
+    def complete(self, progress: Progress, *, tied: dict[str, str]) -> None:
+        """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention."""
+        step = progress.step
+        directory = self.store.temporary(step)
+        with agreement(self._group):
+            own = record_files(directory, directory.glob(f"__{rank()}_*.distcp"))
+        records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
+        with agreement(self._group):
+            if rank() == 0:
+                if self.config_file.is_file():
+                    (directory / self.config_file.name).write_bytes(self.config_file.read_bytes())
+                (directory / "hf").mkdir()
+                fill(directory / "hf", self.write_assets)
+                others = [file for file in directory.rglob("*") if file.is_file() and file.suffix != ".distcp"]
+                manifest = Manifest(
+                    step=step,
+                    progress=asdict(progress),
+                    identity=self.identity,
+                    tied=tied,
+                    export_dtype=self.export_dtype,
+                    files={**records, **record_files(directory, others)},
+                    environment=self.environment,
+                )
+                _check_shared(directory, manifest)
+                sync_tree(directory)
+                write_manifest(directory, manifest)
+                self.store.publish(step, after=self._reached)
+                keep, every = self.section.keep, self.section.keep_every
+                self.store.retain(keep, every=every, best=progress.best_step)
+                self._start_sweeping()
+        self._reached = step
+
+    def _start_sweeping(self) -> None:
+        """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
+        self._sweep = self._sweeper.submit(self.store.sweep)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, step: int) -> Iterator[None]:
+        """Turn a failure to save into a `RunFailure` on every rank, and free what the attempt took of the disk."""
+        try:
+            yield
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
+            # Every way to fail is agreed on, so no rank is still writing.
+            space = " (its disk is full)" if _is_full(self.store.root) else ""
+            if rank() == 0:
+                self.store.abandon(step)
+            message = f"{self.store.path(step)}: the checkpoint was not saved: {first_failure(error)}{space}"
+            raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
+
+    def _what_to_do(self, error: BaseException) -> str:
+        mend = f"free space there, or mend {self.store.root}, and start the run again"
+        if is_lost_rank(error):
+            mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
+        try:
+            complete = self.store.complete()
+        except Exception:  # what hindered the save may hinder this, too
+            complete = []
+        return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
 
 
 def check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
@@ -261,5 +407,20 @@ def _read_progress(path: Path, manifest: Manifest) -> Progress:
     return Progress(**manifest.progress)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _check_shared(directory: Path, manifest: Manifest) -> None:
+    """Check that rank 0 sees what every rank wrote, before it says so in a manifest."""
+    try:
+        check_sizes(directory, manifest)
+    except UserError as error:
+        reason = "checkpoints must be on a filesystem that all nodes share"
+        raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
+
+
+def _is_full(directory: Path) -> bool:
+    """Whether that disk has no room left, of which torch's writers say nothing."""
+    if is_remote(directory):
+        return False
+    try:
+        return shutil.disk_usage(directory).free < 2**20
+    except OSError:
+        return False

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.checkpoint.files import sha256, write_json
+from fsdp2kit.checkpoint.store import MANIFEST, in_use
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import replace_file, sha256
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 USE_ANOTHER = 'use another checkpoint, or let run.resume = "auto" find the newest complete one'
 
@@ -55,7 +55,7 @@ def record_files(root: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Complete the checkpoint: write its manifest, whole and synced."""
-    write_json(checkpoint / MANIFEST, asdict(manifest))
+    replace_file(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -68,26 +68,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
     path = checkpoint / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(
-            str(path),
-            "is missing, so the checkpoint is incomplete or was not written by fsdp2kit",
-            f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path",
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(str(path), f"cannot be read ({error})", USE_ANOTHER) from error
-    try:
-        raw = json.loads(text)
+        raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
-            raise UserError(
-                str(path),
-                f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}",
-                "use the fsdp2kit that it was written by",
-            )
+            what = f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}"
+            raise UserError(str(path), what, "use the fsdp2kit that it was written by")
         known = {one.name: raw[one.name] for one in fields(Manifest) if one.name in raw or one.name != "environment"}
         known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
         return Manifest(**known)
+    except FileNotFoundError:
+        what = "is missing, so the checkpoint is incomplete or was not written by fsdp2kit"
+        todo = f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path"
+        raise UserError(str(path), what, todo) from None
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error})", USE_ANOTHER) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not a checkpoint's manifest ({type(error).__name__}: {error})"
         raise UserError(str(path), what, USE_ANOTHER) from error
@@ -112,7 +105,9 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
         UserError: a file is missing, cannot be read, or is not what was written.
     """
     for name, record in manifest.files.items():
-        if _writer(name) % world_size != rank:
+        match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)  # DCP's name for what a rank wrote
+        writer = int(match[1]) if match else 0
+        if writer % world_size != rank:
             continue
         path = checkpoint / name
         _check_size(path, record)
@@ -133,7 +128,14 @@ def _check_size(path: Path, record: FileRecord) -> None:
         raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
 
 
-def _writer(name: str) -> int:
-    """The rank that wrote a file, told from DCP's name for it; 0 for the small files beside the tensors."""
-    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
-    return int(match[1]) if match else 0
+def verify(checkpoint: Path) -> str:
+    """Check the manifest, and the size and SHA-256 of every file; return one line that says what was found.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged; the error names the file.
+    """
+    with in_use(checkpoint):
+        manifest = read_manifest(checkpoint)
+        check_contents(checkpoint, manifest)
+    size = sum(record.size for record in manifest.files.values())
+    return f"{checkpoint}: whole: step {manifest.step}, {len(manifest.files)} files, {size / 2**30:.2f} GiB"

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from fsdp2kit.checkpoint.places import is_remote
+from fsdp2kit.checkpoint.store import is_remote
 
 LET_GO_BYTES = 1 << 26
 _DTYPES = {
@@ -100,8 +100,8 @@ def _header(forms: Mapping[str, TensorForm]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, form in forms.items():
-        place = [start, start + form.size]
-        header[name] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": place}
+        offsets = [start, start + form.size]
+        header[name] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
         start += form.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

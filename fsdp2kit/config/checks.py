@@ -1,12 +1,20 @@
-"""Cross-field checks that need the world's size but neither devices nor weights."""
+"""Checks across sections; they need the world size, but no devices and no weights."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from dataclasses import dataclass
 
-from fsdp2kit.config.data_checks import check_data
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from fsdp2kit.config.schema import (
+    DataConfig,
+    FSDPConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
@@ -22,7 +30,7 @@ class MeshSizes:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: each sees other sequences."""
+        """Data-parallel ranks; each reads different sequences."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
@@ -83,6 +91,11 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
     return sizes
 
 
+def shard_ranks(fsdp: FSDPConfig, sizes: MeshSizes) -> int:
+    """Ranks that one copy of the parameters is sharded over."""
+    return 1 if fsdp.strategy == "no_shard" else sizes.dp_shard * sizes.cp
+
+
 def resolve_accumulation(train: TrainConfig, *, dp: int) -> int:
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
@@ -128,6 +141,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
             'set activation_checkpointing.mode = "full"',
         )
     _check_optimizer(config.optimizer, config.fsdp)
+    check_wandb(config.wandb)
     _check_float8(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
         raise UserError(
@@ -160,12 +174,12 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
         raise UserError("optimizer.muon_momentum", what, "leave it out, or set optimizer.betas")
     if name == "adamw_8bit" and fsdp.offload != "none":
         what = f"{fsdp.offload!r} with optimizer.name = {name!r}, whose quantised moments stay on the device"
-        raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw_4bit'")
+        raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw_bf16'")
     if name == "adamw_8bit" and fsdp.storage_dtype != "float32":
         what = f"{fsdp.storage_dtype!r} with optimizer.name = {name!r}, which updates float32 parameters"
         raise UserError("fsdp.storage_dtype", what, "leave it out, or set optimizer.name = 'adamw_bf16'")
     if name == "muon" and fsdp.offload == "params":
-        what = "'params' with optimizer.name = 'muon', whose products of whole matrices would run on the host"
+        what = "'params' with optimizer.name = 'muon', whose matmuls of whole matrices would run on the host"
         raise UserError("fsdp.offload", what, "use 'optimizer' or 'none', or optimizer.name = 'adamw'")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         what = f"{name!r} is torchao's, which is not installed"
@@ -187,28 +201,6 @@ def _check_float8(config: TrainingConfig) -> None:
         if "Linear" in names:
             what = "names Linear, whose modules get another class with float8"
             raise UserError(f"fsdp.{key}", what, "name the class of the module around them, or use float8.exclude")
-    if section.all_gather:
-        _check_float8_all_gather(config)
-
-
-def _check_float8_all_gather(config: TrainingConfig) -> None:
-    section, fsdp = config.float8, config.fsdp
-    refused = (
-        ("float8.recipe", section.recipe, section.recipe != "tensorwise", "'tensorwise', whose scale fits all shards"),
-        ("fsdp.strategy", fsdp.strategy, fsdp.strategy == "no_shard", "a strategy that shards, or it gathers nothing"),
-        ("fsdp.storage_dtype", fsdp.storage_dtype, fsdp.storage_dtype != "float32", "'float32', which torchao casts"),
-        ("fsdp.offload", fsdp.offload, fsdp.offload != "none", "'none'"),
-        (
-            "fsdp.reshard_after_forward",
-            fsdp.reshard_after_forward,
-            type(fsdp.reshard_after_forward) is int,
-            "true or false: FSDP2 cannot reshard float8 to fewer ranks",
-        ),
-        ("optimizer.name", config.optimizer.name, config.optimizer.name != "adamw", "'adamw'"),
-    )
-    for where, value, is_refused, instead in refused:
-        if is_refused:
-            raise UserError(where, f"{value!r} with float8.all_gather = true", f"use {instead}, or turn that off")
 
 
 def _check_train_length(config: TrainingConfig) -> None:
@@ -233,11 +225,94 @@ def _check_model(config: TrainingConfig) -> None:
             "give model.path, or set model.weights = 'random'",
         )
     if model.liger and config.activation_checkpointing.mode == "selective":
-        # Triton's kernels write unseen by torch, so that no check of its own would notice.
-        what = "true with mode = 'selective': Liger's RoPE rotates in place the products that are kept for backward"
+        # torch does not see what Triton's kernels write, so its own checks would not notice.
+        what = "true with mode = 'selective': Liger's RoPE changes in place the results that are kept for backward"
         raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
 
 
 def _fitting(world_size: int) -> str:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     return f"use one of {', '.join(map(str, divisors))}, or start another number of processes"
+
+
+def check_data(config: TrainingConfig) -> None:
+    """Check ``[data]`` and ``[eval]`` against each other and ``[train]``.
+
+    Raises:
+        UserError: at the first contradiction.
+    """
+    data = config.data
+    if data.format == "preference":
+        raise UserError(
+            "data.format",
+            f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
+            'to learn the better answers set data.format = "chat" and data.columns.messages = "chosen" '
+            '(or "prompt_completion" and data.columns.completion = "chosen")',
+        )
+    _check_sources(data)
+    if data.streaming:
+        _check_streaming(config)
+    _check_evaluation(config)
+
+
+def _check_sources(data: DataConfig) -> None:
+    parts = data.sources
+    if not parts:
+        return
+    if data.path is not None:
+        raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
+    if data.format == "synthetic":
+        raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
+    with_weight, with_epochs = (sum(one is not None for one in values) for values in _weights_and_epochs(data))
+    if with_epochs and (with_weight or with_epochs < len(parts)):
+        raise UserError(
+            "data.sources",
+            f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight",
+            "give all of them epochs, or none",
+        )
+    if 0 < with_weight < len(parts):
+        raise UserError(
+            "data.sources", f"{with_weight} of {len(parts)} have a weight", "give all of them one, or none"
+        )
+    names = Counter(part.name for part in parts if part.name is not None)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
+
+
+def _weights_and_epochs(data: DataConfig) -> tuple[list[float | None], list[float | None]]:
+    return [part.weight for part in data.sources], [part.epochs for part in data.sources]
+
+
+def _check_streaming(config: TrainingConfig) -> None:
+    data = config.data
+    if config.train.steps is None:
+        raise UserError("data.streaming", "with train.epochs: a stream's length is not known", "give train.steps")
+    if data.format == "synthetic":
+        raise UserError("data.streaming", 'with data.format = "synthetic", which is not read', "leave it out")
+    if data.path is None and not data.sources:
+        raise UserError("data.path", "is required by data.streaming", "name a file, folder, URL or hub id")
+    if any(part.epochs is not None for part in data.sources):
+        raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
+    evaluation = config.eval
+    if (evaluation.every or not config.train.steps) and not evaluation.sets and evaluation.path is None:
+        raise UserError("eval", "would be a split of a stream, read whole", "give eval.path or eval.sets")
+
+
+def _check_evaluation(config: TrainingConfig) -> None:
+    evaluation, data = config.eval, config.data
+    evaluates = evaluation.every > 0 or config.train.steps == 0
+    held_out = [(part.path, part.split) for part in evaluation.sets.values()]
+    if evaluation.path is not None or evaluation.split != data.split:
+        held_out.append((evaluation.path or data.path or "", evaluation.split))
+    trained_on = {(part.path, part.split) for part in data.sources} | {(data.path, data.split)}
+    if evaluates and (not held_out or any(one in trained_on for one in held_out)):
+        raise UserError(
+            "eval",
+            "evaluation would run on the training data itself",
+            "give eval.path, eval.sets, or an eval.split other than data.split",
+        )
+    if data.sources and evaluates and evaluation.path is None and not evaluation.sets:
+        raise UserError("eval.split", "of which of data.sources?", "give eval.path or eval.sets")
+    for name in ("patience", "keep_best", "prompts"):
+        if getattr(evaluation, name) and not evaluation.every:
+            raise UserError(f"eval.{name}", "without evaluations", "set eval.every")

@@ -10,7 +10,7 @@ from fsdp2kit.config.section import InputPath, Section
 
 
 class ColumnsConfig(Section):
-    """What the data calls its columns, where it does not use our names: `messages = "dialog"`."""
+    """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""
 
     messages: str | None = None
     """chat: the list of messages. Default: "messages", or "conversations" where there is none."""
@@ -19,13 +19,13 @@ class ColumnsConfig(Section):
     text: str | None = None
     """text: the text."""
     prompt: str | None = None
-    """prompt_completion, preference: what the model is given, a text or a list of messages."""
+    """prompt_completion, preference: the prompt, a text or a list of messages."""
     completion: str | None = None
-    """prompt_completion: what it is to answer, a text or a list of messages."""
+    """prompt_completion: the answer to train on, a text or a list of messages."""
     input_ids: str | None = None
     """tokens: the token ids."""
     labels: str | None = None
-    """tokens: for each token itself, or −100 where it is not to be learnt."""
+    """tokens: the token ids again (not shifted), with −100 for tokens that are not supervised."""
     chosen: str | None = None
     """preference: the better answer, a text or a list of messages."""
     rejected: str | None = None
@@ -45,7 +45,7 @@ class DataPathConfig(Section):
     format: Literal["chat", "prompt_completion", "text", "tokens"] | None = None
     """Format of these rows. Default: `data.format`."""
     columns: ColumnsConfig | None = None
-    """What these rows call their columns. Default: `data.columns`."""
+    """Names of these rows' columns. Default: `data.columns`."""
 
 
 class SourceConfig(DataPathConfig):
@@ -54,9 +54,9 @@ class SourceConfig(DataPathConfig):
     name: str | None = None
     """Name in the metrics. Default: the path's last part."""
     weight: PositiveFloat | None = None
-    """Share of the mix's tokens, relative to the other weights. Default: the tokens that it has."""
+    """Share of the mix's tokens, relative to the other weights. Default: its number of tokens."""
     epochs: PositiveFloat | None = None
-    """How often one pass over the mix goes through this part; fractions go on where the last pass stopped."""
+    """Passes over this part in one pass over the mix; a fraction continues where the last pass stopped."""
 
 
 class DataConfig(Section):
@@ -67,33 +67,33 @@ class DataConfig(Section):
     split: str = "train"
     """Split to use of a hub dataset, or of a folder with splits."""
     sources: list[SourceConfig] = []
-    """A weighted mix of several data sets, instead of `path`. A row of the batch holds documents of one of them."""
+    """A weighted mix of several data sets, instead of `path`. Each row of the batch holds documents of one of them."""
     temperature: PositiveFloat = 1.0
     """Shares of a mix are weight^(1 / temperature): 1 keeps the weights, larger values even them out."""
     format: DataFormat = "chat"
-    """What a row is."""
+    """What a row of the data contains."""
     columns: ColumnsConfig = ColumnsConfig()
-    """What the data calls its columns, where it does not use our names."""
+    """Names of the data's columns where they differ from the defaults."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Tokens that are learnt of a conversation: the assistant's and its ends of turn, those of its last message,
-    or all. Of a completion: the completion, or all."""
+    """Supervised tokens of a conversation: the assistant's and its end-of-turn tokens, those of its last message, or
+    all. Of a completion: the completion, or all."""
     seq_len: Annotated[int, Field(ge=2)] = 2048
     """Tokens in a row of the batch: a pack, or one padded document."""
     pack: bool = True
-    """Put several documents into one row. They do not see each other, and their positions restart at 0."""
+    """Put several documents into one row. They do not attend to each other, and positions restart at 0 in each."""
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
-    """A document longer than seq_len: truncate (counted; cut within the assistant's text, it keeps its end-of-turn
-    token, in the last place), drop (counted), split into pieces, or stop."""
+    """A document longer than seq_len: truncate (counted; an answer that is cut keeps its end-of-turn token as the
+    last one), drop (counted), split into pieces, or stop with an error."""
     shuffle: bool = True
-    """Shuffle the documents anew every epoch, from `run.seed`. Streams are read in order."""
+    """Shuffle the documents every epoch, from `run.seed`. Streams are read in order."""
     streaming: bool = False
     """Read the data in order while training, instead of tokenising all of it first. Needs `train.steps`; every rank
     reads the whole stream. For data that does not fit on the disk twice, or does not end."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
-    """Processes that tokenise; 0 does it in this process. "auto": one a core, up to 16 and what the data is worth;
-    for a stream 0."""
+    """Processes that tokenise; 0 tokenises in this process. "auto": one per core, up to 16, fewer for little data; 0
+    for a stream."""
     prefetch: NonNegativeInt = 2
-    """Global batches that are made in the background, ahead of the step."""
+    """Global batches made in the background, ahead of the step."""
 
 
 class ChatDataConfig(DataConfig):
@@ -102,8 +102,8 @@ class ChatDataConfig(DataConfig):
     format: Literal["chat", "prompt_completion", "text", "tokens", "preference"] = "chat"
     """"chat": rows with `messages` (or ShareGPT's `conversations`), and `tools` where the template takes them;
     "prompt_completion": rows with `prompt` and `completion`; "text": rows with `text`, every token supervised;
-    "tokens": rows with `input_ids` and perhaps `labels`; "preference": rows with `chosen` and `rejected`, which this
-    recipe refuses."""
+    "tokens": rows with `input_ids` and optionally `labels`; "preference": rows with `chosen` and `rejected`, which
+    this recipe refuses."""
 
 
 class TextDataConfig(DataConfig):
@@ -113,34 +113,34 @@ class TextDataConfig(DataConfig):
     """"text": rows with `text`, every token supervised; "tokens": rows with `input_ids`; "synthetic": random tokens,
     no `path` needed."""
     overlong: Literal["truncate", "drop", "split", "error"] = "split"
-    """A document longer than seq_len: split into pieces, truncate (counted; the last place keeps the end-of-text
-    token), drop (counted), or stop."""
+    """A document longer than seq_len: split into pieces, truncate (counted; the end-of-text token is kept, as
+    the last one), drop (counted), or stop with an error."""
 
 
 class EvalSetConfig(DataPathConfig):
-    """A held-out set with a name of its own."""
+    """A named held-out set."""
 
 
 class EvalConfig(Section):
     """Held-out loss and perplexity, over all sets and of each."""
 
     every: NonNegativeInt = 0
-    """Evaluate every n steps and at the end; 0 never does."""
+    """Evaluate every n steps and at the end; 0: never."""
     path: InputPath | None = None
     """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
     split: str = "train"
     """Split to use of a hub dataset, or of a folder with splits."""
     sets: dict[str, EvalSetConfig] = {}
-    """Named held-out sets, instead of `path` or beside it: `[eval.sets.code]`, with `path`, `split`, `format`."""
+    """Named held-out sets, instead of or besides `path`: `[eval.sets.code]`, with `path`, `split`, `format`."""
     steps: PositiveInt | None = None
     """Global batches per evaluation and set. Default: the whole set."""
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower eval_loss. Default: train to the end."""
     min_delta: NonNegativeFloat = 0.0
-    """How much lower eval_loss must be to count as lower."""
+    """How much lower than the best so far eval_loss must be to count as lower."""
     keep_best: bool = False
-    """Write a checkpoint whenever eval_loss is the lowest so far, and keep that one beside the newest."""
+    """Write a checkpoint whenever eval_loss is the lowest so far, and keep it besides the newest ones."""
     prompts: list[str] = []
     """User messages that the model answers after each evaluation, into `samples.jsonl` and wandb."""
     max_new_tokens: PositiveInt = 64
-    """Tokens of such an answer, at most. Each is a forward pass without a cache."""
+    """Most tokens of such an answer. Each takes a forward pass without a cache."""

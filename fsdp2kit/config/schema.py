@@ -1,7 +1,7 @@
 """The TOML's sections as frozen pydantic models.
 
-The string under each field is its documentation: it reaches the JSON schema, and through it the user's editor.
-A recipe composes these sections into its own ``Config``; only the sections that it names are accepted.
+The string under each field is its documentation; the JSON schema has it, so editors show it. A recipe's ``Config``
+names the sections that its TOML may have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from fsdp2kit.config.data_schema import EvalConfig as EvalConfig
 from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
 from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
 from fsdp2kit.config.section import InputPath as InputPath
-from fsdp2kit.config.section import InputPathMark as InputPathMark
 from fsdp2kit.config.section import LocalPath as LocalPath
 from fsdp2kit.config.section import Section as Section
 
@@ -38,11 +37,11 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] | LocalPath = "auto"
     """"auto" (the newest complete checkpoint in `dir`, if any), "never", or the path of a checkpoint."""
     deterministic: bool = False
-    """Use deterministic kernels on CUDA, for bit-for-bit repeatable runs (slower). The CPU always is."""
+    """Use deterministic kernels on CUDA, so that runs repeat bit for bit (slower). A CPU run always does."""
     max_minutes: PositiveFloat | None = None
     """Stop after this many minutes: finish the step, write a checkpoint, exit 0."""
     timeout_minutes: PositiveFloat = 30.0
-    """How long a collective may take before the job is given up, in minutes."""
+    """Minutes that a collective may take before the job fails."""
 
 
 class ModelConfig(Section):
@@ -53,25 +52,25 @@ class ModelConfig(Section):
     weights: Literal["pretrained", "random"] | LocalPath = "pretrained"
     """"pretrained" (from `path`), "random", or the path of a DCP checkpoint (weights only)."""
     config: dict[str, Any] = {}
-    """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a whole one."""
+    """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a complete config."""
     attention: str = "auto"
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
-    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" where it computes what the
-    model's own does, else "sdpa" ("eager" for models without it). The start says which and why."""
+    "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" if it computes the same as the
+    model's own, else "sdpa" ("eager" for models without it). The start says which and why."""
     loss_kernel: Literal["auto", "chunked", "torch", "liger"] = "auto"
-    """What computes the loss on the head, without ever holding all logits. "chunked": ours. "torch": torch's own
-    (2.13 or later; in bfloat16 it adds up the logged loss in bfloat16). "liger": Liger's (a GPU, extra `liger`).
+    """What computes the loss on the head without holding all logits. "chunked": ours. "torch": torch's own
+    (2.13 or later; in bfloat16 it sums the logged loss in bfloat16). "liger": Liger's (needs a GPU, extra `liger`).
     "auto": ours, the fastest where it was measured. A head that is more than hidden @ weightᵀ is run as it is."""
     liger: bool = False
-    """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `fsdp2kit[liger]`."""
+    """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `liger`."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
     chat_template: LocalPath | None = None
-    """A Jinja chat template file that replaces the tokenizer's own; it is exported with the model."""
+    """A Jinja chat template file, used instead of the tokenizer's own and exported with the model."""
     trust_remote_code: bool = False
-    """Run the model repository's own Python code. Off unless you have read that code."""
+    """Run the model repository's own Python code. Leave it off unless you have read that code."""
     freeze: list[str] = []
-    """Parameters that are not trained, as patterns of their names: `["model.embed_tokens.*", "*.layers.[0-7].*"]`."""
+    """Name patterns of parameters that are not trained: `["model.embed_tokens.*", "*.layers.[0-7].*"]`."""
 
 
 class MeshConfig(Section):
@@ -80,50 +79,50 @@ class MeshConfig(Section):
     dp_replicate: Size = "auto"
     """Replicas of the sharded model (hybrid sharding). "auto": 1, or the number of nodes under a hybrid strategy."""
     dp_shard: Size = "auto"
-    """Data-parallel ranks over which one replica is sharded. "auto": what the other sizes leave."""
+    """Data-parallel ranks over which one replica is sharded. "auto": the remaining ranks."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each sequence is split over this many."""
 
 
 class FSDPConfig(Section):
-    """How parameters are sharded, in which precision, and where they live."""
+    """How parameters are sharded, in which precision, and where they are stored."""
 
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
-    """full_shard (ZeRO-3), shard_grad_op (ZeRO-2: kept whole between forward and backward), no_shard (replicated,
-    like DDP), hybrid_shard (ZeRO-3 within a node, replicated across), hybrid_shard_zero2 (ZeRO-2 likewise)."""
+    """full_shard (ZeRO-3), shard_grad_op (ZeRO-2: parameters stay gathered between forward and backward), no_shard
+    (replicated, like DDP), hybrid_shard (ZeRO-3 within a node, replicated across), hybrid_shard_zero2 (ZeRO-2 so)."""
     unit: Literal["layer", "size", "root"] = "layer"
     """What is gathered at a time. "layer": each decoder layer, and an untied embedding and head. "size": the smallest
     modules of at least `min_params` parameters (FSDP1's size-based wrapping). "root": the whole model at once."""
     min_params: PositiveInt = 100_000_000
-    """unit = "size" only: parameters that make a unit."""
+    """unit = "size" only: fewest parameters of a unit."""
     unit_classes: list[str] = []
-    """Class names of modules that become units of their own besides, e.g. `["Qwen3MoeExperts"]`."""
+    """Class names of modules that also become units of their own, e.g. `["Qwen3MoeExperts"]`."""
     ignored_modules: list[str] = []
-    """Patterns of the names of modules that stay whole on every rank, stored in `param_dtype` (so are they saved and
-    exported). They must be frozen (`model.freeze`): nothing reduces their gradients."""
+    """Name patterns of modules that stay whole on every rank, stored, saved and exported in `param_dtype`. They must
+    be frozen (`model.freeze`): nothing reduces their gradients."""
     param_dtype: DType = "bfloat16"
-    """Dtype of the unsharded parameters, and so of the computation."""
+    """Dtype of the gathered parameters, and so of the computation."""
     class_dtypes: dict[str, DType] = {}
-    """Modules that compute in another dtype, by class name, e.g. `{ LlamaRMSNorm = "float32" }`; each is a unit of
-    its own, whose output is cast back to `param_dtype`."""
+    """Modules that compute in another dtype, by class name, e.g. `{ LlamaRMSNorm = "float32" }`. Each is a unit of its
+    own, whose output is cast back to `param_dtype`."""
     reduce_dtype: DType = "float32"
     """Dtype in which gradients are accumulated and reduced."""
     output_dtype: DType | None = None
-    """Cast each unit's floating-point outputs to this dtype. Default: leave them."""
+    """Cast each unit's floating-point outputs to this dtype. Default: do not cast."""
     storage_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the shards that the optimizer updates, and of its state. "bfloat16" halves both and loses updates
-    smaller than 1/512 of a parameter, except with optimizer.name = "adamw_bf16" or "adamw_4bit"."""
+    smaller than 1/512 of a parameter, except with optimizer.name = "adamw_bf16"."""
     offload: Literal["none", "params", "optimizer"] = "none"
-    """"params": shards, gradients and optimizer live in pinned host memory, and the optimizer runs there.
-    "optimizer": only its state does, and visits the device a unit at a time. On a CPU run both do nothing."""
+    """"params": shards, gradients and optimizer state are kept in pinned host memory, and the optimizer runs there.
+    "optimizer": only its state is, and is copied to the device in parts. Neither has an effect on a CPU run."""
     reshard_after_forward: bool | PositiveInt | None = None
-    """Free the unsharded parameters after forward (true), keep them (false), or reshard to this many ranks (int).
-    Default: the strategy's."""
+    """Free the gathered parameters after forward (true), keep them (false), or reshard to this many ranks (int).
+    Default: what the strategy does."""
     forward_prefetch: NonNegativeInt = 0
-    """Units that are gathered ahead of the one that runs, in forward. 0: the next is gathered as soon as the host
-    comes to it, which on CUDA is well before the device does."""
+    """Units gathered ahead of the one that runs, in forward. 0: no explicit prefetch; on CUDA the host usually issues
+    the next all-gather early anyway."""
     backward_prefetch: NonNegativeInt = 1
-    """Units that are gathered ahead in backward: n leaves n + 1 whole units in memory. 1 is FSDP1's BACKWARD_PRE."""
+    """Units gathered ahead in backward: n keeps n + 1 units whole in memory. 1 is FSDP1's BACKWARD_PRE."""
     reduce_every_micro_batch: bool = False
     """Reduce gradients after every micro-batch (less memory) instead of once a step (less communication)."""
 
@@ -133,47 +132,42 @@ class ContextParallelConfig(Section):
 
     method: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
     """"ulysses": all-to-all between sequence shards and heads, around any attention implementation. "ring": keys and
-    values travel round the ranks while they compute. "allgather": every rank gathers all keys and values. "auto"
-    picks one by heads, packing, sequence length and mesh, and says why at the start."""
+    values are sent round the ranks during the computation. "allgather": every rank gathers all keys and values.
+    "auto" picks one by heads, packing, sequence length and mesh, and says why at the start."""
 
 
 class ActivationCheckpointingConfig(Section):
     """Which activations are recomputed in backward instead of kept."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """"full": keep only each decoder layer's input and recompute the rest, about a third more computation.
-    "selective": recompute only what is cheap: keep the results of attention and of products with weights, about half
-    of all, and no product is done twice."""
+    """"full": keep only each decoder layer's input and recompute the rest: about a third more computation.
+    "selective": keep the results of attention and of matmuls with weights, about half of all activations, and
+    recompute the others, which are cheap."""
     every: PositiveInt = 1
     """Checkpoint every n-th decoder layer."""
     offload: bool = False
-    """mode = "full" only: keep the layers' inputs in pinned host memory. On a CPU run it does nothing."""
+    """mode = "full" only: keep the layers' inputs in pinned host memory. No effect on a CPU run."""
 
 
 class CompileConfig(Section):
     """torch.compile."""
 
     enabled: bool = False
-    """Compile each decoder layer. The first step takes minutes, the others less time and memory."""
-    cache_dir: str | None = None
-    """Where compiled code is kept between runs: a directory that all nodes may share, relative to the working
-    directory, which nobody else can write to, for what is in it is executed. It may be deleted at any time. Default:
-    torch's own, TORCHINDUCTOR_CACHE_DIR or a folder under /tmp."""
+    """Compile each decoder layer: the first step takes minutes, the others less time and memory. torch caches the
+    compiled code in TORCHINDUCTOR_CACHE_DIR."""
 
 
 class Float8Config(Section):
-    """Products in float8 (torchao's) in the linear maps of the decoder layers; docs/float8.md. Extra `lowbit`."""
+    """Float8 matmuls (torchao's) in the linear layers of the decoder layers; docs/float8.md. Extra `lowbit`."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """"tensorwise": one scale a tensor, the fastest. "rowwise": one a row, more exact. "rowwise_with_gw_hp": rowwise,
-    with the weights' gradients in `fsdp.param_dtype`; the only one whose numbers do not depend on the mesh."""
-    all_gather: bool = False
-    """recipe = "tensorwise" only: weights are cast to float8 before FSDP gathers them: half of bfloat16's bytes."""
+    """"tensorwise": one scale per tensor, the fastest. "rowwise": one per row, more accurate. "rowwise_with_gw_hp":
+    rowwise, with weight gradients in `fsdp.param_dtype`; the only one whose results do not depend on the mesh."""
     exclude: list[str] = []
-    """Patterns of the names of linear maps that stay as they are, e.g. `["*.down_proj", "model.layers.0.*"]`."""
+    """Name patterns of linear layers that are left out, e.g. `["*.down_proj", "model.layers.0.*"]`."""
     emulate: bool = False
-    """Round to float8 and multiply in float32, on devices without float8 products: for checking numerics, slower than
-    bfloat16. A CPU run always does."""
+    """Round to float8 and multiply in float32, on devices without float8 matmuls: for checking numerics; slower than
+    bfloat16. A CPU run always does this."""
 
 
 class TrainConfig(Section):
@@ -184,30 +178,34 @@ class TrainConfig(Section):
     epochs: PositiveInt | None = None
     """Passes over the data. Give `steps` or `epochs`."""
     global_batch_size: PositiveInt = 8
-    """Sequences (with packing: packs) in one optimizer step, over the whole job, whatever the mesh."""
+    """Sequences (with packing: packs) in one optimizer step, over the whole job; it does not depend on the mesh."""
     micro_batch_size: PositiveInt = 1
     """Sequences in one forward pass of one data-parallel rank."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this; 0 does not clip."""
     log_every: PositiveInt = 1
-    """Log every n steps: the loss is that step's own, speeds are averages over the n."""
+    """Log every n steps. The loss is that of the logged step; speeds are averages over the n."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step."""
+    """On a non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step."""
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of a whole run."""
+        return self.steps if self.steps is not None else (self.epochs or 0) * steps_per_epoch
 
 
 class OptimizerConfig(Section):
     """The optimizer; docs/optimizers.md compares them."""
 
-    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "muon"] = "adamw"
-    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" and "adamw_4bit" (its moments in bfloat16 or 4
-    bits; they, and parameters that `fsdp.storage_dtype` keeps in bfloat16, are rounded stochastically), "adamw_8bit"
-    (torchao's; extra `lowbit`), or "muon" (torch's, for weights of linear maps; AdamW for all else)."""
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
+    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (moments in bfloat16; they, and parameters that
+    `fsdp.storage_dtype` stores in bfloat16, are rounded stochastically), "adamw_8bit" (torchao's; extra `lowbit`),
+    or "muon" (torch's, for weights of linear layers; AdamW for the others)."""
     lr: NonNegativeFloat = 2e-5
-    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so it is one for both."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so both use the same one."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay rates of AdamW's first and second moments."""
     muon_momentum: Beta = 0.95
-    """muon only: decay rate of its momentum, which is Nesterov's."""
+    """muon only: decay rate of its Nesterov momentum."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
@@ -215,7 +213,7 @@ class OptimizerConfig(Section):
 
 
 class LRScheduleConfig(Section):
-    """The learning rate over the steps; transformers' own schedules."""
+    """The learning rate over the steps; transformers' schedules."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warm-up: constant, linear to 0, half a cosine, or warm-up-stable-decay."""
@@ -224,11 +222,11 @@ class LRScheduleConfig(Section):
     decay_steps: PositiveInt | None = None
     """wsd only: steps of the final decay. Default: a tenth of the run."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final learning rate over the peak (cosine and wsd)."""
+    """Final learning rate ÷ peak (cosine and wsd)."""
 
 
 class CheckpointConfig(Section):
-    """What is kept, when, and in which form."""
+    """Checkpoints and the Hugging Face export."""
 
     dir: str | None = None
     """Where checkpoints are kept: a directory that all nodes share, relative to the working directory, or an fsspec
@@ -236,33 +234,33 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 0
     """Write a checkpoint every n steps; 0 writes one at the end only."""
     keep: PositiveInt = 2
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints whose step is a multiple of this stay for good; 0: none do for that reason."""
+    """Checkpoints whose step is a multiple of this are never deleted; 0: no such rule."""
     async_save: bool = False
-    """Save beside training: a copy is made in host memory (as large as a rank's shards) during the next forward and
-    backward pass, and written in the background. A save that fails stops the run at its next step."""
+    """Save in the background: shards are copied to host memory during the next forward and backward pass, then written
+    while training continues. A save that fails stops the run at its next step."""
     export_hf: Literal["final", "every", "never"] = "final"
     """Write a Hugging Face directory at the end, with every checkpoint, or never."""
     export_dir: str | None = None
-    """Where it goes: a directory, relative to the working directory, or an fsspec URL (`s3://bucket/model`). Default:
-    `hf` in `run.dir`."""
+    """Where the export goes: a directory, relative to the working directory, or an fsspec URL (`s3://bucket/model`).
+    Default: `hf` in `run.dir`."""
     export_dtype: DType | None = None
-    """Dtype of the export. Default: the source model's; for a model from config, float32."""
+    """Dtype of the export. Default: the source model's; for a model from a config, float32."""
 
 
 class PreflightConfig(Section):
-    """Combinations that would silently change the mathematics are refused; here they are waived."""
+    """Waives refusals of combinations that would silently change the mathematics."""
 
     allow: list[Literal["dropout", "router_aux_loss"]] = []
-    """Names of refusals that you take upon yourself."""
+    """Names of the refusals to waive."""
 
 
 class WandbConfig(Section):
     """Weights & Biases."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """"auto": online where a login exists, else offline (and the run says so)."""
+    """"auto": online if there is a login, else offline (and the run says so)."""
     project: str = "fsdp2kit"
     """Project name."""
     name: str | None = None
@@ -274,7 +272,7 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A torch profiler trace of a few steps, one file a rank, in `trace/`."""
+    """A torch profiler trace of a few steps, one file per rank, in `trace/` of the run directory."""
 
     enabled: bool = False
     """Write a trace."""
@@ -283,7 +281,7 @@ class ProfileConfig(Section):
     steps: PositiveInt = 2
     """How many steps are traced."""
     memory: bool = False
-    """Write a CUDA memory snapshot of those steps as well."""
+    """Also write a CUDA memory snapshot of those steps."""
 
 
 class TrainingConfig(Section):

@@ -1,23 +1,47 @@
-"""What every TOML section is, and the marks of fields that hold paths."""
+"""What every TOML section is, and the types of fields that hold paths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|jinja2?|gz|bz2|xz|zst)$")
 
 
-@dataclass(frozen=True)
-class InputPathMark:
-    """Marks a field whose value, when written in a TOML, is relative to that TOML."""
-
-    hub: bool
-    """Whether the value may be a hub id instead."""
+class OverrideText(str):
+    """A text from the command line: paths in it are relative to the working directory, not to the TOML."""
 
 
-InputPath = Annotated[str, Field(min_length=1), InputPathMark(hub=True)]
-LocalPath = Annotated[str, Field(min_length=1), InputPathMark(hub=False)]
+def may_be_hub_id(text: str) -> bool:
+    """Whether a text has the form of a hub id, "name" or "owner/name", and not that of a data file."""
+    return bool(_HUB_ID.fullmatch(text)) and not _FILE_SUFFIX.search(text)
+
+
+def _absolute(value: object, info: ValidationInfo) -> object:
+    """A path as it stands in a TOML, made absolute; URLs stay, and without a context (in Python) everything does."""
+    if not isinstance(value, str) or not value or not info.context or "://" in value:
+        return value
+    base = Path.cwd() if isinstance(value, OverrideText) else info.context["base"]
+    candidate = base / Path(value).expanduser()
+    # Joined textually where nothing is there: a glob or a missing file must stay readable in the error message.
+    return str(candidate.resolve() if candidate.exists() else candidate)
+
+
+def _absolute_or_hub_id(value: object, info: ValidationInfo) -> object:
+    path = _absolute(value, info)
+    if isinstance(value, str) and may_be_hub_id(value) and not Path(str(path)).exists():
+        return str(value)
+    return path
+
+
+InputPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_hub_id)]
+"""A path relative to the TOML that it is written in, or a hub id."""
+LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute)]
+"""A path relative to the TOML that it is written in."""
 
 
 class Section(BaseModel):

@@ -1,1 +1,1 @@
-"""From rows to batches: formats → masks → tokens → documents → packing → loader."""
+"""Row → document → pack → share: sources, rows, chat, formats, tokens, documents, packing, loader or stream, build."""

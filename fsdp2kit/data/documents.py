@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import pyarrow as pa
 
-from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.cutting import Document, Overlong, vocabulary_overflow
-from fsdp2kit.data.formats import row_format
-from fsdp2kit.data.rows import load_source, name_exactly, name_rows
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.formats import RowFormat, row_format
+from fsdp2kit.data.rows import RowReader, name_exactly
 from fsdp2kit.data.sources import Source, find_source
 from fsdp2kit.data.tokens import NO_ENDING, tokenise
 from fsdp2kit.distributed import agreement, one_per_machine_first
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+Overlong = Literal["truncate", "drop", "split", "error"]
+Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
 
 
@@ -42,12 +44,21 @@ class Report:
     split: int
     """Rows cut into several documents."""
     unsupervised: int
-    """Documents left out because nothing in them would be learnt."""
+    """Documents left out because nothing in them is supervised."""
+
+    def __str__(self) -> str:
+        lost = [("truncated", self.truncated), ("dropped", self.dropped), ("split", self.split)]
+        lost.append(("without a target", self.unsupervised))
+        notes = "".join(f", {count:,} {what}" for what, count in lost if count)
+        return (
+            f"{self.documents:,} documents of {self.rows:,} rows{notes}; {self.tokens:,} tokens, "
+            f"{self.supervised_tokens / self.tokens:.0%} supervised"
+        )
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A sequence of documents; ``documents[i]`` reads one from the memory-mapped cache, or makes it."""
+    """A sequence of documents; ``documents[i]`` reads one from the memory-mapped tokens, or makes it."""
 
     lengths: np.ndarray
     """int64 [documents], in tokens."""
@@ -57,8 +68,8 @@ class Documents:
     largest_id: int
     """The largest token id in the data, long rows included whole."""
     read: Callable[[int], Document]
-    row_digests: Callable[[], list[bytes]] | None = None
-    """Digest of the row that each document is of, to find the same row twice; None for synthetic tokens."""
+    row_digests: np.ndarray | None = None
+    """V16 [documents]: digest of the row that each is of, to find the same row twice; None for synthetic tokens."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,23 +87,17 @@ def build_documents(
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
     vocab_size: int | None = None,
-    format: str | None = None,
-    columns: ColumnsConfig | None = None,
+    how: RowFormat | None = None,
     key: str = "data.path",
 ) -> Documents:
     """Read, tokenise and cut the data; every rank calls this, and one on each machine fills the cache.
-
-    A document that ``overlong = "truncate"`` cuts within the assistant's text has the end-of-turn token that the
-    row itself ends with in its last place, and learns it: a model that never sees its turns end would not stop. Cut
-    elsewhere it simply ends.
 
     Args:
         path: the data (`section.path`, or a source's, or the evaluation's); unused for the "synthetic" format.
         tokenizer: needed by all formats but "synthetic".
         seed: of the synthetic tokens; other formats do not depend on it.
         vocab_size: of the synthetic tokens. Default: the tokenizer's.
-        format: instead of the section's.
-        columns: instead of the section's.
+        how: the format. Default: the section's.
         key: the TOML key that names the data, for errors.
 
     Raises:
@@ -101,78 +106,128 @@ def build_documents(
     if section.format == "synthetic":
         size = vocab_size or (len(tokenizer) if tokenizer is not None else 0)
         return _synthetic(seq_len=section.seq_len, vocab_size=size, seed=seed)
-    how = row_format(section, format=format, columns=columns)
+    how = how or row_format(section)
     if path is None:
         raise UserError(key, f'is required by data.format = "{how.format}"', "name a file, folder, URL or hub id")
-    if tokenizer is None:
-        raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
-    words, found = tokenizer, partial(find_source, path, split=split, key=key)
+    words, found = require_tokenizer(tokenizer), partial(find_source, path, split=split, key=key)
     table = one_per_machine_first(lambda: tokenise(found(), how=how, tokenizer=words, workers=section.workers))
     with agreement():
-        return _cut(table, seq_len=section.seq_len, overlong=section.overlong, source=found())
+        source = found()
+        pieces, report = cut_rows(
+            table, seq_len=section.seq_len, overlong=section.overlong, name=lambda row: _name_row(source, row)
+        )
+        if not report.documents:
+            raise _nothing_to_learn(report, source.where, section.seq_len)
+        digests = np.frombuffer(b"".join(table["digest"].to_pylist()), dtype="V16")[pieces.rows]
+        where = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
+        return Documents(
+            lengths=pieces.stops - pieces.starts,
+            fingerprint=hashlib.blake2b(where + digests.tobytes(), digest_size=16).hexdigest(),
+            report=report,
+            largest_id=largest_id(table),
+            read=partial(read_piece, table, pieces),
+            row_digests=digests,
+        )
 
 
-def check_vocabulary(documents: Documents, vocab_size: int) -> None:
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer.
+
+    Raises:
+        UserError: there is none.
+    """
+    if tokenizer is None:
+        raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
+    return tokenizer
+
+
+def check_vocabulary(largest: int, vocab_size: int) -> None:
     """Check that the model's embedding has a row for every token.
 
     Raises:
         UserError: naming the largest token id.
     """
-    if documents.largest_id >= vocab_size:
-        raise vocabulary_overflow(documents.largest_id, vocab_size)
-
-
-def _cut(table: Dataset, *, seq_len: int, overlong: Overlong, source: Source) -> Documents:
-    """Apply the policy for rows longer than ``seq_len``. A document is a slice of a row; nothing is copied."""
-    columns = table.remove_columns(["ids", "supervised", "digest"]).with_format("numpy")[:]
-    lengths, targets = columns["length"].astype(np.int64), columns["targets"].astype(np.int64)
-    is_long = lengths > seq_len
-    if overlong == "error" and is_long.any():
-        first = int(np.flatnonzero(is_long)[0])
+    if largest >= vocab_size:
         raise UserError(
-            name_exactly(name_rows(load_source(source)[first : first + 1], [first], source)[0], source),
-            f"{lengths[first]} tokens, more than data.seq_len = {seq_len} ({is_long.sum()} such rows)",
-            'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"',
+            "model.tokenizer",
+            f"the data holds token id {largest}, but the model's vocabulary has {vocab_size}",
+            "use the model's own tokenizer, or a model.config.vocab_size that covers it",
         )
-    rows, starts, stops = _slices(lengths, seq_len=seq_len, overlong=overlong)
-    endings = np.full(len(rows), NO_ENDING, dtype=np.int64)
-    supervised, open_ended = _count_targets(table, rows, starts, stops, lengths, targets)
-    if overlong == "truncate":
-        endings[open_ended] = columns["ending"][rows[open_ended]]
-    kept = np.flatnonzero(supervised > 0)
-    pieces = _Pieces(rows[kept], starts[kept], stops[kept], endings[kept])
-    report = Report(
-        rows=len(lengths),
-        documents=len(kept),
-        tokens=int((pieces.stops - pieces.starts).sum()),
-        supervised_tokens=int(supervised.sum()),
-        truncated=int(is_long.sum()) if overlong == "truncate" else 0,
-        dropped=int(is_long.sum()) if overlong == "drop" else 0,
-        split=int(is_long.sum()) if overlong == "split" else 0,
-        unsupervised=len(supervised) - len(kept),
-    )
-    if not len(kept):
-        raise _nothing_to_learn(report, source.where, seq_len)
-    row_digests = table.select_columns("digest")[:]["digest"]
-    return Documents(
-        lengths=pieces.stops - pieces.starts,
-        fingerprint=_fingerprint(pieces, row_digests),
-        report=report,
-        largest_id=int(columns["largest_id"].max()),
-        read=partial(_read, _viewed(table), pieces),
-        row_digests=partial(_digests, pieces, row_digests),
-    )
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """For each document, which slice of which row it is."""
+class Pieces:
+    """For each document, which slice of which row it is. Nothing is copied."""
 
     rows: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
     endings: np.ndarray
-    """Token put in the last place; `NO_ENDING` leaves what is there."""
+    """Token put in the last position; `NO_ENDING` leaves what is there."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def cut_rows(
+    tokens: pa.Table, *, seq_len: int, overlong: Overlong, name: Callable[[int], str]
+) -> tuple[Pieces, Report]:
+    """The documents that rows become under the policy for rows longer than ``seq_len``: those with something to learn.
+
+    A document that "truncate" cuts within the assistant's text has the end-of-turn token that the row itself ends with
+    in its last position, and learns it: a model that never sees its turns end would not stop. Cut elsewhere it simply
+    ends.
+
+    Args:
+        tokens: with the columns of `tokenise`: all rows, or a block of a stream.
+        name: what an error calls a row.
+
+    Raises:
+        UserError: a row is too long under ``overlong = "error"``.
+    """
+    row_lengths, row_targets = tokens["length"].to_numpy(), tokens["targets"].to_numpy()
+    is_long = row_lengths > seq_len
+    long = int(is_long.sum())
+    if overlong == "error" and long:
+        first = int(np.flatnonzero(is_long)[0])
+        raise UserError(
+            name(first),
+            f"{row_lengths[first]} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long)})",
+            'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"',
+        )
+    rows, starts, stops = _slices(row_lengths, seq_len=seq_len, overlong=overlong)
+    targets, is_open = _count_targets(tokens, rows, starts, stops, row_lengths[rows], row_targets[rows])
+    endings = np.full(len(rows), NO_ENDING, dtype=np.int64)
+    if overlong == "truncate":
+        endings[is_open] = tokens["ending"].to_numpy()[rows[is_open]]
+    kept = np.flatnonzero(targets > 0)
+    pieces = Pieces(rows[kept], starts[kept], stops[kept], endings[kept])
+    return pieces, Report(
+        rows=len(row_lengths),
+        documents=len(kept),
+        tokens=int((pieces.stops - pieces.starts).sum()),
+        supervised_tokens=int(targets.sum()),
+        truncated=long if overlong == "truncate" else 0,
+        dropped=long if overlong == "drop" else 0,
+        split=long if overlong == "split" else 0,
+        unsupervised=len(targets) - len(kept),
+    )
+
+
+def read_piece(tokens: pa.Table, pieces: Pieces, index: int) -> Document:
+    """One of the documents that `cut_rows` found in ``tokens``."""
+    row, part = int(pieces.rows[index]), slice(int(pieces.starts[index]), int(pieces.stops[index]))
+    ids = tokens["ids"][row].values[part].to_numpy().astype(np.int64)
+    supervised = tokens["supervised"][row].values[part].to_numpy(zero_copy_only=False)
+    if pieces.endings[index] != NO_ENDING:
+        supervised = supervised.copy()
+        ids[-1], supervised[-1] = pieces.endings[index], True
+    return ids, supervised
+
+
+def largest_id(tokens: pa.Table) -> int:
+    """The largest token id of some rows; −1 of none."""
+    return int(tokens["largest_id"].to_numpy().max(initial=-1))
 
 
 def _slices(lengths: np.ndarray, *, seq_len: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -188,52 +243,37 @@ def _slices(lengths: np.ndarray, *, seq_len: int, overlong: Overlong) -> tuple[n
     return rows, starts, np.minimum(lengths[rows], starts + seq_len)
 
 
-def _viewed(table: Dataset) -> Dataset:
-    return table.select_columns(["ids", "supervised"]).with_format("numpy")
-
-
-def _read(view: Dataset, pieces: _Pieces, index: int) -> Document:
-    row, cut = view[int(pieces.rows[index])], slice(int(pieces.starts[index]), int(pieces.stops[index]))
-    ids, supervised = row["ids"][cut].astype(np.int64), row["supervised"][cut].astype(bool)
-    if pieces.endings[index] != NO_ENDING:
-        ids[-1], supervised[-1] = pieces.endings[index], True
-    return ids, supervised
-
-
-def _digests(pieces: _Pieces, row_digests: list[bytes]) -> list[bytes]:
-    return [row_digests[row] for row in pieces.rows]
-
-
-def _fingerprint(pieces: _Pieces, row_digests: list[bytes]) -> str:
-    where = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
-    digest = hashlib.blake2b(where, digest_size=16)
-    digest.update(b"".join(row_digests[row] for row in pieces.rows))
-    return digest.hexdigest()
-
-
 def _count_targets(
-    table: Dataset,
+    tokens: pa.Table,
     rows: np.ndarray,
     starts: np.ndarray,
     stops: np.ndarray,
     row_lengths: np.ndarray,
     row_targets: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Targets in each document, int64, and the documents cut within what is learnt (positions, ascending).
+    """Targets in each document, int64, and whether it was cut within what is supervised.
 
     Masks are read only where a row was cut and is partly supervised.
+
+    Args:
+        row_lengths: of the row of each document; ``row_targets`` likewise.
     """
-    lengths, whole = stops - starts, row_lengths[rows]
-    counts = np.where(lengths == whole, row_targets[rows], np.maximum(lengths - 1, 0))
-    is_cut = stops < whole
-    is_partly = row_targets[rows] < whole - 1
-    open_ended = is_cut & ~is_partly
-    view = table.select_columns("supervised").with_format("numpy")
-    for index in np.flatnonzero((lengths < whole) & is_partly):
-        mask = view[int(rows[index])]["supervised"][starts[index] : stops[index]]
+    is_part = stops - starts < row_lengths
+    counts = np.where(is_part, np.maximum(stops - starts - 1, 0), row_targets)
+    is_partly_supervised = row_targets < row_lengths - 1
+    is_open = (stops < row_lengths) & ~is_partly_supervised
+    for index in np.flatnonzero(is_part & is_partly_supervised):
+        row, part = int(rows[index]), slice(int(starts[index]), int(stops[index]))
+        mask = tokens["supervised"][row].values[part].to_numpy(zero_copy_only=False)
         counts[index] = mask[1:].sum()
-        open_ended[index] = is_cut[index] and mask[-1]
-    return counts, np.flatnonzero(open_ended)
+        is_open[index] = stops[index] < row_lengths[index] and mask[-1]
+    return counts, is_open
+
+
+def _name_row(source: Source, index: int) -> str:
+    """What an error calls a row of data that was read whole, found by reading it again."""
+    row = next(itertools.islice(RowReader(source, download=True), index, None))
+    return name_exactly(row.where, source)
 
 
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:

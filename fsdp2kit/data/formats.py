@@ -1,23 +1,27 @@
-"""What a row is: from the columns of each format to token ids and masks."""
+"""What a row is: from the columns of each format to token ids and masks.
+
+Every row becomes one text with character spans, and is tokenised once, as a whole; the tokenizer's offsets then carry
+the spans over to tokens. transformers' own ``assistant_masks`` is not used: where a span begins or ends in a space
+that the tokenizer's offsets leave out, it loses turns or runs on to the end of the text, without a word.
+"""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.masks import Encoded, encode_chats, encode_spans, require_offsets
-from fsdp2kit.data.messages import Conversation, check_messages
-from fsdp2kit.data.spans import Span, TrainOn
+from fsdp2kit.data.chat import Conversation, Span, TrainOn, check_messages, render_spans
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "prompt_completion", "text", "tokens", "preference"]
-IGNORED = -100  # cross-entropy's ignore_index
+Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,18 @@ def encode_rows(
     """
     if not rows:
         return []
+    if how.format == "preference":
+        raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
+    named = list(zip(rows, names, strict=True))
     if how.format == "chat":
-        chats = [_conversation(row, where, how) for row, where in zip(rows, names, strict=True)]
-        return encode_chats(chats, tokenizer, train_on=how.train_on)
+        return encode_chats([_conversation(*one, how) for one in named], tokenizer, train_on=how.train_on)
     if how.format == "prompt_completion":
-        pairs = [
-            (_column(row, "prompt", where, how), _column(row, "completion", where, how), row, where)
-            for row, where in zip(rows, names, strict=True)
-        ]
+        columns = ("prompt", "completion")
+        pairs = [(*(_column(row, name, where, how) for name in columns), row, where) for row, where in named]
         return _encode_pairs(pairs, how, tokenizer)
     if how.format == "text":
-        return _encode_texts([_text(row, where, how) for row, where in zip(rows, names, strict=True)], tokenizer)
-    if how.format == "tokens":
-        return [_tokens(row, where, how) for row, where in zip(rows, names, strict=True)]
-    raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
+        return _encode_texts([_text(*one, how) for one in named], tokenizer)
+    return [_tokens(*one, how) for one in named]
 
 
 def encode_preferences(
@@ -126,9 +128,9 @@ def _options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _encode_pairs(
     pairs: Sequence[tuple[Any, Any, Mapping[str, Any], str]], how: RowFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[Encoded]:
-    """Prompts with their answers, as texts or as messages; only the answers are learnt, unless all is."""
-    encoded: dict[int, Encoded] = {}
-    chats, texts = {}, {}
+    """Prompts with their answers, as texts or as messages; only the answers are supervised, unless all is."""
+    chats: dict[int, Conversation] = {}
+    texts: dict[int, tuple[str, str]] = {}
     for at, (prompt, answer, row, where) in enumerate(pairs):
         if isinstance(prompt, str) and isinstance(answer, str):
             texts[at] = (prompt, answer)
@@ -138,15 +140,16 @@ def _encode_pairs(
         before = check_messages(prompt, where, name="prompt")
         messages = [*before, *check_messages(answer, where, name="completion")]
         chats[at] = Conversation(messages, _tools(row, where, how), where, len(before), _options(row, where))
-    encoded.update(zip(chats, encode_chats(list(chats.values()), tokenizer, train_on=how.train_on), strict=True))
-    encoded.update(zip(texts, _encode_text_pairs(list(texts.values()), how.train_on, tokenizer), strict=True))
+    of_chats = encode_chats(list(chats.values()), tokenizer, train_on=how.train_on)
+    of_texts = _encode_text_pairs(list(texts.values()), how.train_on, tokenizer)
+    encoded = dict(zip([*chats, *texts], [*of_chats, *of_texts], strict=True))
     return [encoded[at] for at in range(len(pairs))]
 
 
 def _encode_text_pairs(
     pairs: Sequence[tuple[str, str]], train_on: TrainOn, tokenizer: PreTrainedTokenizerBase
 ) -> list[Encoded]:
-    """Each prompt with its completion as one text, and an end-of-text token, which is learnt."""
+    """Each prompt with its completion as one text, and an end-of-text token, which is supervised."""
     if not pairs:
         return []
     require_offsets(tokenizer)
@@ -165,7 +168,7 @@ def _encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
-    """The row with the end-of-text token, learnt, whether or not the tokenizer adds one."""
+    """The row with the end-of-text token, supervised, whether or not the tokenizer adds one."""
     end = tokenizer.eos_token_id
     if end is None:
         return ids, mask
@@ -179,6 +182,8 @@ def _tokens(row: Mapping[str, Any], where: str, how: RowFormat) -> Encoded:
     ids = _integers(_column(row, "input_ids", where, how), "input_ids", where)
     if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
         raise UserError(where, f"input_ids holds {wrong}", "token ids are not negative, and fit into 32 bits")
+    from fsdp2kit.model.loss_head import IGNORE  # here, so that other formats' worker processes need no torch
+
     labels = row.get(how.column("labels"))
     if 0 in (row.get("attention_mask") or []):
         raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
@@ -188,10 +193,10 @@ def _tokens(row: Mapping[str, Any], where: str, how: RowFormat) -> Encoded:
     if len(labels) != len(ids):
         raise UserError(where, f"{len(labels)} labels for {len(ids)} input_ids", "give one label a token")
     for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, IGNORED):
-            what = f"labels[{at}] is {label}, neither input_ids[{at}] = {token} nor {IGNORED}"
+        if label not in (token, IGNORE):
+            what = f"labels[{at}] is {label}, neither input_ids[{at}] = {token} nor {IGNORE}"
             raise UserError(where, what, "labels are not shifted here: the loss shifts them")
-    return ids, [label != IGNORED for label in labels]
+    return ids, [label != IGNORE for label in labels]
 
 
 def _integers(value: Any, name: str, where: str) -> list[int]:
@@ -229,3 +234,102 @@ def _shared_prompt(answer: Any, other: Any, where: str, name: str) -> tuple[Any,
     if not shared:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
     return mine[:shared], mine[shared:]
+
+
+def encode_chat(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Any = None,
+    train_on: TrainOn = "assistant",
+    where: str = "messages",
+) -> Encoded:
+    """Token ids of a conversation and, for each, whether the model is to learn it.
+
+    Args:
+        messages: list of ``{"role": …, "content": …}``; anything else the template knows passes through.
+        tools: list of JSON schemas, for templates that take tools.
+        train_on: the assistant's turns, the last of them, or every token.
+        where: names the row in errors.
+
+    Returns:
+        ``(ids, supervised)`` of equal length. Supervised are the assistant's tokens and the end-of-turn token, not
+        the whitespace after it; a token of which any character is the assistant's counts as the assistant's. The
+        template alone decides on BOS.
+
+    Raises:
+        UserError: the messages are malformed, or the template cannot say which tokens are the assistant's.
+    """
+    conversation = Conversation(check_messages(messages, where), tools, where)
+    return encode_chats([conversation], tokenizer, train_on=train_on)[0]
+
+
+def encode_chats(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn = "assistant"
+) -> list[Encoded]:
+    """`encode_chat` for many conversations with checked messages, rendered and tokenised together.
+
+    Raises:
+        UserError: as `encode_chat`; or the tokenizer is not a fast one, and so knows no offsets.
+    """
+    if not conversations:
+        return []
+    require_offsets(tokenizer)
+    texts, spans = zip(*render_spans(conversations, tokenizer, train_on=train_on), strict=True)
+    return encode_spans(texts, spans, tokenizer, add_special_tokens=False)
+
+
+def encode_spans(
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_special_tokens: bool,
+) -> list[Encoded]:
+    """Tokenise texts, supervising the tokens that overlap each one's ascending spans."""
+    encoding = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        truncation=False,
+        verbose=False,
+    )
+    assert encoding.encodings is not None, "a fast tokenizer has them (`require_offsets`)"
+    # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
+    rows = zip(encoding["input_ids"], encoding.encodings, spans, strict=True)
+    return [(ids, _mask(row.offsets, where)) for ids, row, where in rows]
+
+
+def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokenizer can say which characters a token stands for.
+
+    Raises:
+        UserError: it is not a fast one.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.tokenizer",
+            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
+            "use a fast tokenizer (one with a tokenizer.json)",
+        )
+
+
+def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token, given by its characters, overlaps one of the ascending spans.
+
+    Some tokenizers leave the space out of a space's own offsets: an empty token counts where it stands. Tokens that
+    the tokenizer adds at the end stand nowhere, at ``(0, 0)``, and do not count.
+    """
+    count = len(offsets)
+    while count > 1 and offsets[count - 1] == (0, 0):
+        count -= 1
+    mask = [False] * len(offsets)
+    for start, end in spans:
+        # Tokens are in the order of their characters, so those of a span are neighbours.
+        first = bisect_left(offsets, (start,), hi=count)
+        while first > 0 and max(offsets[first - 1][1], offsets[first - 1][0] + 1) > start:
+            first -= 1
+        last = bisect_left(offsets, (end,), hi=count)
+        mask[first:last] = [True] * (last - first)
+    return mask

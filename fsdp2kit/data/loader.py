@@ -1,4 +1,4 @@
-"""Global batches of data that is read whole, and the share of them that one data-parallel rank reads.
+"""Global batches, the share of them that one data-parallel rank reads, and its micro-batches as tensors.
 
 A global batch is a pure function of (documents, seed, index): neither the mesh nor the micro-batch size takes part.
 """
@@ -10,11 +10,112 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fsdp2kit.data.batch import Batch, Row, Share
-from fsdp2kit.data.documents import Documents
-from fsdp2kit.data.mixing import Mix, plan_mix
-from fsdp2kit.data.packing import PackPlan, plan_packs, plan_single
+from fsdp2kit.data.documents import Document, Documents
+from fsdp2kit.data.packing import Mix, PackPlan, plan_mix, plan_packs, plan_single
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
+
+# Padding is cut into documents so short that attention over them costs next to nothing.
+_PADDING = 64
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """The documents that share a row of a batch, all of one source. None of them: a row that fills a batch up."""
+
+    documents: Sequence[Document] = ()
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one data-parallel rank, on the CPU."""
+
+    input_ids: Tensor
+    """int64 [B, S]."""
+    labels: Tensor
+    """int64 [B, S], shifted: ``labels[:, t]`` is the target after token ``t``; −100 is ignored."""
+    position_ids: Tensor
+    """int64 [B, S], from 0 at every document; padding is short documents of its own."""
+    supervised_tokens: int
+    """Labels other than −100."""
+    input_tokens: int
+    """Tokens that are not padding."""
+    attention_pairs: int
+    """Sum over documents of length², for counting floating-point operations; padding is left out."""
+    tokens_by_source: tuple[int, ...] = ()
+    """Supervised tokens of each source of a mix; empty without a mix."""
+    sources: Tensor | None = None
+    """int64 [B]: the source of each row of a mix; None without a mix."""
+
+    @property
+    def capacity(self) -> int:
+        """B × S: tokens and padding."""
+        return self.input_ids.numel()
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a global batch of rows is cut into the micro-batches of one data-parallel rank."""
+
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    pad_id: int
+    sources: int = 1
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size % (self.dp_size * self.micro_batch_size):
+            raise UserError(
+                "train.global_batch_size",
+                f"{self.global_batch_size} is not a multiple of dp {self.dp_size} × micro_batch_size "
+                f"{self.micro_batch_size}",
+                f"use a multiple of {self.dp_size * self.micro_batch_size}",
+            )
+
+    @property
+    def rows(self) -> range:
+        """Which rows of a global batch this rank reads."""
+        count = self.global_batch_size // self.dp_size
+        return range(self.dp_rank * count, (self.dp_rank + 1) * count)
+
+    def batches(self, rows: Sequence[PackedRow]) -> list[Batch]:
+        """The micro-batches of this rank's rows, in order."""
+        size = self.micro_batch_size
+        return [self._batch(rows[at : at + size]) for at in range(0, len(rows), size)]
+
+    def _batch(self, rows: Sequence[PackedRow]) -> Batch:
+        shape = len(rows), self.seq_len
+        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        position_ids = np.zeros(shape, dtype=np.int64)
+        tokens = pairs = 0
+        by_source = [0] * self.sources
+        for line, row in enumerate(rows):
+            start = 0
+            for ids, supervised in row.documents:
+                stop = start + len(ids)
+                input_ids[line, start:stop] = ids
+                labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORE)
+                position_ids[line, start:stop] = np.arange(len(ids))
+                tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
+            position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
+            by_source[row.source] += int((labels[line] != IGNORE).sum())
+        return Batch(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            torch.from_numpy(position_ids),
+            supervised_tokens=sum(by_source),
+            input_tokens=tokens,
+            attention_pairs=pairs,
+            tokens_by_source=tuple(by_source) if self.sources > 1 else (),
+            sources=torch.tensor([row.source for row in rows]) if self.sources > 1 else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -23,14 +124,14 @@ class Part:
 
     documents: Documents
     plan: PackPlan
-    """Rows of documents, as positions in ``order``."""
+    """Rows of documents, as indices into ``order``."""
     order: np.ndarray
     """int64 [documents]: the order in which documents were packed."""
     name: str = ""
 
-    def read(self, row: int, source: int) -> Row:
+    def read(self, row: int, source: int) -> PackedRow:
         """The documents of a row."""
-        return Row([self.documents[document] for document in self.order[self.plan[row]].tolist()], source)
+        return PackedRow([self.documents[document] for document in self.order[self.plan[row]].tolist()], source)
 
 
 @dataclass(frozen=True)
@@ -64,7 +165,7 @@ class Loader:
 
     @property
     def packing_efficiency(self) -> float:
-        """Tokens over places: 1 without any padding."""
+        """Tokens over positions: 1 without any padding."""
         return self.tokens_per_epoch / (len(self.mix) * self.seq_len)
 
     @property
@@ -81,18 +182,21 @@ class Loader:
         first = step * self.share.global_batch_size
         return self.share.batches([self.row(epoch, first + at) for at in self.share.rows])
 
-    def row(self, epoch: int, position: int) -> Row:
-        """The documents of a row of an epoch, by its place in that epoch."""
+    def state(self, index: int) -> None:
+        """Data that is read whole needs none to make batch ``index`` again."""
+
+    def row(self, epoch: int, position: int) -> PackedRow:
+        """The documents of a row of an epoch, by its position in that epoch."""
         if position >= len(self.mix):
-            return Row()  # fills up the last batch of an epoch
+            return PackedRow()  # fills up the last batch of an epoch
         source = int(self.mix.sources[position])
         part = self.parts[source]
         # How many rows of this source came before, in all epochs: its own passes go on where the last epoch stopped.
         turn = epoch * int(self.mix.counts[source]) + int(self.mix.turns[position])
-        own_epoch, place = divmod(turn, len(part.plan))
-        if self.shuffle:
-            place = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[place])  # 0 is that of documents
-        return part.read(place, source)
+        own_epoch, number = divmod(turn, len(part.plan))
+        if self.shuffle:  # stream 0 is that of the documents
+            number = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[number])
+        return part.read(number, source)
 
 
 def build_loader(

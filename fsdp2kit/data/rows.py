@@ -1,82 +1,107 @@
-"""The rows of a source, as a memory-mapped `datasets.Dataset`.
+"""The rows of a source, in order and from any position, for data that is read whole and for streams alike.
 
-Rows of text files are kept as the JSON of each and parsed when they are read; all else is as `datasets` reads it.
+JSON lines, JSON arrays, CSV and plain text are read here: Arrow would give every row the union of all rows' keys,
+filled with None (tool schemas suffer), refuses rows whose types differ, and pandas takes the cells "NA" and "null" for
+missing. `datasets` reads everything else, and goes back to a position by skipping within one shard.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fsdp2kit.data.sources import Source, find_source, is_url
-from fsdp2kit.data.textrows import iterate_rows
+from fsdp2kit.data.sources import COMPRESSED, Source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The two columns of rows that were written as text.
-_JSON, _WHERE = "fsdp2kit_json", "fsdp2kit_where"
+Position = dict[str, Any]  # what JSON can hold
+_BOM = b"\xef\xbb\xbf"
 
 
-def load_rows(path: str, *, split: str = "train", key: str = "data.path") -> Dataset:
-    """The rows of a JSONL, JSON, parquet, CSV, TSV, Arrow or text file, a glob, a folder of them, or a hub dataset.
+@dataclass(frozen=True)
+class Row:
+    """One row, and what errors call it: ``file:line`` where lines are known."""
 
-    A line of a text file is a row. Read rows with `read_row`. The result lives in the `datasets` cache; several
-    processes may load at once.
+    content: dict[str, Any] | bytes
+    """A line of JSON stands as it was read, until `parse`."""
+    where: str
+
+    def parse(self) -> dict[str, Any]:
+        """The row's columns.
+
+        Raises:
+            UserError: the line is no JSON object.
+        """
+        if isinstance(self.content, dict):
+            return self.content
+        return _as_row(_parse_json(self.content, self.where), self.where)
+
+
+class RowReader:
+    """An iterable over the rows of a source that knows its position.
+
+    Args:
+        position: where another reader of the source stood; None is the start.
+        download: keep a local copy of what is remote, instead of reading it over the network.
 
     Raises:
-        UserError: the path or the split does not exist, a suffix is unknown, a row is malformed, or there is none.
+        UserError: the source cannot be opened; while iterating, a row is malformed, or there is none at all.
     """
-    return load_source(find_source(path, split=split, key=key))
 
+    def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
+        self._source, self._seen = source, position is not None
+        if source.is_text:
+            self._text: Position = position or {"file": 0, "offset": 0, "line": 0}
+            return
+        self._count = 0
+        with _readable(source), _quiet():
+            self._table = _open_table(source, download=download)
+            if position is not None:
+                self._table.load_state_dict(position["dataset"])
+                self._count = position["row"]
 
-def load_source(source: Source) -> Dataset:
-    """The rows of a source that `find_source` found.
+    @property
+    def position(self) -> Position:
+        """The position after the row that was given last."""
+        if self._source.is_text:
+            return self._text
+        return {"dataset": self._table.state_dict(), "row": self._count}
 
-    Raises:
-        UserError: as `load_rows`.
-    """
-    import datasets
+    def __iter__(self) -> Generator[Row, None, None]:
+        for row in self._text_rows() if self._source.is_text else self._table_rows():
+            self._seen = True
+            yield row
+        if not self._seen:
+            raise UserError(self._source.where, "there are no rows", "give data with at least one row")
 
-    try:
-        with quiet():
-            rows = _load(source)
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise unreadable(source, error.__cause__ or error) from error
-    except (OSError, ValueError) as error:  # a hub dataset that is missing is a FileNotFoundError
-        raise unreadable(source, error) from error
-    if not len(rows):
-        raise empty(source)
-    return rows
+    def _text_rows(self) -> Iterator[Row]:
+        first = self._text
+        for number, file in enumerate(self._source.files[first["file"] :], start=first["file"]):
+            offset, line = (first["offset"], first["line"]) if number == first["file"] else (0, 0)
+            for row, *after in _read_file(file, offset, line):
+                self._text = {"file": number, "offset": after[0], "line": after[1]}
+                yield row
 
-
-def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it was written: JSON parsed, and None (which Arrow puts for missing keys) left out elsewhere."""
-    if _JSON in row:
-        return json.loads(row[_JSON])
-    return {key: _without_none(value) for key, value in row.items() if value is not None}
-
-
-def name_rows(batch: Mapping[str, list], indices: Sequence[int], source: Source) -> list[str]:
-    """How errors call the rows of a batch (a list for each column): ``file:line`` where lines are known."""
-    return batch[_WHERE] if _WHERE in batch else [name_row(source, index) for index in indices]
-
-
-def name_row(source: Source, index: int) -> str:
-    """How errors call a row of files that know no lines: the file, and the row within it where that can be told."""
-    if len(source.files) == 1 and source.kind != "saved":
-        return f"{source.files[0]}: row {index}"
-    return f"{source.path}: row {index}"
+    def _table_rows(self) -> Iterator[Row]:
+        with _readable(self._source):
+            for columns in self._table:
+                where = _name_table_row(self._source, self._count)
+                self._count += 1
+                # Arrow puts None for missing keys.
+                yield Row(_without_none(columns), where)
 
 
 def name_exactly(where: str, source: Source) -> str:
-    """A name of `name_row` with the very file of several, where the kind of file can say how many rows it has."""
+    """The name of a parquet row with the very file of several, which takes reading how many rows each has."""
     prefix = f"{source.path}: row "
     if source.kind != "parquet" or len(source.files) < 2 or not where.startswith(prefix):
         return where
@@ -93,20 +118,32 @@ def name_exactly(where: str, source: Source) -> str:
     return where
 
 
-def empty(source: Source) -> UserError:
-    """The error of a source without rows."""
-    return UserError(source.where, "there are no rows", "give data with at least one row")
+def hub_content(source: Source) -> str:
+    """What a hub dataset's rows depend on: the names of its files in the cache hold revision, configuration and split.
 
-
-def unreadable(source: Source, error: BaseException) -> UserError:
-    """The error of a source that `datasets` cannot read."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    what = f"cannot be read as {source.kind} ({reason})"
-    return UserError(source.where, what, "check the path, the split and the file")
+    Raises:
+        UserError: the dataset cannot be downloaded, and is not there yet.
+    """
+    with _readable(source), _quiet():
+        rows = _download(source)
+    return json.dumps([len(rows), [file["filename"] for file in rows.cache_files]])
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _readable(source: Source) -> Iterator[None]:
+    """Turns what `datasets` raises within the block into errors that name the source."""
+    import datasets
+
+    try:
+        yield
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        what = f"cannot be read as {source.kind} ({first_line(reason or error)})"
+        raise UserError(source.where, what, "check the path, the split and the file") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """No progress bars and no warnings from `datasets` within the block; every rank would print its own."""
     import datasets
 
@@ -121,39 +158,29 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
-
-
-def _load(source: Source) -> Dataset:
+def _open_table(source: Source, *, download: bool) -> Any:
+    """A `datasets.IterableDataset`."""
     import datasets
 
     if source.kind == "hub":
-        return datasets.load_dataset(source.path, split=source.split)
+        if download:
+            return _download(source).to_iterable_dataset()
+        return datasets.load_dataset(source.path, split=source.split, streaming=True)
     if source.kind == "saved":
         saved = datasets.load_from_disk(str(Path(source.path).expanduser()))
         if isinstance(saved, datasets.Dataset):
             saved = datasets.DatasetDict({"train": saved})
         if source.split not in saved:
             raise ValueError(f"there is no split {source.split!r}; it has {', '.join(map(str, saved))}")
-        return saved[source.split]
-    if source.is_text:
-        with contextlib.closing(_text_rows(source.files, digest=None)) as peek:
-            if next(peek, None) is None:
-                raise empty(source)
-        text = datasets.Value("string")
-        # The digest is part of what `datasets` keys its cache with: an edited file is read anew.
-        return datasets.Dataset.from_generator(
-            _text_rows,
-            features=datasets.Features({_JSON: text, _WHERE: text}),
-            gen_kwargs={"files": source.files, "digest": source.digest()},
-        )
-    files = [_fetched(file) if is_url(file) else file for file in source.files]
-    return datasets.load_dataset(source.kind, data_files=files, split="train")
+        return saved[source.split].to_iterable_dataset()
+    files = [_fetched(file) if download and is_url(file) else file for file in source.files]
+    return datasets.load_dataset(source.kind, data_files=files, split="train", streaming=True)
+
+
+def _download(source: Source) -> Dataset:
+    import datasets
+
+    return datasets.load_dataset(source.path, split=source.split)
 
 
 def _fetched(url: str) -> str:
@@ -165,8 +192,132 @@ def _fetched(url: str) -> str:
     return fsspec.open_local(f"filecache::{url}", filecache={"cache_storage": storage, "check_files": True})  # pyright: ignore
 
 
-def _text_rows(files: Sequence[str], digest: str | None) -> Generator[dict[str, str], None, None]:
-    """Every row's JSON text and its name, each parsed once to find the malformed."""
-    for file in files:
-        for row in iterate_rows(file):
-            yield {_JSON: row.json, _WHERE: row.where}
+def _name_table_row(source: Source, index: int) -> str:
+    """The file, where there is one alone, and the row."""
+    is_file = len(source.files) == 1 and source.kind != "saved"
+    return f"{source.files[0] if is_file else source.path}: row {index}"
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _read_file(file: str, offset: int, line: int) -> Iterator[tuple[Row, int, int]]:
+    """The rows of a text file from a position on, each with the position after it.
+
+    Args:
+        offset: where the next row begins: in bytes (uncompressed) for lines, which are found by seeking, in rows for
+            CSV and JSON arrays.
+        line: lines before that.
+    """
+    try:
+        with _open_file(file) as content:
+            suffix = suffix_of(file)
+            if suffix in (".csv", ".tsv"):
+                yield from _csv_rows(file, content, delimiter="\t" if suffix == ".tsv" else ",", skip=offset)
+            elif suffix == ".json" and _is_array(content):
+                yield from _array_rows(file, content, skip=offset)
+            else:
+                content.seek(offset)
+                yield from _lines(file, content, offset, line, is_json=suffix != ".txt")
+    except (OSError, EOFError) as error:
+        raise UserError(file, f"cannot be read ({first_line(error)})", "check the file and its permissions") from None
+
+
+def _open_file(file: str) -> Any:
+    if is_url(file) or file.lower().endswith(COMPRESSED):
+        import fsspec
+
+        return fsspec.open(file, "rb", compression="infer")
+    return Path(file).open("rb")
+
+
+def _is_array(content: BinaryIO) -> bool:
+    first = content.readline().lstrip(_BOM + b" \t\r\n")
+    content.seek(0)
+    return first[:1] in (b"[", b"")
+
+
+def _lines(file: str, content: BinaryIO, offset: int, line: int, *, is_json: bool) -> Iterator[tuple[Row, int, int]]:
+    for text in content:
+        offset, line = offset + len(text), line + 1
+        where = f"{file}:{line}"
+        if not is_json:
+            yield Row({"text": _decode(text, where).rstrip("\r\n")}, where), offset, line
+        elif (text.removeprefix(_BOM) if line == 1 else text).strip():
+            yield Row(text.strip(), where), offset, line
+
+
+def _array_rows(file: str, content: BinaryIO, *, skip: int) -> Iterator[tuple[Row, int, int]]:
+    data = content.read()
+    rows = _parse_json(data, file) if data.strip() else []
+    rows = rows if isinstance(rows, list) else [rows]
+    for number, row in enumerate(rows[skip:], start=skip):
+        where = f"{file}: row {number}"
+        yield Row(_as_row(row, where), where), number + 1, 0
+
+
+def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Iterator[tuple[Row, int, int]]:
+    csv.field_size_limit(sys.maxsize)  # a cell may be a book
+    text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        line = reader.line_num
+        for number, cells in enumerate(reader, start=1):
+            where, line = f"{file}:{line + 1}", reader.line_num
+            if not cells or number <= skip:
+                continue
+            if len(cells) != len(header):
+                what = f"{len(cells)} cells, but the header names {len(header)} columns"
+                raise UserError(where, what, "quote cells that hold the delimiter or a line break")
+            yield Row(dict(zip(header, cells, strict=True)), where), number, line
+    except csv.Error as error:
+        raise UserError(f"{file}:{reader.line_num}", f"not valid CSV ({error})", "mend that line") from None
+    except UnicodeDecodeError as error:
+        raise UserError(file, f"not UTF-8 ({error.reason})", "save the file as UTF-8") from None
+    finally:
+        text.detach()  # whoever opened the file closes it
+
+
+def _parse_json(data: bytes, where: str) -> Any:
+    try:
+        value = json.loads(_decode(data, where))
+    except json.JSONDecodeError as error:
+        position = where if error.lineno == 1 else f"{where}:{error.lineno}"
+        raise UserError(
+            position, f"not valid JSON ({error.msg}, column {error.colno})", "one JSON object a line (.jsonl)"
+        ) from None
+    except RecursionError:
+        raise UserError(where, "is nested too deep", "give flatter rows") from None
+    if b"\\ud" in data or b"\\uD" in data:
+        _refuse_half_characters(value, where)
+    return value
+
+
+def _refuse_half_characters(value: Any, where: str) -> None:
+    """JSON can write half of a surrogate pair, which is no character: no tokenizer and no file takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(
+            where, f"holds \\u{ord(half):04x}, half of a surrogate pair and no character", "mend or drop that row"
+        ) from None
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(where, f"not UTF-8 ({error.reason} at byte {error.start})", "save the file as UTF-8") from None
+
+
+def _as_row(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(where, f"a row is a JSON {type(value).__name__}, not an object", 'write {"messages": […]}')
+    return value

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.errors import UserError
 
 _KINDS = {
@@ -20,13 +21,12 @@ _KINDS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
         return _of_files(path, [str(local)], split, key)
     if re.search(r"[*?\[]", path):
         return _of_files(path, sorted(str(match) for match in _glob(local) if match.is_file()), split, key)
-    if _HUB_ID.fullmatch(path) and Path(path).suffix not in _KINDS:
+    if may_be_hub_id(path):
         return Source(path, split, "hub", (), key)
     raise UserError(
         f"{key}: {path}",
@@ -111,7 +111,12 @@ def is_url(path: str) -> bool:
 def suffix_of(file: str) -> str:
     """The suffix that tells the kind of a file, without that of its compression: ``.jsonl``."""
     path = PurePosixPath(file.lower())
-    return PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _find_url(path: str, split: str, key: str) -> Source:
@@ -126,10 +131,8 @@ def _find_url(path: str, split: str, key: str) -> Source:
         found = filesystem.find(root)
         names = [filesystem.unstrip_protocol(name) for name in found]
     except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{key}: {path}", f"cannot be opened ({reason})", "check the URL and its credentials"
-        ) from None
+        what = f"cannot be opened ({first_line(error)})"
+        raise UserError(f"{key}: {path}", what, "check the URL and its credentials") from None
     if not names:
         raise UserError(f"{key}: {path}", "no such file or folder", "check the URL")
     return _of_folder(path, names, filesystem.unstrip_protocol(root), split, key)

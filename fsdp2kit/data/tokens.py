@@ -1,15 +1,23 @@
-"""Rows to token ids and masks, once: kept as Arrow files in the `datasets` cache.
+"""Rows to token ids and masks: for a stream a block at a time, for data that is read whole once, into an Arrow file.
 
-The cache is keyed by content, tokenizer, template and format, and by nothing else: another ``seq_len`` or another
-policy for long documents reads the same files, an edited file does not.
+The file is named by content, tokenizer, template and format, and by nothing else: another ``seq_len`` or another
+policy for long documents reads the same one, an edited file does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from unittest import mock
@@ -17,27 +25,51 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.data.formats import RowFormat, encode_rows
-from fsdp2kit.data.masks import Encoded
-from fsdp2kit.data.rows import load_source, name_exactly, name_rows, quiet, read_row
+from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
+from fsdp2kit.data.rows import Position, Row, RowReader, hub_content, name_exactly
 from fsdp2kit.data.sources import Source
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 # Part of the cache key: raise it with any change to what is stored below.
 _LAYOUT = 2
 NO_ENDING = -1
-_BATCH = 256
-_ROWS_A_WORKER = 4096  # a process takes seconds to start
+_STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
+_WORTH_WORKERS = 4096  # rows
 _MOST_WORKERS = 16
+_FORK: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
+
+_SCHEMA = pa.schema(
+    {
+        "ids": pa.list_(pa.int32()),
+        "supervised": pa.list_(pa.bool_()),
+        "length": pa.int64(),
+        "targets": pa.int64(),
+        "ending": pa.int64(),
+        "largest_id": pa.int64(),
+        "digest": pa.binary(),
+    }
+)
+Rows = list[Row]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a source, tokenised."""
+
+    tokens: pa.Table
+    """The columns of `tokenise`."""
+    names: list[str]
+    """What errors call the rows."""
+    position: Position | None
+    """The position after them; None at the end of a pass, in a block without rows."""
 
 
 def tokenise(
     source: Source, *, how: RowFormat, tokenizer: PreTrainedTokenizerBase, workers: int | Literal["auto"] = 0
-) -> Dataset:
+) -> pa.Table:
     """One row of tokens for each row of the data, memory-mapped.
 
     Columns: ``ids`` (list of int32), ``supervised`` (list of bool), ``length`` (int64), ``targets`` (int64:
@@ -53,34 +85,61 @@ def tokenise(
     """
     import datasets
 
-    content = source.digest()
-    rows = None
-    if content is None:  # a hub dataset: the names of its cache files hold its revision, configuration and split
-        rows = load_source(source)
-        content = json.dumps([len(rows), [file["filename"] for file in rows.cache_files]])
-    key = cache_key(content, how, tokenizer)
+    content = source.digest() or hub_content(source)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit"
-    index = folder / f"{key}.json"
-    if (cached := _read_index(index)) is not None:
-        return cached
-    rows = load_source(source) if rows is None else rows
-    processes = _processes(workers, len(rows))
-    folder.mkdir(parents=True, exist_ok=True)
-    # Forked processes warn of the threads that the tokenizer had unless they are told to start none.
-    with quiet(), mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"} if processes else {}):
-        encoded = rows.map(
-            _encoder(source, how, tokenizer),
-            with_indices=True,
-            batched=True,
-            batch_size=_BATCH,
-            num_proc=processes,
-            remove_columns=rows.column_names,
-            features=datasets.Features.from_arrow_schema(_schema()),
-            cache_file_name=str(folder / f"{key}.arrow"),  # of several processes each adds its number
-            new_fingerprint=key,
-        )
-    _write_index(index, encoded)
-    return encoded
+    file = folder / f"{cache_key(content, how, tokenizer)}.arrow"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Moved there when it is whole: another process sees all of it or nothing.
+        beside = file.with_suffix(f".{os.getpid()}.partial")
+        try:
+            with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
+                for block in _one_pass(source, how, tokenizer, workers=workers):
+                    out.write_table(block.tokens)
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
+    return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+
+
+def iterate_blocks(
+    source: Source,
+    how: RowFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    position: Position | None = None,
+    *,
+    pool: ProcessPoolExecutor | None = None,
+) -> Iterator[Block]:
+    """Blocks of a stream from a position on, pass after pass, without end.
+
+    Args:
+        pool: processes that tokenise, of `start_workers`; the blocks do not depend on them. None does it here, when a
+            block is wanted.
+
+    Raises:
+        UserError: a row cannot be read or encoded, naming it; or a pass has no row.
+    """
+
+    def passes() -> Iterator[tuple[Rows, Position | None]]:
+        yield from _read_blocks(RowReader(source, position), _STREAM_BLOCK)
+        while True:
+            yield [], None
+            yield from _read_blocks(RowReader(source), _STREAM_BLOCK)
+
+    return _encode_blocks(passes(), source, how, tokenizer, pool=pool, ahead=4)
+
+
+def start_workers(
+    count: int, tokenizer: PreTrainedTokenizerBase, *, method: Literal["fork", "spawn"] = "spawn"
+) -> ProcessPoolExecutor | None:
+    """Processes that tokenise; None for none.
+
+    Args:
+        method: "fork" starts them at once, but also copies locks of threads and a CUDA context: for a short time only.
+    """
+    if not count:
+        return None
+    return ProcessPoolExecutor(count, get_context(method), initializer=_keep_tokenizer, initargs=(tokenizer,))
 
 
 def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -110,67 +169,6 @@ def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) 
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _processes(workers: int | Literal["auto"], rows: int) -> int | None:
-    """How many processes `Dataset.map` starts; None for none."""
-    if workers == "auto":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(cores, _MOST_WORKERS, rows // _ROWS_A_WORKER)
-        return workers if workers > 1 else None
-    return min(workers, rows) or None
-
-
-def _read_index(index: Path) -> Dataset | None:
-    """The cached table, if all files that its index names are there."""
-    import datasets
-
-    try:
-        files = [index.parent / name for name in json.loads(index.read_text())]
-    except (OSError, ValueError):
-        return None
-    if not all(file.is_file() for file in files):
-        return None
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-
-
-def _write_index(index: Path, table: Dataset) -> None:
-    # Written last, beside it and moved there: another process sees a whole table or none.
-    beside = index.with_suffix(f".{os.getpid()}.partial")
-    beside.write_text(json.dumps([Path(file["filename"]).name for file in table.cache_files]))
-    beside.replace(index)
-
-
-def _schema() -> pa.Schema:
-    whole = pa.int64()
-    return pa.schema(
-        {
-            "ids": pa.list_(pa.int32()),
-            "supervised": pa.list_(pa.bool_()),
-            "length": whole,
-            "targets": whole,
-            "ending": whole,
-            "largest_id": whole,
-            "digest": pa.binary(),
-        }
-    )
-
-
-def _encoder(
-    source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[dict[str, list], list[int]], pa.Table]:
-    """The function that `Dataset.map` calls with a batch of rows (a list for each column) and their indices."""
-    special = special_ids(tokenizer)
-
-    def encode(batch: dict[str, list], indices: list[int]) -> pa.Table:
-        parsed = [read_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
-        try:
-            encoded = encode_rows(parsed, name_rows(batch, indices, source), how, tokenizer)
-        except UserError as error:
-            raise UserError(name_exactly(error.where, source), error.what, error.todo) from None
-        return _columns(encoded, special)
-
-    return encode
-
-
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the tokens that may end a turn or a text."""
     ids = {at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -179,15 +177,87 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def ending_of(ids: np.ndarray, supervised: np.ndarray, special: frozenset[int]) -> int:
     """The special token that the last supervised token is; `NO_ENDING` where it is none."""
-    learnt = np.flatnonzero(supervised)
-    last = int(ids[learnt[-1]]) if len(learnt) else NO_ENDING
+    targets = np.flatnonzero(supervised)
+    last = int(ids[targets[-1]]) if len(targets) else NO_ENDING
     return last if last in special else NO_ENDING
 
 
-def _columns(encoded: list[Encoded], special: frozenset[int]) -> pa.Table:
-    """The columns of some rows. Arrow arrays made whole: `datasets` would convert every value by itself."""
+def _one_pass(
+    source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase, *, workers: int | Literal["auto"]
+) -> Iterator[Block]:
+    """All blocks of a source, tokenised by as many processes as were asked for."""
+    blocks = _read_blocks(RowReader(source, download=True), _TABLE_BLOCK)
+    if workers == "auto":
+        first = list(itertools.islice(blocks, _WORTH_WORKERS // _TABLE_BLOCK))
+        blocks = itertools.chain(first, blocks)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        is_worth_it = cores > 1 and len(first) * _TABLE_BLOCK == _WORTH_WORKERS
+        workers = min(cores, _MOST_WORKERS) if is_worth_it else 0
+    # Forked processes warn of the threads that the tokenizer had unless they are told to start none.
+    alone = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}) if workers else contextlib.nullcontext()
+    with alone, start_workers(workers, tokenizer, method=_FORK) or contextlib.nullcontext() as pool:
+        yield from _encode_blocks(blocks, source, how, tokenizer, pool=pool, ahead=2 * workers)
+
+
+def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[Rows, Position]]:
+    rows = iter(reader)
+    while block := list(itertools.islice(rows, size)):
+        yield block, reader.position
+
+
+def _encode_blocks(
+    blocks: Iterable[tuple[Rows, Position | None]],
+    source: Source,
+    how: RowFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pool: ProcessPoolExecutor | None,
+    ahead: int,
+) -> Iterator[Block]:
+    """The blocks in their order, with up to ``ahead`` more of them in the hands of the pool."""
+    special = special_ids(tokenizer)
+    waiting: deque[tuple[Future[pa.Table], list[str], Position | None]] = deque()
+    for rows, position in blocks:
+        names = [row.where for row in rows]
+        if pool is None:
+            yield Block(_encode(rows, source, how, tokenizer, special), names, position)
+            continue
+        waiting.append((pool.submit(_encode_in_worker, rows, source, how), names, position))
+        if len(waiting) > ahead:
+            tokens, names, position = waiting.popleft()
+            yield Block(tokens.result(), names, position)
+    for tokens, names, position in waiting:
+        yield Block(tokens.result(), names, position)
+
+
+_of_worker: tuple[PreTrainedTokenizerBase, frozenset[int]] | None = None  # a worker process gets it once
+
+
+def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    global _of_worker
+    _of_worker = tokenizer, special_ids(tokenizer)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C here, too; the run still wants its rows
+
+
+def _encode_in_worker(rows: Rows, source: Source, how: RowFormat) -> pa.Table:
+    assert _of_worker is not None, "the pool's initializer ran"
+    return _encode(rows, source, how, *_of_worker)
+
+
+def _encode(
+    rows: Rows, source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+) -> pa.Table:
+    try:
+        encoded = encode_rows([row.parse() for row in rows], [row.where for row in rows], how, tokenizer)
+    except UserError as error:
+        raise UserError(name_exactly(error.where, source), error.what, error.todo) from None
+    return _as_table(encoded, special)
+
+
+def _as_table(encoded: Sequence[Encoded], special: frozenset[int]) -> pa.Table:
+    """The columns of some rows."""
     columns: dict[str, list] = {name: [] for name in ("length", "targets", "ending", "largest_id", "digest")}
-    all_ids, all_masks = [], []
+    all_ids, all_masks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
     for ids, supervised in encoded:
         tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
         all_ids.append(tokens)
@@ -204,4 +274,4 @@ def _columns(encoded: list[Encoded], special: frozenset[int]) -> pa.Table:
         name: pa.ListArray.from_arrays(borders, np.concatenate(values))
         for name, values in (("ids", all_ids), ("supervised", all_masks))
     }
-    return pa.Table.from_pydict({**lists, **columns}, schema=_schema())
+    return pa.Table.from_pydict({**lists, **columns}, schema=_SCHEMA)

@@ -4,87 +4,51 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.migrate.assets import beside
 from fsdp2kit.migrate.draft import Draft
-from fsdp2kit.migrate.fields import Field, Fields
-from fsdp2kit.migrate.program import program_of
-from fsdp2kit.migrate.rows import RowType, row_type_of
-from fsdp2kit.migrate.values import as_bool, as_int, word
+from fsdp2kit.migrate.fields import AXOLOTL, Field, as_bool, as_int, find
 
-_PATH = (
-    *("data_path", "dataset_path", "train_file", "train_data", "dataset", "dataset_name", "train_path", "datasets"),
-    *("train_data_path", "dataset_name_or_path", "data_files", "data.path", "dataset.path", "dataset.source"),
-    *("dataset_id", "train_dataset"),
-)
 _CHAT_NAME = re.compile(r"chat|sft|messages|conversation|dialog|sharegpt|oasst|assistant", re.IGNORECASE)
 _CHAT_FORMATS = ("chat", "messages", "conversational", "sharegpt", "conversation", "chatml", "chat_template")
 _THEN = "train.global_batch_size then counts packs of seq_len tokens, not documents"
 _PACKS = f"documents in a row do not see each other; {_THEN}"
 _PLACEHOLDER = "your-org/your-chats"
+_RANDOM = "the tokens are random"
 
 
-def translate_data(fields: Fields, draft: Draft, *, given: str | None, folder: Path) -> None:
-    """``[data]`` and the recipe: `sft` for conversations and answers, `pretrain` for text, else `fsdp1_baseline`.
-
-    Args:
-        given: the command line's data, instead of the file's.
-    """
-    named = fields.take(*_PATH)
-    builder = fields.take("dataset._component_")
-    draft.note(builder, "a function of torchtune's: data.path names rows")
-    text = fields.take("dataset_text_field", "text_column", "text_field", "text_column_name")
-    how = fields.take("data_format", "dataset_format", "dataset_type", "dataset.type")
-    split = fields.take("train_split", "dataset_split", "dataset.split", "split", "dataset_train_split")
-    path = given or (_path_of(named) if named is not None else None)
+def set_data(draft: Draft) -> None:
+    """Rows and their format; `sft` for conversations and answers, `pretrain` for text, else `fsdp1_baseline`."""
+    named = draft.take("data.path", _RANDOM)
+    builder = draft.take("torchtune builder", "a function of torchtune's: data.path names rows")
+    text = draft.take("column", _RANDOM)
+    how = draft.take("data.format")
+    split = draft.take("data.split", _RANDOM)
+    path = draft.given_data or (_path_of(named) if named is not None else None)
     if path == _PLACEHOLDER or (builder is not None and path is None):
         path = _PLACEHOLDER
         draft.warnings.append(f"{named or builder}: no one file or hub id; set data.path")
         draft.needs.append("data.path=CHATS.jsonl")
-    rows = row_type_of(fields, named, draft)
-    form, why = (rows.format, rows.why) if rows is not None else _format(path, how, text)
+    entry = _first_of_list(named)
+    form, why, columns = _axolotl_rows(draft, f"{named.path}[0]", entry) if named and entry else ("", "", {})
+    if not form:
+        form, why = _format(path, how, text)
+    if form == "prompt_completion" and not columns:
+        columns = dict(_ALPACA)
     draft.recipe = ({"text": "pretrain", "synthetic": "fsdp1_baseline"}.get(form, "sft"), why)
     draft.set("data.format", form, f"was {how}" if how is not None else why)
-    if form == "synthetic":
-        for unused in (named, text, split):
-            draft.note(unused, "the tokens are random")
-    else:
-        assert path is not None, "only random tokens need none"
-        draft.set("data.path", beside(path, folder), f"was {named}" if named is not None else "--data")
-        _set_columns(draft, form, text, rows)
-        if split is not None:
-            draft.was("data.split", str(split.value), split)
-    _translate_learnt(fields, draft)
-    _translate_rows(fields, draft, packs=builder is None)
-
-
-def _set_columns(draft: Draft, form: str, text: Field | None, rows: RowType | None) -> None:
+    if path is None or form == "synthetic":
+        return
+    why = f"was {named}" if named is not None else "--data"
+    draft.set("data.path", draft.relative(path), why)
     if text is not None:
         draft.was(f"data.columns.{'messages' if form == 'chat' else 'text'}", str(text.value), text)
-    if rows is not None:
-        for key, (value, why) in rows.keys.items():
-            draft.set(key, value, why)
-    elif form == "prompt_completion":
-        draft.set("data.columns.prompt", "instruction", "Alpaca's column; its third one, input, is not read")
-        draft.set("data.columns.completion", "output", "Alpaca's column")
-
-
-def _translate_learnt(fields: Fields, draft: Draft) -> None:
-    """axolotl's ``train_on_inputs``, torchtune's ``train_on_input``, TRL's ``assistant_only_loss``."""
-    whole = fields.take("train_on_inputs", "train_on_input", "dataset.train_on_input")
-    answers = fields.take("assistant_only_loss", "completion_only_loss")
-    field = whole or answers
-    if field is None:
-        return
-    if draft.recipe[0] != "sft":
-        draft.note(field, "every token of a text is learnt")
-    else:
-        everything = as_bool(fields, field) == (field is whole)
-        draft.was("data.train_on", "all" if everything else "assistant", field)
-    if field is not answers:
-        draft.note(answers, f"{field.path} decides")
+    for key, (value, why) in columns.items():
+        draft.set(key, value, why)
+    if split is not None:
+        draft.was("data.split", str(split.value), split)
 
 
 def _path_of(field: Field) -> str:
@@ -99,18 +63,18 @@ def _path_of(field: Field) -> str:
 
 def _format(path: str | None, how: Field | None, text: Field | None) -> tuple[str, str]:
     """Our format of the rows, and why."""
-    said = word(how.value) if how is not None else ""
+    said = how.word if how is not None else ""
     if path is None or said == "synthetic":
         return "synthetic", "no data are named: random tokens"
-    if said in _CHAT_FORMATS or (text is not None and word(text.value) in ("messages", "conversations")):
+    if said in _CHAT_FORMATS or (text is not None and text.word in ("messages", "conversations")):
         return "chat", f"was {how or text}"
     if said == "alpaca" or (not said and "alpaca" in path.lower()):
         return "prompt_completion", "instructions and answers"
     if said or text is not None:
         return "text", f"was {how or text}"
     if row := _first_row(Path(path)):
-        chat = {"messages", "conversations"} & set(row)
-        return ("chat", "its rows have messages") if chat else ("text", "its rows have no messages")
+        is_chat = not {"messages", "conversations"}.isdisjoint(row)
+        return ("chat", "its rows have messages") if is_chat else ("text", "its rows have no messages")
     if path == _PLACEHOLDER:
         return "chat", "yours to name"
     return ("chat", "by its name") if _CHAT_NAME.search(path) else ("text", "by its name")
@@ -129,43 +93,116 @@ def _first_row(path: Path) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def _translate_rows(fields: Fields, draft: Draft, *, packs: bool) -> None:
-    """Length, packing, order; ``packs``: whether a loop of unknown kind is taken to pack."""
-    length = fields.take("max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_length", "sequence_len",
-                         "context_length", "block_size", "model_max_length", "max_length", "cutoff_len",
-                         "tokenizer.max_seq_len", "data.seq_len")  # fmt: skip
-    if length is not None:
-        draft.was("data.seq_len", as_int(fields, length), length)
+Columns = dict[str, tuple[str, str]]
+"""Keys of ``[data]``, each with its value and comment."""
+
+_ALPACA: Columns = {
+    "data.columns.prompt": ("instruction", "Alpaca's column; its third one, input, is not read"),
+    "data.columns.completion": ("output", "Alpaca's column"),
+}
+_GUESS = "a guess, Alpaca's column: set your own"
+_GUESSED: Columns = {
+    "data.columns.prompt": ("instruction", f"{_GUESS}; its third one, input, is not read"),
+    "data.columns.completion": ("output", _GUESS),
+}
+# Keys of an entry that are read here, or that say what a ShareGPT row says by itself.
+_READ = {
+    *("path", "type", "split", "field", "field_messages", "conversation", "chat_template"),
+    *("message_field_role", "message_field_content", "ds_type", "roles_to_train", "train_on_eos"),
+}
+_ANSWERS_ALONE = ([], ["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"])
+
+
+def _first_of_list(named: Field | None) -> Mapping[str, Any]:
+    """The first entry of a list of data sets, if it says of what type its rows are."""
+    first = named.value[0] if named is not None and isinstance(named.value, list) and named.value else None
+    return first if isinstance(first, Mapping) and first.get("type") is not None else {}
+
+
+def _axolotl_rows(draft: Draft, where: str, entry: Mapping[str, Any]) -> tuple[str, str, Columns]:
+    """The format of a data set's rows, why, and further keys; what has no counterpart is warned of.
+
+    Its ``type`` is a name (``alpaca``, ``chat_template``, ``completion:body``) or a table (``{field_output: a}``).
+    """
+    kind = entry["type"]
+    form, why, keys = "prompt_completion", f"was {where}.type = {kind}", dict(_ALPACA)
+    head, _, tail = str(kind).partition(":")
+    name = head.lower()
+    warnings = draft.warnings
+    if isinstance(kind, Mapping):
+        told, why = f"was {where}.type", "questions and answers"
+        for ours, theirs in (("prompt", "instruction"), ("completion", "output")):
+            keys[f"data.columns.{ours}"] = (str(kind.get(f"field_{theirs}") or theirs), told)
+        left = sorted(key for key, value in kind.items() if value and key not in ("field_instruction", "field_output"))
+        if left:
+            warnings.append(f"{where}.type: {', '.join(left)} not translated; the prompt is the column as it is")
+    elif name.startswith(("chat", "sharegpt", "messages", "conversation")):  # chat_template.argilla, chatml
+        column = entry.get("field_messages")
+        form, keys = "chat", {"data.columns.messages": (str(column), f"was {where}.field_messages")} if column else {}
+        if (entry.get("roles_to_train") or []) not in _ANSWERS_ALONE:
+            warnings.append(f"{where}.roles_to_train = {entry['roles_to_train']}: the assistant's tokens are learnt")
+        if entry.get("train_on_eos") not in (None, "turn"):
+            warnings.append(f"{where}.train_on_eos = {entry['train_on_eos']}: every end of an answer is learnt")
+    elif name in ("completion", "pretrain", "text"):
+        column = entry.get("field") or (tail if name == "completion" else "")
+        form, keys = "text", {"data.columns.text": (str(column), why)} if column else {}
     else:
-        draft.set("data.seq_len", 2048, "not in the file: our default, set your own")
-    _translate_packing(fields, draft, length, packs=packs)
+        if not name.startswith("alpaca"):
+            keys = dict(_GUESSED)
+            warnings.append(f"{where}.type = {kind}: not known here; set data.columns, or data.format")
+        warnings.append(f"{where}.type = {kind}: the prompt is the column as it is, without a template or input")
+    if left := sorted(set(entry) - _READ):
+        warnings.append(f"{where}: {', '.join(left)} not translated")
+    if entry.get("split"):
+        keys["data.split"] = (str(entry["split"]), f"was {where}.split")
+    if form != "text" and draft.program is AXOLOTL and not any(one.name == "train_on_inputs" for one in draft.fields):
+        keys["data.train_on"] = ("assistant", "not in the file: train_on_inputs is false in axolotl")
+    return form, why, keys
+
+
+def set_train_on(draft: Draft) -> None:
+    """axolotl's ``train_on_inputs``, torchtune's ``train_on_input``, TRL's ``assistant_only_loss``."""
+    whole = draft.take("data.train_on", "every token of a text is learnt")
+    answers = draft.take("answers only", "every token of a text is learnt")
+    field = whole or answers
+    if field is not None and draft.recipe[0] == "sft":
+        is_everything = as_bool(field) == (field is whole)
+        draft.was("data.train_on", "all" if is_everything else "assistant", field)
+    if field is not None and field is whole:
+        draft.note(answers, f"{field.path} decides")
+
+
+def set_order(draft: Draft) -> None:
+    """``data.shuffle`` and ``data.streaming``, where there are rows."""
     for name in ("shuffle", "streaming"):
-        field = fields.take(name, f"dataset.{name}")
+        field = draft.take_names(f"{name} dataset.{name}", _RANDOM)
         if field is not None and draft.get("data.path"):
-            draft.was(f"data.{name}", as_bool(fields, field), field)
-        else:
-            draft.note(field, "the tokens are random")
+            draft.was(f"data.{name}", as_bool(field), field)
 
 
-def _translate_packing(fields: Fields, draft: Draft, length: Field | None, *, packs: bool) -> None:
-    """``data.pack``, always written where there are rows to pack: ours packs by default, most others pad."""
-    pack = fields.take("packing", "packed", "sample_packing", "dataset.packed", "pack")
-    strategy = fields.take("batching_strategy")
-    if pack is not None:
-        packed = as_bool(fields, pack)
-        draft.was("data.pack", packed, pack, _PACKS if packed else "")
-        draft.note(strategy, f"{pack.path} decides")
-    elif strategy is not None:
-        packed = word(strategy.value) == "packing"
-        draft.was("data.pack", packed, strategy, _PACKS if packed else "")
+def set_rows(draft: Draft) -> None:
+    """Length and packing; ``pack`` is always written where there are rows: ours packs by default, most others pad."""
+    length = draft.take("data.seq_len")
+    if length is not None:
+        draft.was("data.seq_len", as_int(length), length)
+    draft.fill("data.seq_len", 2048, "not in the file: our default, set your own")
+    pack = draft.take("data.pack")
+    strategy = draft.take("batching strategy")
+    program = draft.program
+    if told := pack or strategy:
+        is_packed = as_bool(pack) if pack else told.word == "packing"
+        draft.was("data.pack", is_packed, told, _PACKS if is_packed else "")
     elif draft.get("data.format") == "synthetic":
         return
     elif length is not None and length.name == "block_size":
         draft.was("data.pack", True, length, f"run_clm's blocks are cut from concatenated texts; {_PACKS}")
-    elif program_of(fields).pads:
-        why = f"{program_of(fields).default}: one padded document a row. true wastes no tokens on padding; {_THEN}"
-        draft.set("data.pack", False, why)
-    elif not packs:
+    elif program.pads:
+        draft.set(
+            "data.pack",
+            False,
+            f"{program.default}: one padded document a row. true wastes no tokens on padding; {_THEN}",
+        )
+    elif find(draft.fields, "dataset._component_"):
         draft.set("data.pack", False, "not in the file: torchtune's default")
     else:
         draft.set("data.pack", True, f"not in the file: our default, false if your loop pads; {_PACKS}")

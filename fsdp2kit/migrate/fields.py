@@ -1,13 +1,13 @@
-"""A configuration file as flat fields under normal names, each of which is taken once or left over."""
+"""A configuration file as flat fields, and what their values mean in the spellings that people have for them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,72 +29,35 @@ class Field:
     path: str
     """Where it is, as written: ``fsdp_config.fsdp_sharding_strategy``."""
     name: str
-    """What it is called once spelling is evened out: ``sharding_strategy``."""
+    """Its name in one spelling: ``sharding_strategy``."""
     value: Any
+    file: Path
 
     def __str__(self) -> str:
         return f"{self.path} = {json.dumps(self.value, default=str)}"
 
-
-class Fields:
-    """The fields of a file. `take` hands each out once; `left` are those that nobody asked for."""
-
-    def __init__(self, fields: list[Field], *, source: str) -> None:
-        self.source = source
-        self._fields = fields
-        self._taken: set[int] = set()
-        self.repeated: list[tuple[Field, Field]] = []
-        """Fields that say again what an earlier one has said, each with that one."""
-        self.empty: list[Field] = []
-        """Known fields that are null, or an empty text."""
-
-    def take(self, *names: str, null: bool = False) -> Field | None:
-        """The first field of any of these names; null and "" count as not given, unless null is a value here."""
-        found: Field | None = None
-        for at, field in enumerate(self._fields):
-            if at in self._taken or field.name not in names:
-                continue
-            self._taken.add(at)
-            if field.value in (None, "") and not null:
-                self.empty.append(field)
-            elif found is None:
-                found = field
-            else:
-                self.repeated.append((field, found))
-        return found
+    @property
+    def word(self) -> str:
+        """The value as one lower-case word, without the class it is of: ``torch.bfloat16`` → ``bfloat16``."""
+        return re.sub(r"[\s-]+", "_", str(self.value).strip().rpartition(".")[2].lower())
 
     @property
-    def everything(self) -> list[Field]:
-        """All fields that are not null, taken or not."""
-        return [field for field in self._fields if field.value is not None]
+    def is_null(self) -> bool:
+        """Whether null is what the field says: FSDP1's word for no prefetch."""
+        return self.value is None and self.name.startswith("backward_prefetch")
 
-    def take_under(self, table: str) -> list[Field]:
-        """All fields of one table, by their names in it."""
-        found = []
-        for at, field in enumerate(self._fields):
-            if at not in self._taken and field.name.startswith(f"{table}."):
-                self._taken.add(at)
-                found.append(Field(field.path, field.name.removeprefix(f"{table}."), field.value))
-        return found
-
-    def has(self, *names: str) -> bool:
-        """Whether the file has a field of any of these names, taken or not."""
-        return any(field.name in names for field in self._fields)
-
-    def look(self, *names: str) -> Field | None:
-        """The first field of any of these names that is not null, without taking it."""
-        return next((field for field in self.everything if field.name in names), None)
-
-    def left(self) -> list[Field]:
-        """Fields that nobody took."""
-        return [field for at, field in enumerate(self._fields) if at not in self._taken]
-
-    def mistake(self, field: Field, todo: str) -> UserError:
+    def mistake(self, todo: str) -> UserError:
         """The error for a value that makes no sense."""
-        return UserError(f"{self.source}: {field.path}", f"{field.value!r} is not understood", todo)
+        return UserError(f"{self.file}: {self.path}", f"{self.value!r} is not understood", todo)
 
 
-def read_fields(path: Path) -> Fields:
+def find(fields: Iterable[Field], names: str) -> Field | None:
+    """The first field of any of these names, separated by spaces; null and "" count as not given."""
+    wanted = names.split()
+    return next((one for one in fields if one.name in wanted and (one.value not in (None, "") or one.is_null)), None)
+
+
+def read_fields(path: Path) -> list[Field]:
     """Read a JSON or YAML file; an ``fsdp_config`` that names another file is read as well, if it is there.
 
     Raises:
@@ -102,13 +65,16 @@ def read_fields(path: Path) -> Fields:
     """
     values = _read(path)
     other = values.get("fsdp_config")
-    fields = list(_flatten(values, path="", name=""))
+    found = list(_flatten(values, path="", name="", file=path))
     if isinstance(other, str):
         inner = next((file for file in (path.parent / other, Path(other)) if file.is_file()), None)
         if inner is not None:
-            fields = [field for field in fields if field.path != "fsdp_config"]
-            fields += _flatten(_read(inner), path=f"{inner.name}: ", name="")
-    return Fields(fields, source=str(path))
+            found = [field for field in found if field.path != "fsdp_config"]
+            found += _flatten(_read(inner), path=f"{inner.name}: ", name="", file=path)
+    if any(field.name == "train_micro_batch_size_per_gpu" for field in found):
+        # DeepSpeed's names: its train_batch_size is the whole job's.
+        found = [replace(one, name="global_batch_size") if one.name == "train_batch_size" else one for one in found]
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -126,20 +92,156 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _flatten(values: Mapping[str, Any], *, path: str, name: str) -> Iterator[Field]:
+def _flatten(values: Mapping[str, Any], *, path: str, name: str, file: Path) -> Iterator[Field]:
     for key, value in values.items():
-        here = f"{path}{key}"
-        snake = _snake(str(key))
+        # trainBatchSize, --train-batch-size and TRAIN_BATCH_SIZE are train_batch_size.
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key).lstrip("-")).replace("-", "_").lower()
+        short = snake.removeprefix("fsdp_")
         if isinstance(value, Mapping) and value:
-            table = snake.removeprefix("fsdp_")
-            table = "mixed_precision" if table in _MIXED_PRECISION else table
+            table = "mixed_precision" if short in _MIXED_PRECISION else short
             inside = name if snake in _PLAIN_TABLES else f"{name}{table}."
-            yield from _flatten(value, path=f"{here}.", name=inside)
+            yield from _flatten(value, path=f"{path}{key}.", name=inside, file=file)
         else:
-            yield Field(here, f"{name}{snake.removeprefix('fsdp_')}", value)
+            yield Field(f"{path}{key}", f"{name}{short}", value, file)
 
 
-def _snake(key: str) -> str:
-    """``trainBatchSize``, ``--train-batch-size`` and ``TRAIN_BATCH_SIZE`` → ``train_batch_size``."""
-    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.lstrip("-"))
-    return parted.replace("-", "_").lower()
+def as_bool(field: Field) -> bool:
+    """A truth value, as YAML and shell scripts write it."""
+    if field.word in ("true", "yes", "on", "1"):
+        return True
+    if field.word in ("false", "no", "off", "0", "none"):
+        return False
+    raise field.mistake("write true or false")
+
+
+def as_float(field: Field) -> float:
+    """A number, or a text that is one (YAML reads ``1e-5`` as a text)."""
+    try:
+        return float(str(field.value).replace("_", ""))
+    except ValueError:
+        raise field.mistake("write a number") from None
+
+
+def as_int(field: Field) -> int:
+    """A whole number; ``1e8`` and ``"100_000_000"`` are."""
+    number = as_float(field)
+    if number != int(number):
+        raise field.mistake("write a whole number")
+    return int(number)
+
+
+def at_least(least: int) -> Callable[[Field], int | None]:
+    """A converter to a whole number; to None below ``least``, where programs put switches and shares."""
+    return lambda field: as_int(field) if as_float(field) >= least else None
+
+
+def switch(on: Any, off: Any = None) -> Callable[[Field], Any]:
+    """A converter of a truth value to one of two others."""
+    return lambda field: on if as_bool(field) else off
+
+
+def as_words(field: Field) -> list[str]:
+    """A list of names, written as a list or as one text with commas or spaces."""
+    parts = field.value if isinstance(field.value, list) else re.split(r"[,\s]+", str(field.value))
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def as_parts(field: Field) -> list[Field]:
+    """The same, each name a field."""
+    return [replace(field, value=one) for one in as_words(field)]
+
+
+class Told(NamedTuple):
+    """A key's value, a comment beside it, and a warning if it is not what the field says."""
+
+    value: Any
+    note: str = ""
+    warning: str = ""
+
+
+class Spellings:
+    """A converter of words, by all the spellings of each value (separated by spaces)."""
+
+    def __init__(self, *meanings: tuple[str, Any], otherwise: Told | None = None) -> None:
+        self._meanings = [(spellings.split(), value) for spellings, value in meanings]
+        self._otherwise = otherwise
+
+    def find(self, field: Field) -> Told | None:
+        """What the word means, or None."""
+        value = next((value for spellings, value in self._meanings if field.word in spellings), None)
+        return value if value is None or isinstance(value, Told) else Told(value)
+
+    def __call__(self, field: Field) -> Told:
+        """What the word means; else what unknown ones mean, or a `UserError` with the known ones."""
+        told = self.find(field) or self._otherwise
+        if told is None:
+            raise field.mistake(f"known: {', '.join(spellings[0] for spellings, _ in self._meanings)}")
+        return told
+
+
+_WITHIN_NODE = "shards over the ranks of a node, unless [mesh] says otherwise"
+as_strategy = Spellings(
+    ("full_shard 1 zero3 zero_3 zero_stage_3", "full_shard"),
+    (
+        "shard_grad_op 2 zero2 zero_2 zero_stage_2",
+        Told("shard_grad_op", "ZeRO-2: parameters stay whole between forward and backward"),
+    ),
+    ("no_shard 3 ddp", Told("no_shard", "replicated, like DDP; it never was ZeRO-1")),
+    ("hybrid_shard 4", Told("hybrid_shard", _WITHIN_NODE)),
+    ("hybrid_shard_zero2 _hybrid_shard_zero2 5", Told("hybrid_shard_zero2", _WITHIN_NODE)),
+)
+
+
+# Each of these alone tells transformers' TrainingArguments (TRL's configs are subclasses).
+_TRAINING_ARGUMENTS = {
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type"),
+    *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit"),
+    *("logging_steps", "report_to", "gradient_checkpointing_kwargs", "dataloader_num_workers"),
+}
+# output_dir was its one required argument; with two of these beside it, and no other loop's name, the file is its.
+_BESIDE_OUTPUT_DIR = {
+    *("gradient_accumulation_steps", "bf16", "fp16", "learning_rate", "gradient_checkpointing", "max_steps"),
+    *("save_steps", "max_grad_norm", "weight_decay", "warmup_steps", "warmup_ratio", "optim"),
+}
+_OTHER_LOOPS = {"train_batch_size", "batch_size_training", "batch_size", "train_micro_batch_size_per_gpu"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program takes where its configuration says nothing; None: it insists on the field, or nobody knows."""
+
+    name: str
+    """For comments."""
+    lr: float | None = None
+    micro_batch_size: int | None = None
+    epochs: int | None = None
+    max_grad_norm: float | None = None
+    schedule: str | None = None
+    weight_decay: float | None = None
+    pads: bool = False
+    """Whether a row of the batch is one padded document unless the file asks for packing."""
+
+    @property
+    def default(self) -> str:
+        """The comment of a value that is this program's."""
+        return f"not in the file: the default of {self.name}"
+
+
+# transformers.TrainingArguments.
+TRANSFORMERS = Program("transformers", 5e-5, 8, 3, max_grad_norm=1.0, schedule="linear", weight_decay=0.0, pads=True)
+# axolotl's schema; what it leaves unset is TrainingArguments', as max_grad_norm is.
+AXOLOTL = Program("axolotl", epochs=1, max_grad_norm=1.0, schedule="cosine", weight_decay=0.0, pads=True)
+OTHER = Program("torch")
+
+
+def program_of(fields: list[Field]) -> Program:
+    """The program whose configuration the file is: what a field that is not there means depends on it."""
+    names = {field.name for field in fields}
+    if "base_model" in names and names & {"datasets", "micro_batch_size", "pretraining_dataset"}:
+        return AXOLOTL
+    legacy = find(fields, "fsdp")  # fsdp = "full_shard auto_wrap"
+    if names & _TRAINING_ARGUMENTS or (legacy is not None and any(map(as_strategy.find, as_parts(legacy)))):
+        return TRANSFORMERS
+    if "output_dir" in names and len(names & _BESIDE_OUTPUT_DIR) >= 2 and not names & _OTHER_LOOPS:
+        return TRANSFORMERS
+    return OTHER

@@ -1,16 +1,68 @@
-"""What a Hugging Face directory holds beside weights: config, generation config, tokenizer, chat template."""
+"""A model's Hugging Face directory: found or fetched, told from others, and what it holds beside weights written."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from pathlib import Path
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.distributed import one_per_machine_first
+from fsdp2kit.errors import UserError
+
 # Keys of a config that say nothing about which model it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+
+_FETCHED: dict[tuple[str, bool], Path] = {}
+"""Directories of hub ids, without and with weights, so that the hub is asked once for each."""
+
+
+def find_model_dir(section: ModelConfig) -> Path | None:
+    """The local directory of ``model.path``; a hub id's safetensors and small files are fetched into the cache.
+
+    In a job every rank calls this: one rank of each machine fetches first.
+
+    Returns:
+        None where the model starts from a config alone.
+
+    Raises:
+        UserError: on any rank, neither a directory nor a hub model that can be fetched.
+    """
+    if section.path is None:
+        return None
+    return find_hf_dir(section.path, key="model.path", with_weights=section.weights == "pretrained")
+
+
+def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
+    """As `find_model_dir`, of a path or hub id that is the value of the TOML's ``key``."""
+    # Ranks meet whatever the text is: whether it is a directory may differ by machine.
+    return one_per_machine_first(functools.partial(_find, path, key=key, with_weights=with_weights))
+
+
+def _find(path: str, *, key: str, with_weights: bool) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).is_absolute():
+        raise UserError(key, f"{path} is not a directory", "check the path")
+    found = _FETCHED.get((path, True)) or _FETCHED.get((path, with_weights))
+    if found is None:
+        found = _FETCHED[path, with_weights] = _fetch(path, key=key, with_weights=with_weights)
+    return found
+
+
+def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if with_weights else [])]
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises errors of many kinds; each means that there is no model
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(key, f"{path}: {reason}", "check the path, or the hub id and your access") from None
 
 
 def save_assets(
@@ -65,9 +117,3 @@ def weights_digest(directory: Path) -> str:
             file.seek(max(0, size - edge))
             digest.update(file.read(edge))
     return digest.hexdigest()[:16]
-
-
-def source_dtype(config: PretrainedConfig, source: Path | None) -> str:
-    """The dtype an export takes by default: the source model's; float32 for a model that starts from a config."""
-    dtype = getattr(config, "dtype", None)
-    return str(dtype).removeprefix("torch.") if source is not None and dtype is not None else "float32"

@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,35 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.assets import find_model_dir
+from fsdp2kit.model.names import tied_names
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from; see `source_of`."""
+
+    path: str | None
+    """``model.path``; None for a model from a config alone."""
+    directory: Path | None
+    """The Hugging Face directory on this machine; None for a model from a config alone, or not looked for."""
+    config: PretrainedConfig
+    """With the user's overrides, before transformers wrote the dtype and attention of training into its copy."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype an export takes by default: the source model's; float32 for a model from a config alone."""
+        dtype = getattr(self.config, "dtype", None)
+        return str(dtype).removeprefix("torch.") if self.path is not None and dtype is not None else "float32"
+
+
+def source_of(model: PreTrainedModel) -> ModelSource:
+    """The source of a model that `build_model` made."""
+    return vars(model)["_fsdp2kit_source"]
 
 
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
@@ -32,14 +59,12 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
     """
     overrides = dict(section.config)
     if section.path is None:
-        model_type = overrides.pop("model_type")
+        model_type, fields = overrides.pop("model_type"), {}
         try:
             known: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
         except (KeyError, ValueError):
-            raise UserError(
-                "model.config.model_type", f"{model_type!r} is not known to transformers", "check its spelling"
-            ) from None
-        fields = {}
+            what = f"{model_type!r} is not known to transformers"
+            raise UserError("model.config.model_type", what, "check its spelling") from None
     else:
         fields = known = _read_config_dict(section, local_files_only=local_files_only)
         model_type = overrides.pop("model_type", fields.get("model_type"))
@@ -64,23 +89,36 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
     return config
 
 
-def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = None) -> PreTrainedModel:
+def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedModel:
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
-    Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds).
+    Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds). A hub model is
+    fetched, weights and all. In a job every rank calls this, and all ranks leave with the same outcome.
 
     Args:
         section: the ``[model]`` section.
-        hf_config: what `load_hf_config` returned, if it was called already.
+        local_files_only: look in the hub's cache, but never ask the hub; weights are not looked for.
 
     Raises:
-        UserError: transformers has no causal language model for this config, or not with this attention; or a
-            pattern to freeze that names no parameter.
+        UserError: as `load_hf_config`; transformers has no causal language model for this config, or not with this
+            attention; or a pattern to freeze that names no parameter.
     """
-    hf_config = load_hf_config(section) if hf_config is None else hf_config
+    directory = None if local_files_only else find_model_dir(section)
+    with agreement():
+        hf_config = load_hf_config(section, local_files_only=local_files_only)
+        model = _on_meta(section, hf_config)
+        compute_buffers(model)
+        freeze(model, section.freeze)
+    vars(model)["_fsdp2kit_source"] = ModelSource(
+        section.path, directory, hf_config
+    )  # a module types its attributes as tensors
+    return model.train()
+
+
+def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 copy.deepcopy(hf_config),  # transformers writes dtype and attention into it
                 dtype=torch.float32,
                 # None is transformers' own choice. "varlen" is ours, and applied later (`parallel.context_parallel`).
@@ -91,9 +129,6 @@ def build_model(section: ModelConfig, *, hf_config: PretrainedConfig | None = No
         reason = str(error).split(". ")[0]  # transformers goes on with advice for its own users
         todo = 'choose another model.attention ("eager" always works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
-    compute_buffers(model)
-    freeze(model, section.freeze)
-    return model.train()
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -125,16 +160,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in names:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-        # transformers skips modules that it believes initialised; its own from_pretrained does the same dance.
+        # Else transformers would skip the module as initialised; its own from_pretrained resets this mark too.
         setattr(module, "_is_hf_initialized", False)  # noqa: B010 (torch types attributes of modules as tensors)
     model.initialize_weights()
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """``{alias: canonical name}`` for every parameter that is known under more than one name."""
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    everything = model.named_parameters(remove_duplicate=False)
-    return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
 
 
 def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.device | None = None) -> None:
@@ -144,17 +172,10 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
         whole_device: for parameters and buffers that are not sharded, where that is another one.
     """
     ties = tied_names(model)
-    # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forgets ties.
+    # As `to_empty`, which leaves garbage in the buffers that no checkpoint holds (inv_freq), and forgets ties.
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    model.to_empty(device=device)
-    if whole_device not in (None, device):
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if not isinstance(parameter, DTensor):
-                    moved = torch.empty_like(parameter, device=whole_device)
-                    module.register_parameter(name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_like(buffer, device=whole_device))
+    others = whole_device or device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device if isinstance(tensor, DTensor) else others))
     for name, value in buffers.items():
         model.get_buffer(name).copy_(value)
     for alias, name in ties.items():
@@ -175,11 +196,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if type(module).__name__ in classes and not inside:
             found.append((name, module))
     if not found:
-        raise UserError(
-            f"model {type(model).__name__}",
-            f"has no module of a class that transformers names as a layer ({', '.join(sorted(classes)) or 'none'})",
-            "use a model whose class sets _no_split_modules",
-        )
+        what = f"has no module of a class that transformers names as a layer ({', '.join(sorted(classes)) or 'none'})"
+        raise UserError(f"model {type(model).__name__}", what, "use a model whose class sets _no_split_modules")
     return [module for _, module in found]
 
 
@@ -195,9 +213,8 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
     if not fields.get("model_type"):
         raise UserError("model.path", f"{path}/config.json names no model_type", "is it a transformers model?")
     if fields.get("quantization_config"):
-        raise UserError(
-            "model.path", f"{path} holds quantised weights", "start from the unquantised model; shards are float32"
-        )
+        todo = "start from the unquantised model; shards are float32"
+        raise UserError("model.path", f"{path} holds quantised weights", todo)
     return fields
 
 
@@ -206,18 +223,19 @@ def _rope_warnings() -> Iterator[list[str]]:
     """Collects what transformers has to say against ``rope_parameters``: a warning that would scroll by."""
     complaints: list[str] = []
     rope_logger = logging.getLogger("transformers.modeling_rope_utils")
-    before = rope_logger.level, rope_logger.propagate
-    handler = logging.Handler()
-    handler.emit = lambda record: complaints.append(record.getMessage())
-    rope_logger.addHandler(handler)
+    level = rope_logger.level
+
+    def keep(record: logging.LogRecord) -> bool:
+        complaints.append(record.getMessage())
+        return False  # it is not shown as well
+
+    rope_logger.addFilter(keep)
     rope_logger.setLevel(logging.WARNING)
-    rope_logger.propagate = False
     try:
         yield complaints
     finally:
-        rope_logger.removeHandler(handler)
-        rope_logger.setLevel(before[0])
-        rope_logger.propagate = before[1]
+        rope_logger.removeFilter(keep)
+        rope_logger.setLevel(level)
 
 
 def _names_rope(overrides: Mapping[str, Any]) -> bool:
@@ -232,15 +250,15 @@ def _merge(
     merged = dict(fields)
     for key, value in overrides.items():
         _check_known(key, known, where=where)
-        nested = known[key]
-        # `rope_parameters`-like dicts are replaced whole: their keys depend on one another. Sub-configs merge.
-        if isinstance(value, Mapping) and isinstance(nested, Mapping) and "model_type" in nested:
-            merged[key] = _merge(merged.get(key, {}), value, known=nested, where=f"{where}.{key}")
+        merged[key], nested = value, known[key]
+        if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
             continue
-        if isinstance(value, Mapping) and isinstance(nested, Mapping):
+        # Sub-configs merge. `rope_parameters`-like dicts are replaced whole: their keys depend on one another.
+        if "model_type" in nested:
+            merged[key] = _merge(fields.get(key, {}), value, known=nested, where=f"{where}.{key}")
+        else:
             for inner in (name for name, item in value.items() if isinstance(item, Mapping)):
                 _check_known(inner, nested, where=f"{where}.{key}")  # one for each kind of layer, say
-        merged[key] = value
     return merged
 
 

@@ -1,15 +1,20 @@
-"""Cross-entropy of a linear head, a few hundred tokens at a time, with the gradients of the same pass."""
+"""Cross-entropy of a linear head without ever holding all logits: our chunks, or torch's or Liger's fused kernel.
+
+Ours take a few hundred tokens at a time, and compute the gradients in the same pass (softmax − one-hot needs nothing
+that backward would bring), so that backward only scales them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-# Bytes of float32 logits alive at once. CUDA wants larger matrix products than a CPU's caches do.
+# Bytes of float32 logits alive at once. CUDA wants larger matmuls than a CPU's caches do.
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 
 
@@ -35,6 +40,11 @@ class Groups:
         return sums.index_add_(0, self.of[start : start + len(losses)], losses.detach().double())
 
 
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Groups | None], tuple[Tensor, Tensor | None]]
+"""From hidden states ``[N, H]``, the head's weight ``[V, H]``, labels ``[N]`` and groups to the summed cross-entropy
+(float32 scalar) and, where there are groups, each one's part of it (float64 ``[count]``, detached)."""
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Σ over tokens of −log softmax(hidden @ weightᵀ)[label], differentiable in ``hidden`` and ``weight``.
 
@@ -46,15 +56,48 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Returns:
         A float32 scalar; 0 with zero gradients where N = 0.
     """
-    return grouped_linear_cross_entropy(hidden, weight, labels, None)[0]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, None)[0]
 
 
-def grouped_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
-) -> tuple[Tensor, Tensor | None]:
-    """`linear_cross_entropy`, and each group's part of it where there are groups, detached."""
-    loss, sums, _, _ = _LinearCrossEntropy.apply(hidden, weight, labels, groups)
-    return loss, sums
+def linear_loss(kernel: Literal["chunked", "torch", "liger"]) -> HeadLoss:
+    """The summed cross-entropy of logits ``hidden @ weightᵀ``; "torch" and "liger" raise ValueError for groups."""
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor | None]:
+        if kernel == "chunked":
+            return _LinearCrossEntropy.apply(hidden, weight, labels, groups)[:2]
+        if groups is not None:
+            raise ValueError(f"the loss kernel {kernel!r} gives no losses by group; use 'chunked'")
+        compute = torch_linear_cross_entropy if kernel == "torch" else liger_linear_cross_entropy
+        return compute(hidden, weight, labels), None
+
+    return loss
+
+
+def torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """`linear_cross_entropy` by torch's own kernel (from torch 2.13 on), in chunks of as many rows.
+
+    In 16 bits it adds up the loss, and takes the factor that gradients are scaled by, in that dtype.
+    """
+    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options).float()
+
+
+def liger_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """`linear_cross_entropy` by Liger's Triton kernels, on CUDA; the weight's gradient adds up in float32.
+
+    It sizes its chunks itself, and makes the host wait for the device.
+    """
+    if not len(hidden):
+        return linear_cross_entropy(hidden, weight, labels)  # Liger's divides by the number of rows
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        # Where all but the head is frozen: Liger's has no gradient for a weight without one for the hidden states.
+        hidden = hidden.detach().requires_grad_()
+    return LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)(weight, hidden, labels)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -1,21 +1,21 @@
 """The loss on the model's own output head, without ever holding all logits.
 
 At a vocabulary of 128k, the logits of 16k tokens are 8 GiB in float32, and their gradient as much again. The
-linear head and the cross-entropy are therefore computed together, a few hundred tokens at a time, and the
-gradients with respect to hidden states and head are computed in the same pass (softmax − one-hot needs nothing
-that backward would bring), so that backward only scales them. Tokens without a target are left out altogether.
+linear head and the cross-entropy are therefore computed together (`linear_cross_entropy`). Tokens without a target are
+left out altogether.
 
-A head that is more than ``hidden @ weight.T`` (logit scaling, soft-capping, a bias) is recognised on a tiny twin
-of the model, and then the model's own forward is run on the hidden states, in chunks, under checkpointing.
+Where logits are more than ``hidden @ weight.T`` (scaling, soft-capping, a bias; see `Traits`), the model's own forward
+is run on the hidden states, in chunks, under checkpointing.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,81 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.linear_cross_entropy import Groups, rows_at_once
-from fsdp2kit.model.loss_kernels import HeadLoss, LossKernel, linear_loss
-from fsdp2kit.model.twin import build_twin
+from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
+from fsdp2kit.model.liger import check_liger
+from fsdp2kit.model.linear_cross_entropy import Groups, HeadLoss, linear_loss, rows_at_once
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
+
+LossKernel = Literal["chunked", "torch", "liger", "own_head"]
+"""What computes the loss; "own_head" is the model's own forward, in chunks."""
+
+_KEY = "model.loss_kernel"
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """What computes a model's loss; `choose_loss` decides it once."""
+
+    kernel: LossKernel
+    reason: str
+
+    def __str__(self) -> str:
+        name = "the model's own head, in chunks" if self.kernel == "own_head" else self.kernel
+        return f"loss: {name} ({self.reason})"
+
+
+def choose_loss(
+    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits | None = None
+) -> LossChoice:
+    """What ``model.loss_kernel`` says. "auto" is our chunks: nothing else was faster where it was measured.
+
+    Args:
+        model: on meta or real.
+        device: where it will train; None: not known here.
+        traits: what `inspect_model` found, if it was called already.
+
+    Raises:
+        UserError: an explicit "torch" or "liger" that cannot be had here, for this model, dtype or data.
+    """
+    wanted, is_linear = config.model.loss_kernel, (traits or inspect_model(model)).linear_head
+    if wanted in ("torch", "liger"):
+        _check_kernel(config, model, device=device, is_linear=is_linear)
+        rounds = wanted == "torch" and config.fsdp.param_dtype == "bfloat16"
+        return LossChoice(wanted, f"{_KEY}; it adds up the loss in bfloat16" if rounds else _KEY)
+    if not is_linear:
+        return LossChoice("own_head", "its logits are more than hidden @ weightᵀ")
+    if wanted == "chunked":
+        return LossChoice("chunked", _KEY)
+    on_cpu = device is None or device.type == "cpu"
+    why = "none faster was found on a CPU" if on_cpu else f"the others are not measured on a GPU; {_KEY} picks one"
+    return LossChoice("chunked", f"auto: {why}")
+
+
+def _check_kernel(
+    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, is_linear: bool
+) -> None:
+    """Refuse torch's or Liger's kernel where it cannot be had, or computes something else."""
+    wanted, todo = config.model.loss_kernel, "use 'chunked'"
+    if wanted == "liger" and device is not None:
+        check_liger(device, key=_KEY)
+    what = None
+    if wanted == "torch" and not hasattr(F, "linear_cross_entropy"):
+        what = f"'torch' with torch {torch.__version__}, which has no linear_cross_entropy"
+        todo = "use torch 2.13 or later, or 'chunked'"
+    elif wanted == "torch" and config.fsdp.param_dtype == "float16":
+        what = "'torch' with fsdp.param_dtype = 'float16', in which its sum overflows at 65,504"
+        todo = "use 'chunked', or bfloat16"
+    elif config.data.sources:
+        what = f"{wanted!r} with data.sources, each of whose losses it cannot tell"
+    elif not is_linear:
+        what = f"{wanted!r} with {type(model).__name__}, whose logits are more than hidden @ weightᵀ"
+        todo = "use 'auto', which runs the model's own head in chunks"
+    if what is not None:
+        raise UserError(_KEY, what, todo)
 
 
 def select_supervised(labels: Tensor) -> Tensor:
@@ -58,7 +126,7 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     """
     head: Any = model.get_output_embeddings()
     backbone = backbone_name(model)
-    kernel = kernel or ("chunked" if has_linear_head(model) else "own_head")
+    kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
     compute: HeadLoss = partial(_chunked_loss, _own_head(model, head)) if kernel == "own_head" else linear_loss(kernel)
 
@@ -85,56 +153,11 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         known = None if groups is None else Groups(groups, num_groups)
         return head_loss(head, hidden, targets, known) if tied else head.loss_sum(hidden, targets, known)
 
-    _add_method(model, "loss_sum", loss_sum)
+    root: Any = model
+    root.loss_sum = MethodType(loss_sum, model)
     if not tied:
-        _add_method(head, "loss_sum", head_loss)
+        head.loss_sum = MethodType(head_loss, head)
     return model if tied else head
-
-
-def _add_method(module: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(module, name, MethodType(function, module))
-
-
-def backbone_name(model: PreTrainedModel) -> str:
-    """Name of the child that turns tokens into hidden states, beside the head.
-
-    Raises:
-        UserError: the model is not a decoder with a head on it.
-    """
-    children = dict(model.named_children())
-    for decoder in (model.base_model, model.get_decoder()):
-        for name, child in children.items():
-            if child is decoder:
-                return name
-    # Some models name their backbone otherwise than their class says; beside the head it is the only one.
-    others = [name for name, child in children.items() if child is not model.get_output_embeddings()]
-    if len(others) == 1:
-        return others[0]
-    raise UserError(
-        f"model {type(model).__name__}", "is not a decoder with an output head", "use a causal language model"
-    )
-
-
-def has_linear_head(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are ``hidden @ weightᵀ`` and nothing else, tried on a tiny twin.
-
-    Where no twin can be built or run the answer is no, which is always right and only slower.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        return False
-    twin: Any = build_twin(model)
-    if twin is None:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-        tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
-        hidden = getattr(twin, backbone_name(twin))(input_ids=tokens, use_cache=False)[0]
-        logits = twin(input_ids=tokens, use_cache=False).logits
-        expected = F.linear(hidden, twin.get_output_embeddings().weight)
-    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 class _HiddenOnly(BaseModelOutputWithPast):
@@ -160,7 +183,7 @@ class _Passthrough(nn.Module):
 
 
 class _Projection(nn.Module):
-    """The head's matrix product without the head's FSDP hooks: we are inside its unit already."""
+    """The head's matmul without the head's FSDP hooks: we are inside its unit already."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()
@@ -179,10 +202,7 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
     view._modules = dict(model._modules)
     name = backbone_name(model)
     view._modules[name] = _Passthrough(getattr(model, name))
-    projection = _Projection(head)
-    for name, module in model._modules.items():
-        if module is head:
-            view._modules[name] = projection
+    view._modules |= {name: _Projection(head) for name, module in model._modules.items() if module is head}
 
     def logits(hidden: Tensor) -> Tensor:
         return forward(view, inputs_embeds=hidden[None], use_cache=False).logits[0]

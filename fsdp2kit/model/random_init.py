@@ -1,9 +1,9 @@
-"""Random values as functions of (seed, module name), whatever the model's own initialisation reaches for.
+"""Random values as functions of (seed, module name), drawn by the model's own initialisation.
 
-transformers calls ``_init_weights`` on every module, children first, and what that touches is the architecture's own
-affair: the module's tensors, its children's (ModernBERT), even the whole model's. So it never sees the sharded model.
-It runs on a skeleton, the same modules without FSDP and on meta: once to see which tensors each call touches, and then
-again for each set of tensors that belong together, which alone are real meanwhile.
+transformers calls ``_init_weights`` on every module, children first. What a call touches depends on the architecture:
+the module's tensors, its children's (ModernBERT), even the whole model's. So it is never given the sharded model but a
+skeleton: the same modules without FSDP, on meta. A first pass records which tensors each call touches; then each set
+of tensors that some call touches together is made real, alone, and the calls that touch it are made again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.torch_compat import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class _Call:
     """Of the module; it seeds the call."""
     module: nn.Module
     owner: PreTrainedModel
-    """The innermost model around the module, whose ``_init_weights`` knows it."""
+    """The innermost model around the module; its ``_init_weights`` is the one to call."""
 
 
 def draw(model: PreTrainedModel, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -53,10 +54,11 @@ def draw(model: PreTrainedModel, *, seed: int) -> Iterator[tuple[str, Tensor]]:
         if wanted.isdisjoint(names):  # a tied parameter's other name
             continue
         values = _run(together, {name: slots[name] for name in names}, seed=seed)
-        for name in names:
-            if name in wanted:
-                _check_drawn(skeleton, name, values[name])
-                yield name, values[name]
+        for name in sorted(wanted.intersection(names)):
+            if values[name].isnan().any():
+                what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {name} out'
+                raise UserError("model.weights", what, "start from a checkpoint of this architecture")
+            yield name, values[name]
 
 
 def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
@@ -100,14 +102,13 @@ def _calls(module: nn.Module, name: str, owner: PreTrainedModel, seen: set[nn.Mo
 
 def _slots(skeleton: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Where each parameter and persistent buffer is kept: a module's dictionary and the key in it, by name."""
-    slots = {}
-    for prefix, module in skeleton.named_modules():
-        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for kept, names in ((module._parameters, list(module._parameters)), (module._buffers, persistent)):
-            for name in names:
-                if kept[name] is not None:
-                    slots[f"{prefix}.{name}" if prefix else name] = (kept, name)
-    return slots
+    return {
+        f"{prefix}.{key}" if prefix else key: (kept, key)
+        for prefix, module in skeleton.named_modules()
+        for kept in (module._parameters, module._buffers)
+        for key, tensor in kept.items()
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    }
 
 
 def _together(
@@ -141,15 +142,8 @@ class _Touched(TorchFunctionMode):
         self.ids: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, list((kwargs or {}).values())))
+        self.ids.update(id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         return func(*args, **(kwargs or {}))
-
-    def _note(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.ids.add(id(value))
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self._note(item)
 
 
 def _touched(call: _Call, names: dict[int, str]) -> set[str]:
@@ -174,22 +168,10 @@ def _run(calls: list[_Call], slots: dict[str, tuple[dict[str, Any], str]], *, se
         kept[key] = nn.Parameter(value, requires_grad=on_meta[name].requires_grad) if is_parameter else value
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for call in calls:
-            torch.manual_seed(_seed_of(seed, call.name))
+            digest = hashlib.sha256(f"{seed}:{call.name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             call.owner._init_weights(call.module)
     values = {name: kept[key].detach() for name, (kept, key) in slots.items()}
     for name, (kept, key) in slots.items():
         kept[key] = on_meta[name]
     return values
-
-
-def _check_drawn(model: PreTrainedModel, name: str, value: Tensor) -> None:
-    if value.isnan().any():
-        raise UserError(
-            "model.weights",
-            f'"random", but the initialisation of {type(model).__name__} leaves {name} out',
-            "start from a checkpoint of this architecture",
-        )
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1

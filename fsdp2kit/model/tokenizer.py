@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.section import may_be_hub_id
+from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.assets import find_hf_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,12 +26,12 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "tiktoken.model",
 )
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out.
 
+    In a job every rank calls this, and all ranks leave with the same outcome; a machine fetches a hub's files once.
     ``model.chat_template`` replaces the tokenizer's own template, so `save_pretrained` writes it with the model.
 
     Args:
@@ -41,10 +43,14 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
     key, source = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("model.path", section.path)
     if source is None:
         raise UserError("model.tokenizer", "no tokenizer and no model.path is given", "give a directory or a hub id")
-    _check_source(key, source)
-    tokenizer = _load(key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only)
-    if section.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(section.chat_template))
+    with agreement():
+        _check_source(key, source)
+    if not local_files_only:
+        find_hf_dir(source, key=key, with_weights=False)
+    with agreement():
+        tokenizer = _load(key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only)
+        if section.chat_template is not None:
+            tokenizer.chat_template = _read_template(Path(section.chat_template))
     return tokenizer
 
 
@@ -53,14 +59,11 @@ def _check_source(key: str, source: str) -> None:
     path = Path(source).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-            raise UserError(
-                f"{key}: {source}",
-                f"the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
-                "set model.tokenizer to a directory or hub id that has one",
-            )
+            what = f"the directory holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
+            raise UserError(f"{key}: {source}", what, "set model.tokenizer to a directory or hub id that has one")
     elif path.exists():
         raise UserError(f"{key}: {source}", "is a file", "give the directory that holds the tokenizer's files")
-    elif not _HUB_ID.fullmatch(source):
+    elif not may_be_hub_id(source):
         raise UserError(f"{key}: {source}", "no such directory", "check the path (paths are relative to the TOML)")
 
 
@@ -76,20 +79,17 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
     except Exception as error:
         # Broken files surface as OSError, ValueError, KeyError, JSONDecodeError or the bare Exception of tokenizers.
         reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"{key}: {source}",
-            f"the tokenizer cannot be loaded ({type(error).__name__}: {reason})",
-            "check its files, or set model.tokenizer to another directory or hub id",
-        ) from error
+        what = f"the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
+        todo = "check its files, or set model.tokenizer to another directory or hub id"
+        raise UserError(f"{key}: {source}", what, todo) from error
 
 
 def _read_template(path: Path) -> str:
+    where = f"model.chat_template: {path}"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"model.chat_template: {path}", f"cannot be read ({error})", "give the path of a Jinja template file"
-        ) from None
+        raise UserError(where, f"cannot be read ({error})", "give the path of a Jinja template file") from None
     if not text.strip():
-        raise UserError(f"model.chat_template: {path}", "is empty", "give a template, or leave the key out")
+        raise UserError(where, "is empty", "give a template, or leave the key out")
     return text

@@ -2,61 +2,32 @@
 
 Every rank reads by itself just the rows that its shards hold, through the files' memory maps, straight into the
 shards; nothing is gathered or sent, and no more than one tensor's rows live beside the shards at any time.
-Where transformers stores a model under other names or in other pieces than it runs it (fused experts), its own
-conversion mapping is applied, one target tensor at a time.
+Which stored tensors make a tensor of the model is said in `names`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import tied_names
-from fsdp2kit.model.folder import SafetensorsFolder
-from fsdp2kit.model.random_init import build_skeleton, draw
+from fsdp2kit.model.names import Source, find_sources, tied_names
+from fsdp2kit.model.random_init import draw
 from fsdp2kit.torch_compat import local_slices
 
-
-def find_model_dir(section: ModelConfig) -> Path | None:
-    """The local directory of ``model.path``; a hub id's safetensors and small files are fetched into the cache.
-
-    Returns:
-        None where the model starts from a config alone.
-
-    Raises:
-        UserError: neither a directory nor a hub model that can be fetched.
-    """
-    path = section.path
-    if path is None or Path(path).is_dir():
-        return None if path is None else Path(path)
-    if Path(path).is_absolute():
-        raise UserError("model.path", f"{path} is not a directory", "check the path")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
-    if section.weights == "pretrained":
-        patterns.append("*.safetensors")
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises errors of many kinds; each means: not to be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError("model.path", f"{path}: {reason}", "check the path, or the hub id and your access") from None
+INDEX_NAME = "model.safetensors.index.json"
 
 
 def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected: bool = False) -> None:
@@ -65,16 +36,21 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
     Args:
         model: parameters and persistent buffers are DTensors or plain tensors of any floating-point dtype.
         directory: holds ``model.safetensors``, or several files with their index.
-        allow_unexpected: accept tensors in the files that the model has no place for (a cut depth, say).
+        allow_unexpected: accept tensors in the files that the model has no use for (a cut depth, say).
 
     Raises:
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
-    with SafetensorsFolder(directory) as folder:
-        plan = _plan(model, folder, allow_unexpected=allow_unexpected)
-        for name, source in plan.items():
-            for target_name, read in source.resolve(name, model):
-                _fill(model, target_name, read, where=f"{directory}: {name}")
+    targets = model.state_dict()  # aliases of the parameters and persistent buffers
+    with _open_safetensors(directory) as slices:
+        for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
+            for name, value in source.tensors(model, slices):
+                where = f"{directory}: {source.name}"
+                _check_shape(value, targets[name].shape, where=where)
+                try:
+                    _copy_part(targets[name], value)
+                except SafetensorError as error:
+                    raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
 
 
 @dataclass(frozen=True)
@@ -96,23 +72,20 @@ def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[st
     Raises:
         UserError: as `load_pretrained`.
     """
-    with SafetensorsFolder(directory) as folder:
-        targets, found = model.state_dict(), {}
-        for name, source in _plan(model, folder, allow_unexpected=False).items():
-            for target in sorted(_target_names(name, source, targets)):
-                read = partial(_read_target, model, target, name=name, source=source)
-                found[target] = StoredTensor(targets[target].shape, source.dtype, read)
+    with _open_safetensors(directory) as slices:
+        shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
+
+        def read(source: Source, name: str) -> Tensor:
+            tensor = dict(source.tensors(model, slices))[name][...]
+            _check_shape(tensor, shapes[name], where=f"{directory}: {name}")
+            return tensor
+
+        for source in _checked_sources(model, directory, slices, allow_unexpected=False):
+            piece = slices[source.stored[0][0]]
+            dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
+            for name in sorted(source.targets(shapes)):
+                found[name] = StoredTensor(shapes[name], dtype, partial(read, source, name))
         yield found
-
-
-def _read_target(model: PreTrainedModel, target: str, *, name: str, source: _Source) -> Tensor:
-    tensor = dict(source.resolve(name, model))[target][...]
-    if tensor.shape != model.state_dict()[target].shape:
-        what = (
-            f"is stored with shape {list(tensor.shape)}, but the model wants {list(model.state_dict()[target].shape)}"
-        )
-        raise UserError(target, what, "check the model's config.json")
-    return tensor
 
 
 def initialize(model: PreTrainedModel, *, seed: int) -> None:
@@ -124,121 +97,79 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     Raises:
         UserError: the architecture's initialisation leaves a parameter out.
     """
-    for name, value in draw(model, seed=seed):
-        _copy_part(_tensor_of(model, name), value)
-
-
-@dataclass
-class _Source:
-    """Where one target tensor comes from: one stored tensor, or several through a transformers converter."""
-
-    pieces: list[tuple[str, str, Any]] = field(default_factory=list)
-    """(stored name, pattern that matched, safetensors slice)"""
-    converter: WeightConverter | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As stored."""
-        piece = self.pieces[0][2]
-        return piece[:0].dtype if piece.get_shape() else piece[...].dtype
-
-    def resolve(self, name: str, model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-        """``(target name, something that can be sliced)``; several targets where a stored tensor is split."""
-        if self.converter is None:
-            yield name, self.pieces[0][2]
-            return
-        converter = copy.deepcopy(self.converter)
-        for stored, pattern, piece in self.pieces:
-            converter.add_tensor(name, stored, pattern, _reader(piece))
-        for target, tensor in converter.convert(name, model=model, config=model.config).items():
-            yield target, tensor[0] if isinstance(tensor, list) else tensor
-
-
-def _reader(piece: Any) -> Any:
-    return lambda: piece[...]
-
-
-def _plan(model: PreTrainedModel, folder: SafetensorsFolder, *, allow_unexpected: bool) -> dict[str, _Source]:
-    """For every target tensor, in the model's order, the stored tensors that make it."""
-    # Some of its entries go by the class's name, which FSDP changes.
-    mapping = get_model_conversion_mapping(build_skeleton(model))
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     targets = model.state_dict()
-    plan: dict[str, _Source] = {}
-    unexpected = []
-    for stored in sorted(folder.names(), key=_natural):
-        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, targets)
-        if name not in targets and stored in targets:
-            name, pattern = stored, None
-        if name not in targets:
-            unexpected.append(stored)
-            continue
-        converter = by_pattern[pattern] if pattern is not None else None
-        source = plan.setdefault(name, _Source(converter=converter))
-        source.pieces.append((stored, pattern or stored, folder.lazy(stored)))
-    _resolve_aliases(model, plan)
-    produced = {target for name, source in plan.items() for target in _target_names(name, source, targets)}
-    _check_names(model, folder.directory, set(targets) - produced, unexpected, allow_unexpected=allow_unexpected)
-    return plan
+    for name, value in draw(model, seed=seed):
+        _copy_part(targets[name], value)
 
 
-def _target_names(name: str, source: _Source, targets: dict[str, Any]) -> set[str]:
-    """All targets a source makes; a converter with several target patterns splits one stored tensor."""
-    if source.converter is None or len(source.converter.target_patterns) == 1:
-        return {name}
-    first = source.converter.target_patterns[0]
-    candidates = {name.replace(first, pattern) for pattern in source.converter.target_patterns}
-    return {name, *(candidates & set(targets))}
+@contextlib.contextmanager
+def _open_safetensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """A slice object of every stored tensor by name: ``get_shape()``, and indexing reads just that part.
+
+    Raises:
+        UserError: no weights in the directory, a missing, truncated or corrupt file.
+    """
+    slices: dict[str, Any] = {}
+    with contextlib.ExitStack() as files:
+        for path in _safetensors_files(directory):
+            try:
+                file = files.enter_context(safe_open(str(path), framework="pt"))
+            except FileNotFoundError:
+                raise UserError(str(path), "is named in the index but missing", "fetch the model again") from None
+            except (SafetensorError, OSError) as error:
+                raise UserError(str(path), f"is not a whole safetensors file ({error})", "fetch it again") from None
+            slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
+        yield slices
 
 
-def _resolve_aliases(model: PreTrainedModel, plan: dict[str, _Source]) -> None:
-    """A tied parameter may be stored under either name, or both: keep one source, under the canonical name."""
-    for alias, name in tied_names(model).items():
-        source = plan.pop(alias, None)
-        if source is not None:
-            plan.setdefault(name, source)
-
-
-def _check_names(
-    model: PreTrainedModel, directory: Path, missing: set[str], unexpected: list[str], *, allow_unexpected: bool
-) -> None:
-    missing -= set(tied_names(model))
-    if missing:
+def _safetensors_files(directory: Path) -> list[Path]:
+    index, single = directory / INDEX_NAME, directory / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(index), f"is not a safetensors index ({error!r})", "fetch it again") from None
+        return [directory / name for name in names]
+    if not single.is_file():
         raise UserError(
-            str(directory),
-            f"{_some(sorted(missing))} of {type(model).__name__} {_are(missing)} not in its safetensors",
-            "is it a checkpoint of this architecture, and whole?",
+            "model.path",
+            f"{directory} has no model.safetensors and no {INDEX_NAME}",
+            "convert its weights to safetensors, or set model.weights = 'random'",
         )
+    return [single]
+
+
+def _checked_sources(
+    model: PreTrainedModel, directory: Path, stored: Collection[str], *, allow_unexpected: bool
+) -> list[Source]:
+    """`find_sources`, where nothing is missing and nothing is left over."""
+    sources, unexpected = find_sources(model, stored)
+    targets = model.state_dict().keys()
+    missing = targets - tied_names(model).keys()
+    for source in sources:
+        missing -= source.targets(targets)
+    kind = type(model).__name__
+    if missing:
+        what = f"{_some(sorted(missing))} of {kind} {_are(missing)} not in its safetensors"
+        raise UserError(str(directory), what, "is it a checkpoint of this architecture, and whole?")
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     if unexpected and not allow_unexpected:
-        raise UserError(
-            str(directory),
-            f"{_some(unexpected)} in its safetensors {_are(unexpected)} unknown to {type(model).__name__}",
-            "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers",
-        )
+        what = f"{_some(unexpected)} in its safetensors {_are(unexpected)} unknown to {kind}"
+        todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
+        raise UserError(str(directory), what, todo)
+    return sources
 
 
-def _fill(model: PreTrainedModel, name: str, source: Any, *, where: str) -> None:
-    target = _tensor_of(model, name)
-    stored_shape = tuple(source.get_shape()) if hasattr(source, "get_shape") else tuple(source.shape)
-    if stored_shape != tuple(target.shape):
-        raise UserError(
-            where,
-            f"stored with shape {list(stored_shape)}, but the model wants {list(target.shape)}",
-            "check model.config overrides against the model's config.json",
-        )
-    try:
-        _copy_part(target, source)
-    except SafetensorError as error:
-        raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
-
-
-def _tensor_of(model: nn.Module, name: str) -> Tensor:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)
+def _check_shape(stored: Any, wanted: torch.Size, *, where: str) -> None:
+    """
+    Args:
+        stored: a tensor, or a safetensors slice.
+    """
+    shape = list(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
+    if shape != list(wanted):
+        what = f"stored with shape {shape}, but the model wants {list(wanted)}"
+        raise UserError(where, what, "check model.config overrides against the model's config.json")
 
 
 @torch.no_grad()
@@ -250,14 +181,9 @@ def _copy_part(target: Tensor, source: Any) -> None:
         local.copy_(source[part] if part else source[...])
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key in which expert 10 follows expert 9; converters stack pieces in this order."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
-
-
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _are(names: Any) -> str:
+def _are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"

@@ -1,6 +1,5 @@
 """The overlap report: what of a traced step is compute, what is communication, and what nothing hides.
 
-files of every rank (`trace`) → who is at work on what (`kernels` on CUDA, `threads` on a CPU, both with what the host
-says: `host`) → one split a step and rank (`split`), waiting told from transfer (`waiting`) → `report`, `console`,
-`timeline`.
+`trace` reads every rank's file, `events` says what its events mean, `split` divides a step, `report` gathers the
+figures and what to try, `display` shows them.
 """

@@ -1,15 +1,21 @@
-"""What a trace is turned into: the same words for CUDA and CPU."""
+"""What a trace's events mean: stretches of computing and collectives, and which part of the program issued each.
+
+Where the program was is read from ranges that torch itself records (FSDP2's ``FSDP::…``, autograd's, the optimizer's),
+so a trace of any FSDP2 loop will do. `read_kernels` is for CUDA, `read_threads` for a CPU; both give the same.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
-from fsdp2kit.overlap.intervals import Interval
+Interval = tuple[int, int]
+"""Start and end in nanoseconds, the end excluded."""
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
 ROOT = "(root)"
@@ -31,30 +37,8 @@ class Event(NamedTuple):
     args: dict[str, Any]
 
 
-class Labels(Generic[T]):
-    """What holds at a time: each change holds until the next.
-
-    Args:
-        changes: (time, what holds from then on), in any order; of equal times the last one given counts.
-        before: what holds before the first.
-    """
-
-    def __init__(self, changes: Iterable[tuple[int, T]], before: T) -> None:
-        ordered = sorted(changes, key=lambda change: change[0])
-        self.times = [time for time, _ in ordered]
-        self.values = [before, *(value for _, value in ordered)]
-
-    def at(self, time: int) -> T:
-        return self.values[bisect_right(self.times, time)]
-
-    def during(self, window: Interval) -> list[tuple[Interval, T]]:
-        """The stretches within a window, each with what holds in it."""
-        borders = [window[0], *(time for time in self.times if window[0] < time < window[1]), window[1]]
-        return [((start, end), self.at(start)) for start, end in pairwise(borders)]
-
-
-class Place(NamedTuple):
-    """Where in the program something was issued."""
+class Scope(NamedTuple):
+    """The part of the program that issued something."""
 
     phase: str
     unit: str
@@ -67,10 +51,10 @@ class Work(NamedTuple):
 
     start: int
     end: int
-    place: Place
+    scope: Scope
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collective:
     """One collective on one rank."""
 
@@ -79,57 +63,147 @@ class Collective:
     start: int
     end: int
     """While it runs: the kernel's time on CUDA; on a CPU that on gloo's thread, or the call's, where it has none."""
-    place: Place
+    scope: Scope
     issued: int
     """When the host issued it."""
     setup: Interval = (0, 0)
     """On a CPU, the call itself, which copies buffers; (0, 0) on CUDA."""
     group: str = ""
     """The ranks it runs over, where the trace says so."""
+    transfer: int | None = None
+    """Of its length, what is not waiting for a slower rank; None: unknown."""
 
     @property
     def intervals(self) -> list[Interval]:
-        return [self.setup, (self.start, self.end)]
-
-    def moving(self, transfer: int | None) -> list[Interval]:
-        """`intervals` without the waiting for a slower rank, which comes first; None: unknown, and all is transfer."""
-        wait = 0 if transfer is None else self.end - self.start - transfer
-        return [self.setup, (self.start + wait, self.end)]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A traced step on the host: from one ``profiler.step()`` to the next."""
-
-    number: int
-    start: int
-    end: int
-    is_complete: bool
-    """Whether the optimizer ran in it (a trace may end amid a step)."""
+        """The call and the run, without an instant that is in both."""
+        return [self.setup, (max(self.start, self.setup[1]), self.end)]
 
     @property
-    def window(self) -> Interval:
-        return (self.start, self.end)
+    def moving(self) -> list[Interval]:
+        """`intervals` without the waiting, which comes first; all of them where it is unknown."""
+        begin = self.start if self.transfer is None else self.end - self.transfer
+        return [self.setup, (begin, self.end)]
 
 
-@dataclass(frozen=True)
-class RankTrace:
-    """One rank's trace."""
+Findings = tuple[list[Work], list[Collective], list[Interval]]
+"""Computing, collectives as they were issued, and CUDA's copies between host and device, which are neither."""
 
-    rank: int
-    world_size: int
-    device: str
-    """"cuda" or "cpu"."""
-    steps: list[Step]
-    work: list[Work]
-    collectives: list[Collective]
-    phases: Labels[str]
-    host_copies: list[Interval] = field(default_factory=list)
-    """Copies between host and device on CUDA; neither compute nor communication."""
+
+def value_at(changes: Sequence[tuple[int, T]], time: int) -> T:
+    """What holds at a time, of (time, what holds from then on), sorted; the first of them comes before all else."""
+    return changes[bisect_right(changes, time, key=itemgetter(0)) - 1][1]
+
+
+def by_nesting(event: Event) -> tuple[int, int]:
+    """Sorts a thread's events so that each comes before those that it holds."""
+    return event.start, -event.end
+
+
+def innermost(events: Sequence[Event]) -> Iterator[tuple[int, int, int]]:
+    """Stretches of one thread's time (start, end, index of the innermost event), in order.
+
+    Args:
+        events: of one thread, sorted `by_nesting`.
+    """
+    stack: list[int] = []
+    at = 0
+    last = max((event.end for event in events), default=0)
+    for index, time in [*((index, event.start) for index, event in enumerate(events)), (-1, last)]:
+        while stack and at < time:
+            top = stack[-1]
+            end = min(events[top].end, time)
+            if at < end:
+                yield at, end, top
+                at = end
+            if events[top].end <= time:
+                stack.pop()
+        at = time
+        stack.append(index)
+
+
+# FSDPParamGroup._with_fqn: "FSDP::all_gather (model.layers.3) [pg=8]"; a prefetch: "FSDP::backward_prefetch for UNIT".
+# The root's name is empty.
+_RANGE = re.compile(r"FSDP::(\w+)(?: for (.*?)| \((.*?)\))?(?: \[pg=\d+\])?$")
+# Ranges of FSDPState name no unit, whichever it is.
+_UNNAMED = {"root_pre_forward", "root_post_backward_callback"}
+_UNNAMED |= {"inputs_to_device", "cast_forward_inputs", "cast_forward_outputs"}
+
+
+class Host:
+    """Which part of the program the host was in.
+
+    Args:
+        events: the trace's host events: operators and annotations.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        marks = [mark for event in events if (mark := _mark(event))]
+        self.turns = _turns(marks)
+        """Phase and unit from a time on."""
+        by_thread: dict[Any, list[Event]] = defaultdict(list)
+        for mark in sorted(marks, key=by_nesting):
+            if mark.name not in ("optimizer", "autograd"):
+                by_thread[mark.thread].append(mark)
+        self._ranges: dict[Any, list[tuple[int, Event | None]]] = {}
+        for thread, ranges in by_thread.items():
+            edges = [((start, ranges[index]), (end, None)) for start, end, index in innermost(ranges)]
+            self._ranges[thread] = [(-1, None), *(edge for pair in edges for edge in pair)]
+
+    def scope(self, thread: Any, time: int) -> Scope:
+        """The part that a thread was in at a time."""
+        phase, unit = value_at(self.turns, time)
+        inner = value_at(self._ranges[thread], time) if thread in self._ranges else None
+        named = inner.args["unit"] if inner is not None else None
+        return Scope(phase, unit if named is None else named, inner is not None)
+
+
+def _mark(event: Event) -> Event | None:
+    """An event that says where the program is, by its bare name; a range of FSDP2's has its unit in `args`."""
+    if event.name.startswith("Optimizer."):  # Optimizer.step#AdamW.step, Optimizer.zero_grad#AdamW.zero_grad
+        return event._replace(name="optimizer", args={})
+    if event.name.startswith("autograd::engine::evaluate_function"):
+        return event._replace(name="autograd", args={})
+    match = _RANGE.match(event.name)
+    if match is None:
+        return None
+    name, target, unit = match.groups()
+    return event._replace(name=name, args={"unit": None if name in _UNNAMED else (unit or target or ROOT)})
+
+
+def _turns(marks: Iterable[Event]) -> list[tuple[int, tuple[str, str]]]:
+    """The phase and the unit whose turn it is, from each time on.
+
+    Forward is from the root's pre-forward on, backward from autograd's first node to FSDP's last callback. A unit's
+    turn is from its pre-forward to its post-forward, and from its pre-backward to its reshard.
+    """
+    edges = [edge for mark in marks for edge in ((mark.start, "begin", mark), (mark.end, "end", mark))]
+    phase = OTHER
+    running: list[str] = []  # units, the newest first
+    turns = [(-1, (phase, NO_UNIT))]
+    for time, edge, mark in sorted(edges, key=lambda edge: edge[0]):
+        unit = mark.args.get("unit", NO_UNIT)
+        match edge, mark.name:
+            case "begin", "root_pre_forward":
+                phase, running = FORWARD, []  # whatever was left open is over
+            case "end", "root_post_backward_callback":
+                phase, running = OTHER, []
+            case "begin", "pre_forward" | "pre_backward":
+                running.insert(0, unit)
+            case "end", "post_forward" | "post_backward_reshard" if unit in running:
+                # Not always the newest: the next unit's pre-backward may come before this one's reshard.
+                running.remove(unit)
+            case "begin", "autograd" if phase == FORWARD:
+                phase = BACKWARD
+            case _, "optimizer":
+                phase = OPTIMIZER if edge == "begin" else OTHER
+            case _:
+                continue
+        turns.append((time, (phase, running[0] if running else NO_UNIT)))
+    return turns
 
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "send_recv")
-_SIMPLE_KINDS = ("send", "recv", "gather", "scatter", "reduce")
+_KINDS += ("send", "recv", "gather", "scatter", "reduce")  # parts of the names above
 
 
 def collective_kind(name: str) -> str | None:
@@ -138,7 +212,128 @@ def collective_kind(name: str) -> str | None:
     ``c10d::_allgather_base_``, ``ncclDevKernel_AllGather_RING_LL`` and ``all_gather_single`` are all "all_gather".
     """
     plain = re.sub(r"[^a-z]", "", name.lower().split("(")[0])
-    for kind in (*_KINDS, *_SIMPLE_KINDS):
-        if kind.replace("_", "") in plain:
-            return kind
+    return next((kind for kind in _KINDS if kind.replace("_", "") in plain), None)
+
+
+DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+# NCCL's and RCCL's kernels, and those that move data between devices without them.
+_COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep|multimem_|(?:one|two)_shot_all_reduce", re.IGNORECASE)
+
+
+def read_kernels(events: Sequence[Event], host: Host) -> Findings:
+    """What ran on the device, each with the part of the program that launched it.
+
+    Every kernel that is no communication computes; so do copies within the device.
+    """
+    launches = {
+        event.args["correlation"]: event
+        for event in events
+        if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
+    }
+    work: list[Work] = []
+    collectives: list[Collective] = []
+    host_copies: list[Interval] = []
+    for event in events:
+        if event.category not in DEVICE_CATEGORIES:
+            continue
+        if event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")):
+            host_copies.append((event.start, event.end))
+            continue
+        launch = launches.get(event.args.get("correlation"), event)  # a replayed graph's kernels have none
+        scope = host.scope(launch.thread, launch.start)
+        if kind := _communication(event):
+            group = str(event.args.get("Process Group Ranks", "") or event.args.get("Process Group Name", ""))
+            collectives.append(Collective(kind, event.start, event.end, scope, issued=launch.start, group=group))
+        else:
+            work.append(Work(event.start, event.end, scope))
+    return work, sorted(collectives, key=lambda one: (one.issued, one.start)), host_copies
+
+
+def _communication(event: Event) -> str | None:
+    """The kind of collective that a kernel is; None: it computes."""
+    if name := event.args.get("Collective name"):
+        return collective_kind(str(name)) or str(name)
+    if event.name.startswith("Memcpy PtoP"):
+        return "peer_copy"
+    if event.category == "kernel" and _COMMUNICATION.search(event.name.split("(")[0]):
+        return collective_kind(event.name) or "collective"
     return None
+
+
+_CALLS = ("c10d::", "_c10d_functional::", "c10d_functional::")
+# Nodes of the autograd graph and profiler marks hold operators and are none.
+_NOT_OPERATORS = ("autograd::", "torch::autograd::", "profiler::", "FSDP::", *_CALLS)
+_COMPILED = "## Call CompiledFxGraph"  # generated code runs here, and records no operators
+
+
+def read_threads(events: Sequence[Event], host: Host, *, main: Any) -> Findings:
+    """What the training threads computed, and gloo's collectives beside them.
+
+    Args:
+        main: the thread that runs the loop; those that autograd runs on count as well, and no others (a thread that
+            reads data or writes a checkpoint is beside the step).
+    """
+    training = {main} | {event.thread for event in events if event.name.startswith("autograd::engine::")}
+    by_thread: dict[Any, list[Event]] = defaultdict(list)
+    calls: list[Event] = []
+    runs: list[Event] = []
+    for event in sorted(events, key=by_nesting):
+        if event.name.startswith("gloo:"):
+            runs.append(event)
+        elif event.thread in training and event.category in ("cpu_op", "user_annotation"):
+            by_thread[event.thread].append(event)
+            if event.name.startswith("c10d::") and collective_kind(event.name):
+                calls.append(event)
+    work = [part for thread in by_thread.values() for part in _computing(thread, host)]
+    return work, _gloo_collectives(calls, runs, host), []
+
+
+def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
+    """The stretches of one thread in which an operator is at work, and not within the call of a collective.
+
+    The innermost event decides. One that holds others is only at work itself where it is torch's own: the rest of a
+    Python operator (a ring's, say) is Python, and waiting.
+    """
+    works: list[bool] = []
+    call_end = 0
+    for index, event in enumerate(events):
+        if event.name.startswith(_CALLS):
+            call_end = max(call_end, event.end)
+        holds_others = index + 1 < len(events) and events[index + 1].start < event.end
+        works.append(event.start >= call_end and _is_at_work(event.name, holds_others=holds_others))
+    for start, end, index in innermost(events):
+        if works[index]:
+            yield Work(start, end, host.scope(events[index].thread, start))
+
+
+def _is_at_work(name: str, *, holds_others: bool) -> bool:
+    if name.startswith(_COMPILED):
+        return True
+    is_operator = "::" in name and not name.startswith(_NOT_OPERATORS)
+    return is_operator and (name.startswith("aten::") or not holds_others)
+
+
+def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host) -> list[Collective]:
+    """Each call (``c10d::_allgather_base_``) with its run on a thread of gloo's (``gloo:all_gather``).
+
+    Nothing links the two but their order, since gloo takes them in turn: of one kind, the first call has the first run
+    after it. A run whose call came before the trace is left out; a call without a run is the call alone. Sends and
+    receives run on no thread of their own; their run lasts until somebody has waited for them.
+
+    Args:
+        calls: in order, as are `runs`.
+    """
+    queues: dict[str, list[Event]] = defaultdict(list)
+    for run in runs:
+        queues[collective_kind(run.name) or run.name].append(run)
+    collectives = []
+    for call in calls:
+        kind = collective_kind(call.name) or call.name
+        # gloo's reduce-scatter is an all-reduce, of which each rank keeps its part.
+        queue = queues["all_reduce" if kind == "reduce_scatter" and kind not in queues else kind]
+        while queue and queue[0].start < call.start:
+            queue.pop(0)
+        start, end = (queue[0].start, queue.pop(0).end) if queue else (call.end, call.end)
+        scope, setup = host.scope(call.thread, call.start), (call.start, call.end)
+        collectives.append(Collective(kind, start, end, scope, issued=call.start, setup=setup))
+    return collectives

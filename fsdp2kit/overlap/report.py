@@ -1,32 +1,72 @@
-"""Everything the report says, as plain values."""
+"""Everything the report says: the figures, and what to try next in the words of the TOML."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from fsdp2kit.errors import UserError
-from fsdp2kit.overlap.advice import Advice, Settings, advise, read_settings
-from fsdp2kit.overlap.events import RankTrace
-from fsdp2kit.overlap.means import MS, Means, mean_of, slowest
-from fsdp2kit.overlap.split import Split, split_step
-from fsdp2kit.overlap.trace import read_traces
-from fsdp2kit.overlap.waiting import transfer_times
+from fsdp2kit.overlap.events import BACKWARD, FORWARD
+from fsdp2kit.overlap.split import MS, TIMES, Row, Split, mean_of, split_step
+from fsdp2kit.overlap.trace import RankTrace, read_traces
+
+# Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
+# than it saves time. Between them nothing is said.
+VISIBLE, HIDDEN = 0.03, 0.01
+# Shares of the step from which waiting for another rank, idling or copying from the host are mentioned.
+WAITING, IDLE, HOST_COPIES = 0.05, 0.25, 0.05
+# One rank is the slow one where it waits less than this part of what the others wait.
+ONE_IS_BEHIND = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run had; the defaults where its ``config.toml`` is not beside the trace."""
+
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
+    reshard_after_forward: bool | int = True
+    reduce_every_micro_batch: bool = False
+    micro_batch_size: int = 1
+    offload: str = "none"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A thing to try."""
+
+    key: str
+    """A key of the TOML; "" where no key helps."""
+    value: str
+    """In TOML syntax."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value}: {self.why}" if self.key else self.why
 
 
 @dataclass(frozen=True)
 class StepReport:
     """One step, of every rank."""
 
-    step: int
+    number: int
     is_complete: bool
-    splits: list[Split]
-    """By rank."""
-    slowest_rank: int
+    ranks: dict[int, Split]
     measured: float | None
     """``step_seconds`` of this step in the run's ``metrics.jsonl``; None where that is not beside the trace."""
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank that the others wait for, which waits least itself; the one that computes longest if unknown."""
+        waits = {rank: split.waiting for rank, split in self.ranks.items() if split.waiting is not None}
+        if len(waits) == len(self.ranks):
+            return min(waits, key=waits.__getitem__)
+        return max(self.ranks, key=lambda rank: self.ranks[rank].compute)
 
 
 @dataclass(frozen=True)
@@ -38,30 +78,63 @@ class Report:
     world_size: int
     missing_ranks: list[int]
     steps: list[StepReport]
-    means: Means
+    means: Split
     """Over the complete steps and all ranks; over all steps where none is complete."""
+    waiting_by_rank: dict[int, float]
+    """Of the same steps, in nanoseconds; empty where it is unknown."""
     settings: Settings
     advice: list[Advice]
 
     def as_json(self) -> dict[str, Any]:
         """The same as nested plain values; times in milliseconds."""
+        mean = _split_json(self.means, suffix="")
+        mean["exposed_all_ms"] = mean.pop("exposed_ms")
+        mean["waiting_by_rank"] = {rank: waiting / MS for rank, waiting in self.waiting_by_rank.items()}
         return {
             "path": self.path,
             "device": self.device,
             "world_size": self.world_size,
             "missing_ranks": self.missing_ranks,
-            "steps": [_step_json(step) for step in self.steps],
-            "mean": {f"{k}_ms" if k in _TIMES else k: v for k, v in asdict(self.means).items()}
-            | {"hidden": self.means.hidden},
+            "steps": [
+                {
+                    "step": step.number,
+                    "is_complete": step.is_complete,
+                    "slowest_rank": step.slowest_rank,
+                    "measured_ms": None if step.measured is None else step.measured * 1e3,
+                    "ranks": [{"rank": rank, **_split_json(split)} for rank, split in step.ranks.items()],
+                }
+                for step in self.steps
+            ],
+            "mean": {**mean, "hidden": self.means.hidden},
             "settings": asdict(self.settings),
             "advice": [{**asdict(one), "text": str(one)} for one in self.advice],
         }
 
 
-_TIMES = {"duration", "compute_only", "overlapped", "exposed_all", "idle", "waiting", "copies", "host_copies", "ideal"}
+def _split_json(split: Split, *, suffix: str = "_ms") -> dict[str, Any]:
+    """`suffix` ends the names of a row's times; in the mean they have none."""
+
+    def ms(of: object, name: str) -> float | None:
+        value = getattr(of, name)
+        return None if value is None else value / MS
+
+    def row(key: tuple[str, str], values: Row, name: str, *times: str) -> dict[str, Any]:
+        return {name: key[0], "phase": key[1], **{f"{time}{suffix}": ms(values, time) for time in times}}
+
+    return {
+        **{f"{name}_ms": ms(split, name) for name in TIMES},
+        "effective_overlap": split.effective_overlap,
+        "collectives": [
+            {**row(key, values, "kind", "communication", "exposed", "waiting"), "count": values.count}
+            for key, values in split.collectives.items()
+        ],
+        "units": [
+            row(key, values, "unit", "compute", "communication", "exposed") for key, values in split.units.items()
+        ],
+    }
 
 
-def build_report(path: Path, traces: list[RankTrace] | None = None) -> Report:
+def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Report:
     """Read the traces of a run directory, a ``trace`` directory or a file, and split every step of every rank.
 
     Args:
@@ -71,84 +144,158 @@ def build_report(path: Path, traces: list[RankTrace] | None = None) -> Report:
         UserError: there is no trace, or one is damaged.
     """
     traces = read_traces(path) if traces is None else traces
-    transfers = transfer_times(traces)
-    splits = [
-        split_step(trace, step, known) for trace, known in zip(traces, transfers, strict=True) for step in trace.steps
-    ]
     measured = _measured(path)
     steps = []
-    for number in sorted({split.step for split in splits}):
-        of_step = [split for split in splits if split.step == number]
-        is_complete = all(split.is_complete for split in of_step)
-        steps.append(StepReport(number, is_complete, of_step, slowest(of_step).rank, measured.get(number)))
+    for number in sorted({step.number for trace in traces for step in trace.steps}):
+        found = [(trace, step) for trace in traces for step in trace.steps if step.number == number]
+        ranks = {trace.rank: split_step(trace, step) for trace, step in found}
+        is_complete = all(step.is_complete for _, step in found)
+        steps.append(StepReport(number, is_complete, ranks, measured.get(number)))
     if not steps:
         raise UserError(str(path), "holds no event of a step", "trace at least one step")
-    complete = [split for step in steps if step.is_complete for split in step.splits]
-    means = mean_of(complete or splits)
-    settings = read_settings(path)
-    device = traces[0].device
+    complete = [step for step in steps if step.is_complete] or steps
+    means = mean_of([split for step in complete for split in step.ranks.values()])
+    settings, device = read_settings(path), traces[0].device
+    waiting_by_rank = _waiting_by_rank(complete)
     world_size = max(trace.world_size for trace in traces)
-    missing = sorted(set(range(world_size)) - {trace.rank for trace in traces})
-    advice = advise(means, settings, device=device)
-    return Report(str(path), device, world_size, missing, steps, means, settings, advice)
+    return Report(
+        path=str(path),
+        device=device,
+        world_size=world_size,
+        missing_ranks=sorted(set(range(world_size)) - {trace.rank for trace in traces}),
+        steps=steps,
+        means=means,
+        waiting_by_rank=waiting_by_rank,
+        settings=settings,
+        advice=advise(means, settings, device=device, waiting_by_rank=waiting_by_rank),
+    )
+
+
+def _waiting_by_rank(steps: Sequence[StepReport]) -> dict[int, float]:
+    ranks = sorted({rank for step in steps for rank in step.ranks})
+    waits = {rank: mean_of([step.ranks[rank] for step in steps if rank in step.ranks]).waiting for rank in ranks}
+    known = {rank: waiting for rank, waiting in waits.items() if waiting is not None}
+    return known if len(known) == len(waits) else {}
+
+
+def _read_beside(trace_path: Path, name: str) -> str:
+    """A file of the run that a trace directory, or a file in it, belongs to; "" where it is not there."""
+    folder = trace_path if trace_path.is_dir() else trace_path.parent
+    found = [file for file in (folder / name, folder.parent / name) if file.is_file()]
+    return found[0].read_text(encoding="utf-8") if found else ""
 
 
 def _measured(path: Path) -> dict[int, float]:
     """Seconds a step, from the ``metrics.jsonl`` of the run; empty without one."""
-    folder = path if path.is_dir() else path.parent
-    for file in (folder / "metrics.jsonl", folder.parent / "metrics.jsonl"):
-        if file.is_file():
-            records = [_record(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            return {record["step"]: record["step_seconds"] for record in records if "step_seconds" in record}
-    return {}
+    seconds: dict[int, float] = {}
+    for line in _read_beside(path, "metrics.jsonl").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the run was killed amid its last line
+            continue
+        if "step_seconds" in record:
+            seconds[record["step"]] = record["step_seconds"]
+    return seconds
 
 
-def _record(line: str) -> dict[str, Any]:
+def read_settings(path: Path) -> Settings:
+    """The settings of the run that a trace belongs to."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:  # the run was killed amid its last line
-        return {}
+        config = tomli.loads(_read_beside(path, "config.toml"))
+    except tomli.TOMLDecodeError:  # somebody else's file
+        config = {}
+    # It may be another version's: what is not there, or is of another type, is as by default.
+    fsdp, train = config.get("fsdp", {}), config.get("train", {})
+    keeps_whole = fsdp.get("strategy") in ("shard_grad_op", "hybrid_shard_zero2", "no_shard")
+    given = {"reshard_after_forward": not keeps_whole, **fsdp, "micro_batch_size": train.get("micro_batch_size")}
+    return Settings(**{k: given[k] for k, v in vars(Settings()).items() if isinstance(given.get(k), type(v))})
 
 
-def _step_json(step: StepReport) -> dict[str, Any]:
-    return {
-        "step": step.step,
-        "is_complete": step.is_complete,
-        "slowest_rank": step.slowest_rank,
-        "measured_ms": None if step.measured is None else step.measured * 1e3,
-        "ranks": [_split_json(split) for split in step.splits],
-    }
+def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Mapping[int, float]) -> list[Advice]:
+    """What to try, the most telling first.
+
+    Args:
+        mean: over the complete steps and all ranks.
+        device: "cuda" or "cpu".
+        waiting_by_rank: the mean of each rank's steps; empty where it is unknown.
+    """
+    advice = list(_waiting(mean, waiting_by_rank))
+    if device == "cpu":
+        why = "gloo: FSDP2 waits for a collective where it issues it, so prefetch changes nothing on a CPU"
+        advice.append(Advice("", "", why))
+    else:
+        advice += [*_prefetch(mean, FORWARD, settings.forward_prefetch)]
+        advice += [*_prefetch(mean, BACKWARD, settings.backward_prefetch)]
+    advice += [*_volume(mean, settings), *_host(mean, settings, device=device)]
+    return advice or [Advice("", "", "nothing stands out: communication is neither exposed nor dearly hidden")]
 
 
-def _split_json(split: Split) -> dict[str, Any]:
-    names = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "copies", "host_copies", "ideal")
-    return {
-        "rank": split.rank,
-        **{f"{name}_ms": _ms(getattr(split, name)) for name in names},
-        "effective_overlap": split.effective_overlap,
-        "collectives": [
-            {
-                "kind": kind,
-                "phase": phase,
-                "count": row.count,
-                "communication_ms": _ms(row.communication),
-                "exposed_ms": _ms(row.exposed),
-                "waiting_ms": _ms(row.waiting),
-            }
-            for (kind, phase), row in split.collectives.items()
-        ],
-        "units": [
-            {
-                "unit": unit,
-                "phase": phase,
-                "compute_ms": _ms(row.compute),
-                "communication_ms": _ms(row.communication),
-                "exposed_ms": _ms(row.exposed),
-            }
-            for (unit, phase), row in split.units.items()
-        ],
-    }
+def _waiting(mean: Split, by_rank: Mapping[int, float]) -> Iterator[Advice]:
+    if mean.waiting is None or mean.waiting < WAITING * mean.duration:
+        return
+    told = f"{_share(mean.waiting, mean)} of the step is waiting for a slower rank, which no setting of FSDP mends"
+    slowest = min(by_rank, key=by_rank.__getitem__, default=None)
+    others = [waiting for rank, waiting in by_rank.items() if rank != slowest]
+    # The slow rank waits little itself; where all wait alike, they take turns.
+    if slowest is not None and others and by_rank[slowest] < ONE_IS_BEHIND * sum(others) / len(others):
+        cause = f"it is rank {slowest}; look at its device and at what else runs there"
+    else:
+        cause = "they are slow by turns; look at uneven rows (data.pack) and at the machine's load"
+    yield Advice("", "", f"{told}: {cause}")
 
 
-def _ms(nanoseconds: float | None) -> float | None:
-    return None if nanoseconds is None else nanoseconds / MS
+def _prefetch(mean: Split, phase: str, depth: int) -> Iterator[Advice]:
+    key, exposed = f"fsdp.{phase}_prefetch", _exposed(mean, "all_gather", phase)
+    if exposed >= VISIBLE * mean.duration:
+        why = f"{_share(exposed, mean)} of the step are exposed all-gathers of {phase}; one more unit is alive"
+        yield Advice(key, str(depth + 1), why)
+        return
+    if depth == 0 or exposed >= HIDDEN * mean.duration or ("all_gather", phase) not in mean.collectives:
+        return
+    hidden = f"{phase}'s all-gathers are hidden"
+    if phase == BACKWARD and depth == 1:
+        hidden = f"only where memory is short: {hidden}"
+        why = f"{hidden}; with 0, one unit is alive instead of two, but none is gathered ahead"
+    else:
+        why = f"{hidden}; saves a unit's memory"
+    yield Advice(key, str(depth - 1), why)
+
+
+def _volume(mean: Split, settings: Settings) -> Iterator[Advice]:
+    """What makes less of it, where there is more than can be hidden."""
+    visible = VISIBLE * mean.duration
+    gathers = _exposed(mean, "all_gather", BACKWARD)
+    reductions = sum(_exposed(mean, kind, BACKWARD) for kind in ("reduce_scatter", "all_reduce"))
+    if gathers >= visible and settings.reshard_after_forward is not False:
+        why = "backward then gathers nothing; every unit stays whole from forward to backward, so memory must allow it"
+        yield Advice("fsdp.reshard_after_forward", "false", why)
+    if reductions >= visible and settings.reduce_every_micro_batch:
+        why = f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough"
+        yield Advice("fsdp.reduce_every_micro_batch", "false", why)
+    if mean.communication > mean.compute:
+        why = "communication takes longer than compute, so no prefetch can hide it all"
+    elif gathers + reductions + _exposed(mean, "all_gather", FORWARD) >= 2 * visible:
+        why = "more compute to each collective, and fewer of them a step"
+    else:
+        return
+    larger = str(2 * settings.micro_batch_size)
+    yield Advice("train.micro_batch_size", larger, f"{why}; activations take twice as much")
+
+
+def _host(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
+    if mean.host_copies >= HOST_COPIES * mean.duration and settings.offload == "params":
+        share = _share(mean.host_copies, mean)
+        why = f"{share} of the step are copies from and to the host with nothing beside them"
+        yield Advice("fsdp.offload", '"none"', why)
+    if device == "cuda" and mean.idle - mean.host_copies >= IDLE * mean.duration:
+        why = f"the device has nothing to do for {_share(mean.idle, mean)} of the step: the host is too slow for it"
+        yield Advice("compile.enabled", "true", f"{why}; larger micro-batches help as well")
+
+
+def _exposed(mean: Split, kind: str, phase: str) -> float:
+    row = mean.collectives.get((kind, phase))
+    return row.exposed if row else 0.0
+
+
+def _share(part: float, mean: Split) -> str:
+    return f"{100 * part / mean.duration:.0f} %"

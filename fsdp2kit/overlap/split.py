@@ -2,173 +2,234 @@
 
     step = compute only + overlapped + exposed communication + idle
 
-by interval arithmetic on whole nanoseconds, hence exactly. "Communication" is the time in which a collective runs on
-this rank, "compute" the time in which it computes, "exposed" communication without compute, "idle" neither (the host
-is busy elsewhere, or, on CUDA, behind).
+on whole nanoseconds, hence exactly. "Communication" is the time in which a collective runs on this rank, "compute" the
+time in which it computes, "exposed" communication without compute, "idle" neither (the host is busy elsewhere, or, on
+CUDA, behind).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fsdp2kit.overlap.events import Collective, RankTrace, Step
-from fsdp2kit.overlap.intervals import Intervals, clip, intersect, merge, share, subtract, total
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp2kit.overlap.events import Interval, Work
+from fsdp2kit.overlap.trace import RankTrace, Step
+
+MS = 1e6
+"""Nanoseconds in a millisecond."""
+TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "copies", "host_copies", "ideal")
+"""The fields of a `Split` that are times."""
+
+Cells = NDArray[np.bool_]
+"""Of a grid's cells, some."""
+Spans = NDArray[np.int64]
+"""The first cell and the one after the last `[N, 2]`."""
+
+
+class Grid:
+    """A window cut into cells wherever an interval begins or ends: a set of instants is then one boolean a cell.
+
+    Args:
+        window: intervals are clipped to it.
+        intervals: all that will be located.
+    """
+
+    def __init__(self, window: Interval, intervals: Iterable[Interval]) -> None:
+        self._window = window
+        self._borders = np.unique(np.array([window, *intervals], dtype=np.int64).clip(*window))
+        self.lengths = np.diff(self._borders)
+        """Of each cell, in nanoseconds."""
+
+    def locate(self, intervals: Iterable[Interval]) -> Spans:
+        """The cells of each interval; an empty one has none."""
+        times = np.array([*intervals], dtype=np.int64).reshape(-1, 2).clip(*self._window)
+        return np.searchsorted(self._borders, np.maximum.accumulate(times, axis=1))
+
+    def count(self, spans: Spans) -> NDArray[np.int64]:
+        """How many of the spans hold each cell."""
+        begins, ends = (np.bincount(column, minlength=len(self._borders)) for column in spans.T)
+        return (begins - ends).cumsum()[:-1]
+
+    def total(self, cells: Cells) -> int:
+        """How long the cells are together, in nanoseconds."""
+        return int(self.lengths[cells].sum())
+
+    def stretches(self, cells: Cells) -> list[Interval]:
+        """The cells as intervals; neighbours are one."""
+        edges = self._borders[np.flatnonzero(np.diff(cells, prepend=False, append=False))]
+        return [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
+
+
+class Activity:
+    """What a rank did in each cell of a step."""
+
+    def __init__(self, trace: RankTrace, step: Step) -> None:
+        self.window = begin, end = step.window
+        self.work = [part for part in trace.work if part.start < end and part.end > begin]
+        self.collectives = [
+            one
+            for one in trace.collectives
+            if begin <= one.issued < end or any(max(begin, a) < min(end, b) for a, b in one.intervals)
+        ]
+        """Those that run or were issued in the step."""
+        work = [(part.start, part.end) for part in self.work]
+        runs = [interval for one in self.collectives for interval in one.intervals]
+        moving = [interval for one in self.collectives for interval in one.moving]
+        self.grid = Grid(self.window, [*work, *runs, *moving, *trace.host_copies])
+        self.work_spans, self.runs = self.grid.locate(work), self.grid.locate(runs).reshape(-1, 2, 2)
+        """Of each of `work`, and of each of `collectives` its call's and its run's."""
+        is_fsdp = [part.scope.is_fsdp for part in self.work]
+        self.computing = self.grid.count(self.work_spans) > 0
+        self.copying = self.grid.count(self.work_spans[np.array(is_fsdp, dtype=bool)]) > 0
+        """FSDP's own work: copies in and out of collectives' buffers, casts, gradient accumulation."""
+        self.running = self.grid.count(self.runs.reshape(-1, 2))
+        """How many collectives run."""
+        self.communicating = self.running > 0
+        self.exposed = self.communicating & ~self.computing
+        self.moving = self.grid.count(self.grid.locate(moving)) > 0
+        """A collective runs and is not known to wait."""
+        self.host_copying = self.grid.count(self.grid.locate(trace.host_copies)) > 0
 
 
 @dataclass(frozen=True)
-class CollectiveRow:
-    """The collectives of one kind and phase, in nanoseconds."""
+class Row:
+    """One kind of collective, or one unit, in one phase; times in nanoseconds."""
 
-    count: int
-    """Those that were issued in this step."""
-    communication: int
-    """While at least one of them ran."""
+    count: float
+    """Collectives that were issued in this step."""
+    compute: float
+    """A unit's; 0 for a kind of collective."""
+    communication: float
+    """While at least one of its collectives ran."""
     exposed: float
     """Without compute beside them; an instant that several share is divided, so that the rows add up."""
-    waiting: int | None
-    """Of their lengths, what was waiting for the slowest rank; None: unknown."""
+    waiting: float | None
+    """Of its collectives' lengths, what was waiting for the slowest rank; None: unknown."""
 
 
-@dataclass(frozen=True)
-class UnitRow:
-    """One unit in one phase, in nanoseconds."""
-
-    compute: int
-    communication: int
-    exposed: float
-
-    @property
-    def ideal(self) -> int:
-        """The longer of the two: what the unit takes if the shorter is hidden."""
-        return max(self.compute, self.communication)
+Rows = dict[tuple[str, str], Row]
+"""By kind of collective or unit, and by phase."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One step of one rank, in nanoseconds."""
+    """One step of one rank, or the mean of several; times in nanoseconds, whole ones where it is one step."""
 
-    rank: int
-    step: int
-    is_complete: bool
-    duration: int
-    compute_only: int
-    overlapped: int
-    exposed: int
-    idle: int
-    waiting: int | None
+    duration: float
+    compute_only: float
+    overlapped: float
+    exposed: float
+    idle: float
+    waiting: float | None
     """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
-    copies: int
-    """Of compute, FSDP's own work: copies in and out of collectives' buffers, casts, gradient accumulation."""
-    host_copies: int
+    copies: float
+    """Of compute, FSDP's own work."""
+    host_copies: float
     """Of `idle`, while the device copied from or to the host."""
-    collectives: dict[tuple[str, str], CollectiveRow]
-    """By kind and phase."""
-    units: dict[tuple[str, str], UnitRow]
-    """By unit and phase."""
+    ideal: float
+    """Σ over units and phases of max(compute, communication)."""
+    effective_overlap: float | None
+    """Of what could be hidden unit by unit, Σ min(compute, communication), how much was; 1 at most.
+
+    None where there is nothing to hide.
+    """
+    collectives: Rows
+    units: Rows
 
     @property
-    def compute(self) -> int:
+    def compute(self) -> float:
         return self.compute_only + self.overlapped
 
     @property
-    def communication(self) -> int:
+    def communication(self) -> float:
         return self.overlapped + self.exposed
 
     @property
-    def busy(self) -> int:
-        """While the rank computes or communicates."""
-        return self.compute_only + self.overlapped + self.exposed
-
-    @property
-    def ideal(self) -> int:
-        """Σ over units and phases of max(compute, communication)."""
-        return sum(row.ideal for row in self.units.values())
-
-    @property
-    def effective_overlap(self) -> float | None:
-        """Of what could be hidden unit by unit, Σ min(compute, communication), how much was; 1 at most.
-
-        None where there is nothing to hide.
-        """
-        hideable = sum(min(row.compute, row.communication) for row in self.units.values())
-        return min(1.0, self.overlapped / hideable) if hideable else None
+    def hidden(self) -> float | None:
+        """Of communication, how much is overlapped (HTA's overlap); None without communication."""
+        return self.overlapped / self.communication if self.communication else None
 
 
-def split_step(trace: RankTrace, step: Step, transfers: Sequence[int | None]) -> Split:
-    """Split one step.
-
-    Args:
-        transfers: for each of the trace's collectives, how long its transfer takes, where that is known.
-    """
-    computing = clip(((part.start, part.end) for part in trace.work), step.window)
-    known = [
-        (collective, transfer, parts)
-        for collective, transfer in zip(trace.collectives, transfers, strict=True)
-        if (parts := clip(collective.intervals, step.window)) or step.start <= collective.issued < step.end
-    ]
-    communicating = merge(interval for _, _, parts in known for interval in parts)
-    exposed = subtract(communicating, computing)
-    idle = subtract([step.window], merge([*computing, *communicating]))
-    shares = share([intersect(parts, exposed) for _, _, parts in known])
+def split_step(trace: RankTrace, step: Step) -> Split:
+    """Split one step of one rank."""
+    seen = Activity(trace, step)
+    total = seen.grid.total
+    overlapped = total(seen.computing & seen.communicating)
+    idle = ~seen.computing & ~seen.communicating
+    is_waiting_known = any(one.transfer is not None for one in seen.collectives)
+    units = _rows(seen, seen.work, lambda part: part.scope.unit)
+    hideable = sum(min(row.compute, row.communication) for row in units.values())
     return Split(
-        rank=trace.rank,
-        step=step.number,
-        is_complete=step.is_complete,
         duration=step.end - step.start,
-        compute_only=total(subtract(computing, communicating)),
-        overlapped=total(intersect(computing, communicating)),
-        exposed=total(exposed),
+        compute_only=total(seen.computing & ~seen.communicating),
+        overlapped=overlapped,
+        exposed=total(seen.exposed),
         idle=total(idle),
-        waiting=_waiting(known, exposed),
-        copies=total(clip(((part.start, part.end) for part in trace.work if part.place.is_fsdp), step.window)),
-        host_copies=total(intersect(merge(trace.host_copies), idle)),
-        collectives=_collective_rows(known, shares, step),
-        units=_unit_rows(trace, known, shares, step),
+        waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
+        copies=total(seen.copying),
+        host_copies=total(seen.host_copying & idle),
+        ideal=sum(max(row.compute, row.communication) for row in units.values()),
+        effective_overlap=min(1.0, overlapped / hideable) if hideable else None,
+        collectives=_rows(seen, [], lambda one: one.kind),
+        units=units,
     )
 
 
-_Known = Sequence[tuple[Collective, "int | None", Intervals]]
+def _rows(seen: Activity, work: Sequence[Work], name: Callable[[Any], str]) -> Rows:
+    """The rows of work and collectives that have one name and one phase.
 
-
-def _waiting(known: _Known, exposed: Intervals) -> int | None:
-    """Exposed time in which nothing was transferred."""
-    if all(transfer is None for _, transfer, _ in known):
-        return None
-    moving = merge(part for collective, transfer, _ in known for part in collective.moving(transfer))
-    return total(subtract(exposed, moving))
-
-
-def _collective_rows(known: _Known, shares: Sequence[float], step: Step) -> dict[tuple[str, str], CollectiveRow]:
-    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number, (collective, _, _) in enumerate(known):
-        numbers[collective.kind, collective.place.phase].append(number)
+    Args:
+        work: all of the step's, or none.
+        name: of a `Work` or a `Collective`.
+    """
+    computing: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, part in enumerate(work):
+        computing[name(part), part.scope.phase].append(index)
+    communicating: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, one in enumerate(seen.collectives):
+        communicating[name(one), one.scope.phase].append(index)
+    grid, (begin, end) = seen.grid, seen.window
+    # An instant in which n collectives are exposed counts 1/n for each of them.
+    share = np.where(seen.exposed, grid.lengths / np.maximum(seen.running, 1), 0.0)
     rows = {}
-    for key, members in numbers.items():
-        of_these = [known[number] for number in members]
-        waits = [one.end - one.start - transfer for one, transfer, _ in of_these if transfer is not None]
-        rows[key] = CollectiveRow(
-            count=sum(step.start <= one.issued < step.end for one, _, _ in of_these),
-            communication=total(merge(interval for _, _, parts in of_these for interval in parts)),
-            exposed=sum(shares[number] for number in members),
+    for key in dict.fromkeys([*computing, *communicating]):
+        of_these = [seen.collectives[index] for index in communicating[key]]
+        runs = seen.runs[communicating[key]].reshape(-1, 2)
+        waits = [one.end - one.start - one.transfer for one in of_these if one.transfer is not None]
+        rows[key] = Row(
+            count=sum(begin <= one.issued < end for one in of_these),
+            compute=grid.total(grid.count(seen.work_spans[computing[key]]) > 0),
+            communication=grid.total(grid.count(runs) > 0),
+            exposed=sum(float(share[first:after].sum()) for first, after in runs),
             waiting=sum(waits) if waits else None,
         )
     return rows
 
 
-def _unit_rows(trace: RankTrace, known: _Known, shares: Sequence[float], step: Step) -> dict[tuple[str, str], UnitRow]:
-    computing: dict[tuple[str, str], Intervals] = defaultdict(list)
-    for part in trace.work:
-        if part.start < step.end and part.end > step.start:
-            computing[part.place.unit, part.place.phase].append((part.start, part.end))
-    communicating: dict[tuple[str, str], Intervals] = defaultdict(list)
-    exposed: dict[tuple[str, str], float] = defaultdict(float)
-    for (collective, _, parts), shared in zip(known, shares, strict=True):
-        key = (collective.place.unit, collective.place.phase)
-        communicating[key] += parts
-        exposed[key] += shared
-    return {
-        key: UnitRow(total(clip(computing[key], step.window)), total(merge(communicating[key])), exposed[key])
-        for key in dict.fromkeys([*computing, *communicating])
-    }
+def mean_of(splits: Sequence[Split]) -> Split:
+    """The mean of one or more splits; a row that a split has not counts as 0, an unknown time not at all."""
+    means: dict[str, Any] = {}
+    for name in (*TIMES, "effective_overlap"):
+        known = [value for split in splits if (value := getattr(split, name)) is not None]
+        means[name] = sum(known) / len(known) if known else None
+    for table in ("collectives", "units"):
+        means[table] = _mean_rows([getattr(split, table) for split in splits])
+    return Split(**means)
+
+
+def _mean_rows(tables: Sequence[Rows]) -> Rows:
+    """The mean of each row, those with most exposed time first."""
+    rows = {}
+    for key in dict.fromkeys(key for table in tables for key in table):
+        found = [table[key] for table in tables if key in table]
+        means: dict[str, Any] = {}
+        for name in vars(found[0]):
+            known = [value for row in found if (value := getattr(row, name)) is not None]
+            means[name] = sum(known) / len(tables) if known else None
+        rows[key] = Row(**means)
+    return dict(sorted(rows.items(), key=lambda item: -item[1].exposed))

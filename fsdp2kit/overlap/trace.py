@@ -6,17 +6,61 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.overlap.events import Event, RankTrace, Step
-from fsdp2kit.overlap.host import Host
-from fsdp2kit.overlap.kernels import DEVICE_CATEGORIES, read_kernels
-from fsdp2kit.overlap.threads import read_threads
+from fsdp2kit.overlap.events import (
+    DEVICE_CATEGORIES,
+    Collective,
+    Event,
+    Host,
+    Interval,
+    Work,
+    read_kernels,
+    read_threads,
+)
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _AGAIN = "profile the steps again (profile.enabled = true), and let the run end by itself"
+# Collectives that no rank leaves before every rank has come.
+_MEETINGS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step on the host: from one ``profiler.step()`` to the next."""
+
+    number: int
+    start: int
+    end: int
+    is_complete: bool
+    """Whether the optimizer ran in it (a trace may end amid a step)."""
+
+    @property
+    def window(self) -> Interval:
+        return (self.start, self.end)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's trace."""
+
+    rank: int
+    world_size: int
+    device: str
+    """"cuda" or "cpu"."""
+    steps: list[Step]
+    work: list[Work]
+    collectives: list[Collective]
+    """In the order in which they were issued."""
+    host_copies: list[Interval]
+    """Copies between host and device on CUDA; neither compute nor communication."""
+    turns: list[tuple[int, tuple[str, str]]]
+    """Phase and unit of the host from a time on."""
 
 
 def find_traces(path: Path) -> list[Path]:
@@ -37,7 +81,7 @@ def find_traces(path: Path) -> list[Path]:
 
 
 def read_traces(path: Path) -> list[RankTrace]:
-    """Every rank's trace, by rank.
+    """Every rank's trace, by rank; their collectives' `transfer` is filled in where it can be known.
 
     Raises:
         UserError: there is none, one is damaged, or two are of the same rank.
@@ -51,6 +95,7 @@ def read_traces(path: Path) -> list[RankTrace]:
             raise UserError(str(file), f"is of rank {trace.rank}, and so is {other}", "keep one run's traces apart")
         files[trace.rank] = file
         traces.append(trace)
+    _match_collectives(traces)
     return sorted(traces, key=lambda trace: trace.rank)
 
 
@@ -63,15 +108,13 @@ def read_trace(path: Path) -> RankTrace:
     content = _load(path)
     events = _events(content["traceEvents"], path)
     host = Host([event for event in events if event.category in ("cpu_op", "user_annotation")])
-    steps, main = _steps(events, first=_first_step(content))
+    about = content.get("fsdp2kit")
+    first_step = int(about.get("first_step", 0)) if isinstance(about, dict) else 0
+    steps, main = _steps(events, first=first_step)
     distributed = content.get("distributedInfo") or {}
     named = re.search(r"(\d+)", path.name)
     is_cuda = any(event.category in DEVICE_CATEGORIES for event in events)
-    if is_cuda:
-        work, collectives, host_copies = read_kernels(events, host)
-    else:
-        work, collectives = read_threads(events, host, main=main)
-        host_copies = []
+    work, collectives, host_copies = read_kernels(events, host) if is_cuda else read_threads(events, host, main=main)
     return RankTrace(
         rank=int(distributed.get("rank", named.group(1) if named else 0)),
         world_size=int(distributed.get("world_size", 1)),
@@ -79,8 +122,8 @@ def read_trace(path: Path) -> RankTrace:
         steps=steps,
         work=work,
         collectives=collectives,
-        phases=host.phases,
         host_copies=host_copies,
+        turns=host.turns,
     )
 
 
@@ -110,38 +153,62 @@ def _events(raw: list[Any], path: Path) -> list[Event]:
             end = start + round(float(entry["dur"]) * 1000)
         except (KeyError, TypeError, ValueError):
             raise UserError(str(path), f"has an event without a time ({str(entry)[:80]})", _AGAIN) from None
-        thread = entry.get("tid")
-        events.append(
-            Event(str(entry.get("name", "")), str(entry.get("cat", "")), thread, start, end, entry.get("args") or {})
-        )
+        name, category = str(entry.get("name", "")), str(entry.get("cat", ""))
+        events.append(Event(name, category, entry.get("tid"), start, end, entry.get("args") or {}))
     return events
 
 
-def _first_step(content: dict[str, Any]) -> int:
-    """The training step that the profiler calls #0; 0 where the trace is not one of fsdp2kit's."""
-    about = content.get("fsdp2kit")
-    return int(about.get("first_step", 0)) if isinstance(about, dict) else 0
+def _steps(events: Sequence[Event], *, first: int) -> tuple[list[Step], Any]:
+    """The steps and the thread that they are on; where nobody marked any, the whole trace is one.
 
-
-def _steps(events: list[Event], *, first: int) -> tuple[list[Step], Any]:
-    """The steps and the thread that they are on; where nobody marked any, the whole trace is one."""
-    marks = [
-        (event, int(match.group(1)))
-        for event in events
-        if event.category == "user_annotation" and (match := _STEP.match(event.name))
-    ]
-    marks.sort(key=lambda mark: mark[0].start)
+    Args:
+        first: the training step that the profiler calls #0.
+    """
+    marks = [event for event in events if event.category == "user_annotation" and _STEP.match(event.name)]
+    marks.sort(key=lambda mark: mark.start)
     ends = [event.end for event in events if event.name.startswith("Optimizer.step#")]
-
-    def is_complete(event: Event) -> bool:
-        return not ends or any(event.start < end <= event.end for end in ends)
-
-    steps = [Step(first + number, event.start, event.end, is_complete(event)) for event, number in marks]
+    steps = [
+        Step(
+            first + int(mark.name.removeprefix("ProfilerStep#")),
+            mark.start,
+            mark.end,
+            is_complete=not ends or any(mark.start < end <= mark.end for end in ends),
+        )
+        for mark in marks
+    ]
     if steps:
-        return steps, marks[0][0].thread
-    threads = [event for event in events if event.category in ("cpu_op", *DEVICE_CATEGORIES)]
-    if not threads:
+        return steps, marks[0].thread
+    active = [event for event in events if event.category in ("cpu_op", *DEVICE_CATEGORIES)]
+    if not active:
         return [], None
-    counted = [event.thread for event in threads]
-    main = max(set(counted), key=counted.count)
-    return [Step(first, min(e.start for e in threads), max(e.end for e in threads), True)], main
+    ((busiest, _),) = Counter(event.thread for event in active).most_common(1)
+    whole = Step(first, min(event.start for event in active), max(event.end for event in active), is_complete=True)
+    return [whole], busiest
+
+
+def _match_collectives(traces: Sequence[RankTrace]) -> None:
+    """Tell transfer from waiting: find the same collective on every rank and fill in its `transfer`.
+
+    A rank that comes early to a collective waits in it for the slowest, whose own collective is the shortest and is
+    what the transfer takes. No clocks are compared, only lengths. The n-th collective of a kind, group and step is the
+    same on all ranks, since all issue them in one order. `transfer` stays None where that cannot be told: another
+    rank's trace is missing or has another number of them, or the kind (a send, a broadcast) ends on one rank before
+    another.
+    """
+    sequences: dict[tuple[str, str, int], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        for one in trace.collectives:
+            numbers = [step.number for step in trace.steps if step.start <= one.issued < step.end]
+            if numbers and one.kind in _MEETINGS:
+                sequences[one.group, one.kind, numbers[-1]][trace.rank].append(one)
+    world_size = max((trace.world_size for trace in traces), default=1)
+    for (group, _, _), by_rank in sequences.items():
+        # NCCL's traces name the ranks of a group ("[0, 1]"); gloo's do not, and all are meant.
+        named = re.fullmatch(r"\[[\d, ]+\]", group)
+        ranks = set(map(int, re.findall(r"\d+", group))) if named else set(range(world_size))
+        if by_rank.keys() != ranks or len({len(sequence) for sequence in by_rank.values()}) > 1:
+            continue
+        for same in zip(*by_rank.values(), strict=True):
+            transfer = min(one.end - one.start for one in same)
+            for one in same:
+                one.transfer = transfer

@@ -1,1 +1,1 @@
-"""A model spread over a mesh: context parallelism, activation checkpointing, compile, FSDP2, in one stated order."""
+"""Makes a model parallel: context parallelism, activation checkpointing, compile, FSDP2."""

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
 
-# Parts of the names of operators that are attention, by any kernel (torch's, ours, flash-attn's, flex), or a product
-# with a weight. Batched products are left out: in eager attention they are scores, S² of them.
+# Parts of operator names: attention by any kernel (torch's, ours, flash-attn's, flex), and matmuls with a weight.
+# Batched matmuls are left out: in eager attention their results are the S² scores.
 _ATTENTION = ("attention", "flash_attn", "flex")
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
 
@@ -21,7 +21,7 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
 def apply_activation_checkpointing(
     section: ActivationCheckpointingConfig, layers: Sequence[nn.Module], *, device_type: str
 ) -> None:
-    """Keep only the input of every ``every``-th layer, or a little more, and run its forward again in backward.
+    """Wrap every ``every``-th layer so that backward recomputes its forward, in whole or in part.
 
     The layer's ``forward`` is wrapped, not the layer: parameter names stay as they are, and FSDP's hooks, which
     sit around ``forward``, gather the parameters before the recomputation.
@@ -41,11 +41,11 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
-    # A function of ours around it: torch.compile leaves `checkpoint`, where it is the outermost call, and all below
-    # it uncompiled without a word, but traces it inside another function.
+    # A wrapper around `checkpoint`: as the outermost call torch.compile would silently leave it, and all below it,
+    # uncompiled; inside another function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # The model has no dropout unless the user waived its refusal; RNG state is then needed to recompute it.
+        # RNG state is preserved (the default): with preflight.allow = ["dropout"] recomputation needs the same masks.
         return checkpoint(forward, *args, **options, **kwargs)
 
     if not offload:
@@ -53,7 +53,7 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
 
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        # Around the checkpoint only its inputs are saved, never parameters, which FSDP frees by itself.
+        # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.
         with save_on_cpu(pin_memory=True):
             return recomputed(*args, **kwargs)
 
@@ -61,10 +61,11 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
 
 
 def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep what takes time, attention and products with weights; norms, activations, rotations are done again.
+    """Keep the results that are expensive, of attention and of matmuls with weights; recompute norms, activation
+    functions and RoPE.
 
-    That halves what is kept and repeats next to no operation. (To keep only some of the products, as others do, is on
-    the line between this and "full", which ``every`` moves along as well: docs/fsdp.md.)
+    That halves what is kept at almost no extra computation. Keeping only some of the matmuls was no better than
+    checkpointing only some layers (``every``): docs/fsdp.md.
     """
     name = str(operator)
     is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS

@@ -1,27 +1,22 @@
-"""`fully_shard`: which modules are units, in which precision, and where their shards live."""
+"""FSDP2 units, the modules that `fully_shard` gathers, frees and reduces one at a time: choosing and sharding them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
-from fsdp2kit.parallel.gloo import exchange_directly
-from fsdp2kit.parallel.units import Unit, ignored_modules, plan_units
+from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import decoder_layers, tied_names
+from fsdp2kit.model.inspect import Traits, inspect_model
 
 _RESHARDS_AFTER_FORWARD = {
     "full_shard": True,
@@ -32,46 +27,154 @@ _RESHARDS_AFTER_FORWARD = {
 }
 
 
-def apply_fsdp(section: FSDPConfig, model: PreTrainedModel, *, mesh: DeviceMesh) -> list[Unit]:
-    """Shard ``model`` over ``mesh``, in place, and say in which units (`plan_units`).
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered, freed and reduced together, without those of units inside it."""
+
+    name: str
+    """The module's name; "" is the root."""
+    kind: str
+    """The name of its class."""
+    parameters: int
+    """Number of parameters that it gathers."""
+    param_dtype: str
+    """The dtype in which it computes."""
+    output_dtype: str | None
+    """Its floating-point outputs are cast to this; None: they are not cast."""
+    reshard_after_forward: bool | int
+    """Whether its parameters are freed after forward, or to how many ranks they are resharded."""
+
+    @property
+    def is_root(self) -> bool:
+        return self.name == ""
+
+
+def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None) -> tuple[Unit, ...]:
+    """The units of ``model`` in the order of their declaration, first the root, which has all other parameters.
+
+    An untied embedding and an untied head are units of their own under ``unit = "layer"``, so that their gradients do
+    not share one giant reduce-scatter. Tied, they are one parameter, which stays in the root's unit.
+
+    Args:
+        model: before it is sharded; it may be on meta.
+        traits: what `inspect_model` found, if it was called already.
 
     Raises:
-        UserError: units that the model does not have.
+        UserError: a class that the model does not have, or a parameter in two units, which torch refuses.
     """
-    units = plan_units(section, model)
-    ignored = {p for _, module in ignored_modules(section, model) for p in module.parameters(recurse=False)}
-    for parameter in model.parameters():
-        # A shard keeps the dtype of what is sharded; nothing would cast an ignored parameter later.
-        dtype = section.param_dtype if parameter in ignored else section.storage_dtype
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+    names = {id(module): name for name, module in model.named_modules()}
+    # A module that is never called has no hook that gathers its parameters.
+    needs_call = section.unit == "size" or section.unit_classes or section.class_dtypes
+    uncalled = set((traits or inspect_model(model)).uncalled_modules) if needs_call else set()
+    exceptions = _of_classes(model, section.class_dtypes, uncalled, where="fsdp.class_dtypes")
+    others = _of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")
+    chosen: set[str] = {"", *exceptions, *others}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if section.unit == "layer":
+        untied = head is not None and head.weight is not embedding.weight
+        modules = [*decoder_layers(model), *((embedding, head) if untied else ())]
+        chosen |= {names[id(module)] for module in modules}
+    elif section.unit == "size":
+        chosen |= set(_by_size(model, section.min_params, uncalled))
+    chosen |= set(_frozen_outside(model, chosen))
+    ignored = set(ignored_modules(section, model))
+    chosen -= ignored
+    _check_shared(model, chosen)
+    inside = dict.fromkeys(chosen, 0)
+    for key, parameter in model.named_parameters():
+        if key.rpartition(".")[0] not in ignored:
+            inside[_unit_of(key, chosen)] += parameter.numel()
     reshard = reshards_after_forward(section)
-    head = model.get_output_embeddings()
-    for unit in reversed(units):  # from the inside out, as torch wants them
-        returns_loss = unit.is_root or unit.module is head
-        fully_shard(
-            unit.module,
-            mesh=mesh,
-            # The head's backward follows its forward at once, and the root's outlives all: freeing them in between
-            # would gather them twice.
-            reshard_after_forward=False if returns_loss else reshard,
-            mp_policy=_precision_of(unit, section, returns_loss=returns_loss),
-            offload_policy=offload(section, mesh),
-            ignored_params=ignored or None,
-        )
-        if isinstance(unit.module, FSDPModule) and isinstance(unit.module, nn.Embedding):
-            unit.module.set_unshard_in_backward(False)  # a look-up's gradient does not depend on the table
-    apply_prefetch(section, units)
-    exchange_directly((unit.module for unit in units), mesh)
-    return units
+    units = []
+    for name, module in model.named_modules():
+        if name not in chosen:
+            continue
+        dtype = section.class_dtypes.get(type(module).__name__, section.param_dtype)
+        # The next matmul needs inputs in the compute dtype.
+        output = section.output_dtype or (None if dtype == section.param_dtype else section.param_dtype)
+        if name == "" or module is head:
+            # Both return the loss, which is not cast. Neither is freed after forward: the head's backward comes next,
+            # and the root would only be gathered again.
+            units.append(Unit(name, type(module).__name__, inside[name], section.param_dtype, None, False))
+        else:
+            units.append(Unit(name, type(module).__name__, inside[name], dtype, output, reshard))
+    return tuple(units)
 
 
-def apply_prefetch(section: FSDPConfig, units: Sequence[Unit]) -> None:
-    """How many units are gathered ahead of the one that runs. FSDP2 has no limiter: these numbers are the window.
+def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them.
 
-    Left alone, FSDP2 gathers nothing ahead in forward, where the host runs ahead of the device anyhow, and one unit in
-    backward, in the order in which they ran. An empty list of modules would change nothing of that.
+    Raises:
+        UserError: a pattern without a match, or a parameter that is trained.
     """
-    modules: list[FSDPModule] = [unit.module for unit in units if isinstance(unit.module, FSDPModule)]
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.named_modules())
+    for pattern in section.ignored_modules:
+        matches = [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not matches:
+            raise UserError("fsdp.ignored_modules", f"{pattern!r} matches no module", _nearest(pattern, modules))
+        for name in matches:
+            found |= {inner: module for inner, module in modules.items() if f"{inner}.".startswith(f"{name}.")}
+    for name, module in found.items():
+        for key, parameter in module.named_parameters(prefix=name):
+            if parameter.requires_grad:
+                raise UserError(
+                    "fsdp.ignored_modules",
+                    f"{key} is trained, but its gradient would not be reduced: every rank would learn its own",
+                    f'freeze it (model.freeze = ["{name}.*"]), or leave it to FSDP',
+                )
+    return tuple(found)
+
+
+def apply_fsdp(
+    section: FSDPConfig,
+    model: PreTrainedModel,
+    *,
+    mesh: DeviceMesh,
+    units: Sequence[Unit] | None = None,
+) -> None:
+    """Shard ``model`` over ``mesh``, in place.
+
+    Args:
+        units: what `plan_units` returned, if it was called already.
+
+    Raises:
+        UserError: as `plan_units` and `ignored_modules` do.
+    """
+    units = plan_units(section, model) if units is None else units
+    whole = {
+        p for name in ignored_modules(section, model) for p in model.get_submodule(name).parameters(recurse=False)
+    }
+    for parameter in model.parameters():
+        # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
+        dtype = section.param_dtype if parameter in whole else section.storage_dtype
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    for unit in reversed(units):  # torch requires inner units first
+        module = model.get_submodule(unit.name)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=getattr(torch, unit.param_dtype),
+                reduce_dtype=getattr(torch, section.reduce_dtype),
+                output_dtype=getattr(torch, unit.output_dtype) if unit.output_dtype else None,
+            ),
+            offload_policy=offload_policy(section, mesh),
+            ignored_params=whole or None,
+        )
+        if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
+            module.set_unshard_in_backward(False)  # an embedding's gradient does not depend on its weight
+    apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
+
+
+def apply_prefetch(section: FSDPConfig, units: Sequence[nn.Module]) -> None:
+    """Set how many units are gathered ahead of the one that runs; FSDP2 has no other limit.
+
+    By default FSDP2 gathers none ahead in forward, where the host runs ahead of the device anyway, and one in
+    backward, in reverse order of forward. An empty list of modules would not change that.
+    """
+    modules: list[FSDPModule] = [module for module in units if isinstance(module, FSDPModule)]
     ahead = section.forward_prefetch
     if ahead:
         for number, module in enumerate(modules):
@@ -82,70 +185,21 @@ def apply_prefetch(section: FSDPConfig, units: Sequence[Unit]) -> None:
         for number, module in enumerate(modules):
             last = number if number else len(modules)
             following = modules[max(1, last - ahead) : last][::-1]
-            # Itself, which is there already, is how FSDP2 is told to gather nothing ahead.
+            # A unit that prefetches itself, which is gathered already, prefetches nothing.
             module.set_modules_to_backward_prefetch(following or [module])
 
 
-def _precision_of(unit: Unit, section: FSDPConfig, *, returns_loss: bool) -> MixedPrecisionPolicy:
-    policy = mixed_precision(section)
-    if returns_loss:
-        return replace(policy, output_dtype=None)  # the loss stays as exact as it was computed
-    if unit.param_dtype == section.param_dtype:
-        return policy
-    # The next product has weights in the compute dtype, and would refuse anything else.
-    output = section.output_dtype or section.param_dtype
-    return replace(policy, param_dtype=getattr(torch, unit.param_dtype), output_dtype=getattr(torch, output))
-
-
 def reshards_after_forward(section: FSDPConfig) -> bool | int:
-    """Whether units are freed after forward, or to how many ranks they are resharded."""
-    reshard = section.reshard_after_forward
-    return _RESHARDS_AFTER_FORWARD[section.strategy] if reshard is None else reshard
+    """Whether a unit's parameters are freed after forward, or to how many ranks they are resharded."""
+    explicit = section.reshard_after_forward
+    return _RESHARDS_AFTER_FORWARD[section.strategy] if explicit is None else explicit
 
 
-def mixed_precision(section: FSDPConfig) -> MixedPrecisionPolicy:
-    """Compute in ``param_dtype``, accumulate and reduce gradients in ``reduce_dtype``."""
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, section.param_dtype),
-        reduce_dtype=getattr(torch, section.reduce_dtype),
-        output_dtype=getattr(torch, section.output_dtype) if section.output_dtype else None,
-    )
-
-
-def offload(section: FSDPConfig, mesh: DeviceMesh) -> OffloadPolicy:
-    """Where shards live. On a CPU mesh they are on the host already (and torch refuses to offload them there)."""
+def offload_policy(section: FSDPConfig, mesh: DeviceMesh) -> OffloadPolicy:
+    """Where shards are stored. On a CPU mesh they are on the host already, and torch refuses to offload them."""
     if section.offload == "params" and mesh.device_type != "cpu":
         return CPUOffloadPolicy(pin_memory=True)
     return OffloadPolicy()
-
-
-def describe_fsdp(config: TrainingConfig, model: PreTrainedModel, *, sizes: MeshSizes, device_type: str) -> list[str]:
-    """What a user should see of the sharding at the start: the units, the prefetch window, and what has no effect.
-
-    Args:
-        model: before it is sharded.
-    """
-    section = config.fsdp
-    counts = Counter("root" if unit.is_root else type(unit.module).__name__ for unit in plan_units(section, model))
-    units = ", ".join(f"{count} {name}" for name, count in counts.items())
-    ranks = 1 if section.strategy == "no_shard" else sizes.dp_shard * sizes.cp
-    lines = [
-        f"fsdp: {section.strategy} over {ranks} ranks; units: {units}; "
-        f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward"
-    ]
-    total = sum(parameter.numel() for parameter in model.parameters())
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    if frozen:
-        lines.append(f"frozen: {frozen:,} of {total:,} parameters")
-    if ignored := ignored_modules(section, model):
-        whole = {id(p): p.numel() for _, module in ignored for p in module.parameters()}
-        lines.append(f"kept whole on every rank: {sum(whole.values()):,} parameters, stored in {section.param_dtype}")
-    if device_type == "cpu":
-        lines += ["gathered and reduced by messages from rank to rank (gloo)"] if ranks > 1 else []
-        offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
-        offloaded += ["activation_checkpointing.offload"] if config.activation_checkpointing.offload else []
-        lines += [f"{what} has no effect on a CPU run: everything is in host memory already" for what in offloaded]
-    return lines
 
 
 def shard_device(section: FSDPConfig, device: torch.device) -> torch.device:
@@ -162,3 +216,105 @@ def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _of_classes(
+    model: nn.Module, classes: Mapping[str, object] | list[str], uncalled: set[str], *, where: str
+) -> Iterator[str]:
+    """Names of the modules whose class is named."""
+    known = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in known:
+            raise UserError(where, f"the model has no module of class {name!r}", _nearest(name, known))
+    for name, module in model.named_modules():
+        if type(module).__name__ in classes:
+            if not _can_gather(module):
+                what = f"{type(module).__name__} has no forward to gather parameters for"
+                raise UserError(where, what, "name the classes of the modules inside it")
+            if name in uncalled:
+                what = f"{name} ({type(module).__name__}) is never called: the module around it reads its parameters"
+                raise UserError(where, what, "name the class of the module around it")
+            yield name
+
+
+def _by_size(model: nn.Module, min_params: int, uncalled: set[str]) -> Iterator[str]:
+    """From the leaves up, the modules with at least ``min_params`` parameters that are in no unit inside them.
+
+    Not a unit: a list or dict of modules, which has no forward to gather parameters for; a module that is never
+    called; and one that shares a parameter with a module outside of it. The module around them has their parameters.
+    """
+    shared = set(tied_names(model)) | set(tied_names(model).values())
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
+        """Units inside ``module``, itself among them, each with its parameters."""
+        inside = [unit for child, sub in module.named_children() for unit in visit(_join(name, child), sub)]
+        yield from inside
+        left = sum(parameter.numel() for parameter in module.parameters()) - sum(count for _, count in inside)
+        own = {key for key, _ in module.named_parameters(prefix=name, remove_duplicate=False)}
+        can_gather = _can_gather(module) and name not in uncalled
+        if name and left >= min_params and can_gather and (shared <= own or not shared & own):
+            yield name, left
+
+    yield from (name for name, _ in visit("", model))
+
+
+def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
+    """The largest frozen modules that would be in the root's unit with trained ones.
+
+    Inside a layer they stay in the layer's unit: FSDP2 shards parameter by parameter and reduces only gradients that
+    exist, and several small units per layer would cost more messages than they save.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+
+    def visit(name: str, module: nn.Module) -> Iterator[str]:
+        parameters = list(module.parameters())
+        holds_units = any(unit == name or unit.startswith(f"{name}.") for unit in units if unit)
+        frozen = parameters and not any(parameter.requires_grad for parameter in parameters)
+        if name in units:
+            return
+        if frozen and _can_gather(module) and not holds_units:
+            yield name
+            return
+        for child, inner in module.named_children():
+            yield from visit(_join(name, child), inner)
+
+    tied = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
+    for child, module in model.named_children():
+        yield from (name for name in visit(child, module) if name not in tied)
+
+
+def _check_shared(model: nn.Module, units: set[str]) -> None:
+    """
+    Raises:
+        UserError: a parameter belongs to two units, which would fail in the first forward.
+    """
+    for alias, name in tied_names(model).items():
+        if _unit_of(alias, units) != _unit_of(name, units):
+            raise UserError(
+                f"model {type(model).__name__}",
+                f"{name} and {alias} are one parameter in two places that FSDP shards apart",
+                'leave them out of fsdp.unit_classes and fsdp.class_dtypes, or use fsdp.unit = "root"',
+            )
+
+
+def _unit_of(parameter: str, units: set[str]) -> str:
+    """The innermost unit that a parameter is in."""
+    owner = parameter.rpartition(".")[0]
+    while owner not in units:
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
+def _can_gather(module: nn.Module) -> bool:
+    """Whether it has a forward for which its parameters can be gathered; a list of modules has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(set(known))[:8])}, …"

@@ -1,4 +1,4 @@
-"""The dtype ledger: in which dtype each thing lives, said at start and checked on the real tensors of a step."""
+"""The dtype ledger: the dtype of parameters, gradients, moments and so on, printed at start and checked in a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2kit.config.schema import Float8Config, FSDPConfig
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import accumulated_gradients
 
 # What torchao's recipes cast inputs, weights and gradients of outputs to.
-_FLOAT8_PRODUCTS = {
+_FLOAT8_MATMULS = {
     "none": None,
     "tensorwise": "float8_e4m3fn and float8_e5m2",
     "rowwise": "float8_e4m3fn",
@@ -27,38 +27,35 @@ _FLOAT8_PRODUCTS = {
 _MOMENTS = {
     "adamw_bf16": ("bfloat16", "stochastic"),
     "adamw_8bit": ("uint8 or float32", "nearest"),
-    "adamw_4bit": ("uint8 or float32", "stochastic"),
 }
 
 
 @dataclass(frozen=True)
 class DtypeLedger:
-    """Names of dtypes, by what lives in them."""
+    """The dtypes of a run, by what is stored or computed in them."""
 
     storage: str
     """Parameter shards."""
     compute: str
-    """Unsharded parameters, and so matrix products and activations."""
+    """Gathered parameters, and so matmuls and activations."""
     compute_by_class: dict[str, str]
     """Modules that compute in another dtype."""
     accumulation: str
     """Gradients between micro-batches."""
     reduction: str
-    """Gradients on their way through the reduce-scatter."""
+    """Gradients while they are reduced."""
     gradients: str
     """Reduced gradients, as the optimizer gets them."""
     optimizer: str
-    """Moments; quantised ones are codes in uint8 beside those that are not ("uint8 or float32")."""
+    """Moments. "uint8 or float32": quantised ones are codes in uint8, the others float32."""
     output: str
-    """What the units return."""
+    """Outputs of the units."""
     export: str
     """The Hugging Face directory."""
     rounding: str = "nearest"
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
-    gathered: str | None = None
-    """Weights of linear maps on their way through the all-gather, where that is not ``compute``."""
-    products: str | None = None
-    """What the linear maps of the decoder layers multiply, where that is not ``compute``."""
+    matmuls: str | None = None
+    """Inputs of the decoder layers' linear layers, where that is not ``compute``."""
 
     def __str__(self) -> str:
         dtypes = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
@@ -75,16 +72,14 @@ class DtypeLedger:
         return line
 
 
-def dtype_ledger(
-    section: FSDPConfig, *, export: str, optimizer: str = "adamw", float8: Float8Config | None = None
-) -> DtypeLedger:
-    """The ledger that ``[fsdp]`` and ``[float8]`` ask for.
+def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
+    """The ledger that ``[fsdp]``, ``[optimizer]`` and ``[float8]`` ask for.
 
     Args:
         export: dtype of the Hugging Face directory.
-        optimizer: ``optimizer.name``.
     """
-    moments, rounding = _MOMENTS.get(optimizer, (section.storage_dtype, "nearest"))
+    section = config.fsdp
+    moments, rounding = _MOMENTS.get(config.optimizer.name, (section.storage_dtype, "nearest"))
     return DtypeLedger(
         storage=section.storage_dtype,
         compute=section.param_dtype,
@@ -96,14 +91,13 @@ def dtype_ledger(
         output=section.output_dtype or section.param_dtype,
         export=export,
         rounding=rounding,
-        gathered="float8_e4m3fn" if float8 and float8.all_gather else None,
-        products=_FLOAT8_PRODUCTS[float8.recipe] if float8 else None,
+        matmuls=_FLOAT8_MATMULS[config.float8.recipe],
     )
 
 
 @contextlib.contextmanager
-def checked(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Watch one optimizer step and compare what it used with the ledger.
+def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Observe one optimizer step and compare its dtypes with the ledger.
 
     Raises:
         RunFailure: a shard, an unsharded parameter, an accumulated or reduced gradient, or a moment has another dtype
@@ -133,7 +127,7 @@ def checked(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iter
 
 
 class _Seen:
-    """The dtypes of real tensors, by the ledger's words; unsharded parameters by the class of their module as well."""
+    """The dtypes found, by the ledger's names; of gathered parameters also by the class of their module."""
 
     def __init__(self) -> None:
         self.dtypes: dict[str, set[torch.dtype]] = {}
@@ -148,9 +142,6 @@ class _Seen:
             parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
             if parameters:
                 self.note(f"compute of {_class_of(module)}", parameters)
-            in_float8 = [p._data for p in parameters if hasattr(p, "_data")]  # torchao's, which say the compute dtype
-            if in_float8:
-                self.note("gathered", in_float8)
         self.note("accumulation", accumulated_gradients(unit))
 
     def watch_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -159,19 +150,19 @@ class _Seen:
 
 
 def _as_stored(value: object) -> object:
-    """What a moment is kept in: torchao's quantised ones call themselves float32."""
+    """The tensor that stores a moment; torchao's quantised ones report float32 and store codes."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return getattr(local, "codes", value)
 
 
 def _class_of(module: nn.Module) -> str:
-    """The name of its class, without what `fully_shard` puts before it."""
+    """The name of its class, without the prefix that `fully_shard` adds."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def _modules_of_unit(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and what is inside it, without the units inside."""
+    """``module`` and the modules inside it, without units inside it."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):

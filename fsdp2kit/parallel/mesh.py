@@ -1,9 +1,10 @@
-"""Two device meshes over the same ranks: one to shard parameters over, one to deal out batches and sequences.
+"""The device mesh with named dims, and the groups that follow: which ranks read, share or shard what.
 
     rank = (dp_replicate index · dp_shard + dp_shard index) · cp + cp index
 
 Context-parallel ranks are neighbours, so that their traffic stays within a node; they hold different parameter
-shards too, hence sharding runs over dp_shard × cp together.
+shards too, so sharding runs over dp_shard × cp together. All groups are computed here; another dimension is added
+here.
 """
 
 from __future__ import annotations
@@ -17,33 +18,61 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2kit.config.checks import MeshSizes, resolve_mesh
+from fsdp2kit.config.checks import MeshSizes, resolve_mesh, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
-from fsdp2kit.distributed import World
+from fsdp2kit.distributed import World, sum_over_ranks
 from fsdp2kit.torch_compat import timeout_of
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The job's device mesh, and this rank's place in it."""
+    """The job's device mesh, and this rank's coordinates in it."""
 
     sizes: MeshSizes
+    rank: int
+    """This rank's number in the job."""
+    device: torch.device
+    """This rank's device."""
     shard: DeviceMesh
     """For `fully_shard`: ``("shard",)``, or ``("replicate", "shard")`` when the model is replicated."""
     batch: DeviceMesh
-    """``("dp", "cp")``: along dp ranks see other sequences, along cp other parts of the same sequences."""
+    """``("dp", "cp")``: ranks along dp read different sequences, ranks along cp hold parts of the same ones."""
 
     @property
     def dp_rank(self) -> int:
+        """Which share of a global batch this rank reads."""
         return self.batch.get_local_rank("dp")
 
     @property
     def cp_rank(self) -> int:
+        """Which part of each sequence this rank holds."""
         return self.batch.get_local_rank("cp")
 
     @property
     def cp_group(self) -> ProcessGroup:
+        """The ranks that share a row."""
         return self.batch.get_group("cp")
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which FSDP2 averages gradients: all that hold a part of the loss."""
+        return self.shard.size()
+
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """Sum a device tensor, in place, over all ranks that hold a part of the loss. Collective."""
+        if self.batch.size() > 1:
+            dist.all_reduce(loss)
+        return loss
+
+    def sum_over_rows(self, flags: list[float], counts: list[float]) -> tuple[list[float], list[int]]:
+        """Sum host numbers over the job in one collective, counting every row once.
+
+        Args:
+            flags: summed over all ranks.
+            counts: of this rank's rows, which all ranks of a `cp_group` read.
+        """
+        sums = sum_over_ranks([*flags, *counts])
+        return sums[: len(flags)], [round(value / self.sizes.cp) for value in sums[len(flags) :]]
 
 
 def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
@@ -53,26 +82,24 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
         UserError: the sizes do not fit the world or the strategy.
     """
     sizes = resolve_mesh(mesh, fsdp, world_size=world.size, local_world_size=world.local_size)
-    replicate, shard = sizes.dp_replicate, sizes.dp_shard * sizes.cp
-    if fsdp.strategy == "no_shard":
-        replicate, shard = world.size, 1
-    device_type = world.device.type
-    if replicate > 1:
-        shard_mesh = _device_mesh(device_type, {"replicate": replicate, "shard": shard})
-    else:
-        shard_mesh = _device_mesh(device_type, {"shard": shard})
-    return Mesh(sizes, shard_mesh, _device_mesh(device_type, {"dp": sizes.dp, "cp": sizes.cp}))
+    shard = shard_ranks(fsdp, sizes)
+    replicate = world.size if fsdp.strategy == "no_shard" else sizes.dp_replicate
+    assert replicate * shard == world.size, "every rank holds a shard"
+    dims = {"replicate": replicate, "shard": shard} if replicate > 1 else {"shard": shard}
+    shard_mesh = _device_mesh(world.device.type, dims)
+    batch_mesh = _device_mesh(world.device.type, {"dp": sizes.dp, "cp": sizes.cp})
+    return Mesh(sizes, world.rank, world.device, shard_mesh, batch_mesh)
 
 
 def _device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
-    """`init_device_mesh`, whose groups would not keep to the job's timeout (`run.timeout_minutes`)."""
+    """Like `init_device_mesh`, but its groups have the job's timeout (`run.timeout_minutes`)."""
     ranks = torch.arange(math.prod(dims.values())).view(*dims.values())
     groups = [_group_along(ranks, dim) for dim in range(ranks.ndim)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dims))
 
 
 def _group_along(ranks: Tensor, dim: int) -> ProcessGroup:
-    """This rank's group of those that differ along ``dim`` alone. Collective."""
+    """The group of ranks that differ from this one only along ``dim``. Collective."""
     if ranks.shape[dim] == ranks.numel() and dist.group.WORLD is not None:
         return dist.group.WORLD
     lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()

@@ -1,63 +1,51 @@
-"""The one place that states the order in which a model is made parallel."""
+"""Carries out a `ParallelPlan` on a model; the order of the steps is stated only here."""
 
 from __future__ import annotations
 
-import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import agreement
 from fsdp2kit.model.build import decoder_layers, materialize
-from fsdp2kit.model.choose_loss import LossChoice, choose_loss
 from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.compile import apply_compile
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.context_parallel.choose import choose_path
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
 from fsdp2kit.parallel.float8 import apply_float8
 from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
 from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan
 
 
-def parallelize_model(
-    model: PreTrainedModel,
-    config: TrainingConfig,
-    *,
-    mesh: Mesh,
-    device: torch.device,
-    path: AttentionPath | None = None,
-    loss: LossChoice | None = None,
-) -> PreTrainedModel:
-    """Spread a meta ``model`` over ``mesh``, in place; its parameters are then allocated but hold no values.
+def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh) -> PreTrainedModel:
+    """Make a meta ``model`` parallel over ``mesh``, in place; its parameters are then allocated, without values.
 
-    Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that.
+    Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that. Collective.
 
     Args:
-        path: the way that attention goes, the same as for `build_shard_batch`; by default what `choose_path` says.
-        loss: what computes the loss; by default what `choose_loss` says.
+        plan: `plan_parallel`'s, for this model and a mesh of these sizes.
 
     Raises:
-        UserError: transformers names no layer class for this model, float8, Liger's kernels or the loss kernel are
-            not to be had, or ``compile.cache_dir`` cannot be written to.
+        UserError: float8 or Liger's kernels are not available.
     """
-    path = path or choose_path(config, model, cp=mesh.sizes.cp, device_type=device.type)
     layers = decoder_layers(model)
-    loss = loss or choose_loss(config, model, device=device)
-    head = attach_loss(model, kernel=loss.kernel)
-    # 1. What changes the computation itself comes first, so that everything after wraps the final one.
-    apply_liger(config.model, model, device=device)
-    apply_float8(config.float8, model, fsdp=config.fsdp, shards=mesh.shard.shape[-1], device=device)
-    apply_attention(model, path, group=mesh.cp_group)
-    # 2. Recomputation inside, 3. compiled around it, 4. FSDP's hooks outermost: parameters are gathered before
-    # a layer runs again in backward.
-    apply_activation_checkpointing(config.activation_checkpointing, layers, device_type=device.type)
-    apply_compile(config.compile, layers)
-    apply_fsdp(config.fsdp, model, mesh=mesh.shard)
-    # 5. The loss reads parameters, so it must be a method that FSDP's hooks surround, on root and head alike.
+    head = attach_loss(model, kernel=plan.loss.kernel)
+    # 1. Changes to the computation itself come first, so that all later steps wrap the final one.
+    with agreement():
+        apply_liger(plan.model, model, device=mesh.device)
+        if plan.float8 is not None:
+            apply_float8(plan.float8, model)
+    apply_attention(model, plan.attention, group=mesh.cp_group)
+    # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
+    # a layer is recomputed in backward.
+    apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type=mesh.device.type)
+    if plan.compile.enabled:
+        for layer in layers:
+            layer.compile()
+    apply_fsdp(plan.fsdp, model, mesh=mesh.shard, units=plan.units)
+    # 5. The loss reads parameters, so FSDP's hooks must also run around this method, on root and head.
     for module in {id(module): module for module in (model, head)}.values():
         register_fsdp_forward_method(module, "loss_sum")
-    # 6. Only now is memory allocated, and just for the shards.
-    materialize(model, device=shard_device(config.fsdp, device), whole_device=device)
+    # 6. Only now memory is allocated, for the shards alone.
+    materialize(model, device=shard_device(plan.fsdp, mesh.device), whole_device=mesh.device)
     return model

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.choose import choose_path
-from fsdp2kit.parallel.context_parallel.layout import places_of
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
-from fsdp2kit.parallel.preflight import check_model
-from fsdp2kit.parity.reference import Curves, gradient_of, hidden_states, named_layers
-from fsdp2kit.parity.rows import DealtOut, Rows
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.flops import count_model_flops
-from fsdp2kit.train.loop import Hooks, next_batch, train
-from fsdp2kit.train.losses import accumulate_gradients
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
+from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
+from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers
+from fsdp2kit.train.loop import train
+from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
+
+
+@dataclass(frozen=True)
+class DealtOut:
+    """Global batches as our loop reads them: a data-parallel rank's rows, in micro-batches."""
+
+    batches: Sequence[Rows]
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.batches)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return ()
+
+    def state(self, index: int) -> None:
+        """It is not read from a stream."""
+
+    def batch(self, index: int) -> list[Batch]:
+        batch = self.batches[index]
+        share = len(batch.input_ids) // self.dp_size
+        mine = batch[self.dp_rank * share : (self.dp_rank + 1) * share]
+        return [micro.as_batch() for micro in mine.split(self.micro_batch_size)]
 
 
 class Sharded:
@@ -41,84 +64,69 @@ class Sharded:
         """Build it. Every rank calls this.
 
         Raises:
-            UserError: a combination that preflight refuses.
+            UserError: a combination that the plan refuses.
         """
-        self.config, self.world = config, world
+        self.config = config
         self.mesh: Mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self.model: Any = build_model(config.model)
-        self.path: AttentionPath = choose_path(
-            config, self.model, cp=self.mesh.sizes.cp, device_type=world.device.type
-        )
-        check_model(self.model, config, path=self.path, device=world.device)
-        self.throughput = Throughput(count_model_flops(self.model), device=world.device, world_size=world.size)
+        self.plan: ParallelPlan = plan_parallel(self.model, config, self.mesh.sizes, self.mesh.device.type)
         self.layers = named_layers(self.model)
-        parallelize_model(self.model, config, path=self.path, mesh=self.mesh, device=world.device)
+        parallelize_model(self.model, self.plan, mesh=self.mesh)
         load_pretrained(self.model, Path(str(config.model.path)))
-
-    def inputs(self, batch: Any) -> dict[str, Any]:
-        """Arguments of ``loss_sum`` for a micro-batch."""
-        return shard_batch(
-            batch.input_ids,
-            batch.labels,
-            batch.position_ids,
-            config=self.model.config,
-            path=self.path,
-            cp_rank=self.mesh.cp_rank,
-            cp_size=self.mesh.sizes.cp,
-            device=self.world.device,
-        ).inputs()
+        self.inputs = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
         """Gradients of the first batch, before clipping, then the whole run; rank 0 keeps the gradients."""
-        config, model = self.config, self.model
+        config, model, mesh = self.config, self.model, self.mesh
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=len(batches))
-        dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=self.mesh.dp_rank, dp_size=self.mesh.sizes.dp)
-        plan = build_plan(config, steps_per_epoch=len(batches), mesh=self.mesh)
-        first = next_batch(dealt, 0, stop=False, cp_size=self.mesh.sizes.cp)
-        micro_batches = [lambda micro=micro: self.inputs(micro) for micro in first.micro_batches]
-        accumulate_gradients(
-            model,
-            micro_batches,
-            tokens=first.supervised_tokens,
-            reduce_every=plan.reduce_every_micro_batch,
-            gather_once=plan.gather_once,
-        )
-        gradients = {}
-        for name, parameter in model.named_parameters():
-            gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                gradients[name] = gradient.float().cpu().numpy()
-        optimizer.zero_grad()
+        dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+        gradients = self._first_gradients(dealt)
         records: list[dict[str, Any]] = []
+        throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
         train(
             model,
             optimizer,
             schedule,
             dealt,
-            self.inputs,
-            plan=plan,
-            progress=Progress(),
-            throughput=self.throughput,
-            hooks=Hooks(log=records.append, message=lambda text: None),
+            objective=cross_entropy,
+            config=config,
+            plan=self.plan,
+            mesh=mesh,
+            metrics=Metrics(throughput, records=records),
         )
         columns = ([record[name] for record in records] for name in ("loss", "grad_norm", "lr"))
         return Curves(gradients, *columns)
+
+    def _first_gradients(self, dealt: DealtOut) -> dict[str, np.ndarray]:
+        first = next_batch(dealt, 0, mesh=self.mesh)
+        accumulate_gradients(
+            self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=self.config.fsdp, mesh=self.mesh
+        )
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
+            if self.mesh.rank == 0:
+                gradients[name] = gradient.float().cpu().numpy()
+        self.model.zero_grad()
+        return gradients
 
     @torch.no_grad()
     def forward(self, row: Rows, *, document: range) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Logits of one document of a packed row, ``[n, V]``, and the row's hidden states after each decoder layer,
         ``[S, H]`` by the layer's name; float32, in the order of the sequence."""
-        inputs = self.inputs(row)
+        inputs = self.inputs(row.as_batch())
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "index")}
         with hidden_states(self.layers) as hidden:
             logits = self.model(**inputs, use_cache=False).logits
         reshard_all(self.model)
         length = row.input_ids.shape[1]
-        places = places_of(self.mesh.cp_rank, cp=self.mesh.sizes.cp, length=length, method=self.path.method)
+        positions = indices_of(
+            self.mesh.cp_rank, cp=self.mesh.sizes.cp, length=length, method=self.plan.attention.method
+        )
         whole_row = range(length)
-        states = {name: _assemble(state[0], places, whole_row) for name, state in hidden.items()}
-        return _assemble(logits[0], places, document), states
+        states = {name: _assemble(state[0], positions, whole_row) for name, state in hidden.items()}
+        return _assemble(logits[0], positions, document), states
 
 
 def whole(tensor: Any) -> Tensor:
@@ -126,11 +134,11 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _assemble(local: Tensor, places: list[int], wanted: range) -> np.ndarray:
-    """``[len(wanted), …]`` from every rank's rows ``[s, …]``, of which each tells the places. Collective."""
-    kept = [index for index, place in enumerate(places) if place in wanted]
-    mine = ([places[index] for index in kept], local[kept].float().cpu().numpy())
+def _assemble(local: Tensor, positions: list[int], wanted: range) -> np.ndarray:
+    """``[len(wanted), …]`` from every rank's rows ``[s, …]``, of which each tells the positions. Collective."""
+    kept = [index for index, position in enumerate(positions) if position in wanted]
+    mine = ([positions[index] for index in kept], local[kept].float().cpu().numpy())
     result = np.empty((len(wanted), *local.shape[1:]), dtype=np.float32)
     for at, values in gather_objects(mine):
-        result[[place - wanted.start for place in at]] = values
+        result[[position - wanted.start for position in at]] = values
     return result

@@ -6,9 +6,11 @@ the schedule is transformers'.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.model.build import decoder_layers
-from fsdp2kit.parity.rows import IGNORED, Rows
+from fsdp2kit.model.loss_head import IGNORE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A global batch, ``[B, S]`` each: token ids, shifted labels (−100 ignored), positions restarting at documents."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+    @property
+    def targets(self) -> int:
+        """Labels that are not ignored."""
+        return int((self.labels != IGNORE).sum())
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.input_ids[rows], self.labels[rows], self.position_ids[rows])
+
+    def split(self, size: int) -> list[Rows]:
+        """Micro-batches of ``size`` rows."""
+        return [self[at : at + size] for at in range(0, len(self.input_ids), size)]
+
+    def as_batch(self) -> Batch:
+        """What our loader would hand out for these rows."""
+        lengths = [length for row in self.position_ids for length in document_lengths(row)]
+        return Batch(
+            self.input_ids,
+            self.labels,
+            self.position_ids,
+            supervised_tokens=self.targets,
+            input_tokens=self.input_ids.numel(),
+            attention_pairs=sum(length**2 for length in lengths),
+        )
+
+
+def document_lengths(positions: Tensor) -> list[int]:
+    """Lengths of the documents of a row, from its restarting positions."""
+    starts = [*(positions == 0).nonzero().squeeze(1).tolist(), len(positions)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
+
+
+def make_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
+    """Packed rows of random documents: short ones, one as long as its row, a padded row, unequal numbers of targets.
+
+    Documents are supervised from a random position on, so some rows have many targets and some few.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, (rows, length))
+    labels, positions = np.full((rows, length), IGNORE), np.zeros((rows, length), dtype=np.int64)
+    for row in range(rows):
+        start = 0
+        while start < length:
+            size = length if row == 0 else int(rng.integers(2, length // 2))
+            stop = min(start + size, length)
+            positions[row, start:stop] = np.arange(stop - start)
+            prompt = int(rng.integers(0, stop - start))
+            labels[row, start + prompt : stop - 1] = ids[row, start + prompt + 1 : stop]
+            start = stop
+        if row == rows - 1:
+            labels[row, length // 2 :] = IGNORE  # as padding is
+    return Rows(*(torch.from_numpy(array.astype(np.int64)) for array in (ids, labels, positions)))
+
+
+def _whole_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
+    """Rows of one document each, the first quarter a prompt; the first row ends in the middle, as padding would do."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, (rows, length + 1))
+    labels = ids[:, 1:].copy()
+    labels[:, : length // 4] = IGNORE
+    labels[0, length // 2 :] = IGNORE
+    positions = np.tile(np.arange(length), (rows, 1))
+    return Rows(*(torch.from_numpy(array.astype(np.int64)) for array in (ids[:, :-1], labels, positions)))
+
+
+def make_batches(
+    steps: int, *, seed: int = 0, rows: int, length: int, vocabulary: int, pack: bool = True
+) -> list[Rows]:
+    """One global batch a step, of packed rows, or of rows that are one document each."""
+    make = make_rows if pack else _whole_rows
+    return [make(seed * 1000 + step, rows=rows, length=length, vocabulary=vocabulary) for step in range(steps)]
 
 
 @dataclass(frozen=True)
@@ -141,13 +224,10 @@ def hidden_states(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """While it is open, forward passes leave each layer's output here, ``[B, s, H]`` by the layer's name."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            found[name] = (output if isinstance(output, Tensor) else output[0]).detach()
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        found[name] = (output if isinstance(output, Tensor) else output[0]).detach()
 
-        return hook
-
-    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(partial(keep, name)) for name, layer in layers.items()]
     try:
         yield found
     finally:
@@ -162,12 +242,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     of float64, with every micro-batch size alike; those of `linear_cross_entropy` are 3e-5 off.
     """
     labels = labels.to(logits.device)
-    return F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def worst_gradient(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """The largest relative L2 difference of any parameter's gradient; both must have the same parameters."""
-    return max(gradient_distances(found, expected).values())
+    return F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def gradient_distances(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
@@ -186,6 +261,11 @@ def gradient_distances(found: dict[str, np.ndarray], expected: dict[str, np.ndar
     return distances
 
 
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """L2 norm of the difference over that of ``expected``."""
+    return float(np.linalg.norm((found - expected).astype(np.float64)) / np.linalg.norm(expected.astype(np.float64)))
+
+
 def worst_relative(found: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference of any pair."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
@@ -194,7 +274,7 @@ def worst_relative(found: Sequence[float], expected: Sequence[float]) -> float:
 def errors(found: Curves, expected: Curves) -> dict[str, float]:
     """How far a run is from another, by what is compared."""
     return {
-        "gradients": worst_gradient(found.gradients, expected.gradients),
+        "gradients": max(gradient_distances(found.gradients, expected.gradients).values()),
         "loss": worst_relative(found.loss, expected.loss),
         "grad_norm": worst_relative(found.grad_norm, expected.grad_norm),
     }

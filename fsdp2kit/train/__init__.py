@@ -1,1 +1,1 @@
-"""The training loop, its optimizer and schedule, and what it tells the user."""
+"""The training loop, and what it tells the user."""

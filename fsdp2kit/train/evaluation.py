@@ -1,62 +1,176 @@
-"""Held-out loss and perplexity, the same for every mesh, and what the model answers to a few questions."""
+"""Held-out loss and perplexity, and the model's answers to prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from fsdp2kit.config.schema import EvalConfig
+from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.tokens import special_ids
+from fsdp2kit.distributed import agreement, sum_over_ranks
+from fsdp2kit.errors import UserError
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.train.global_batch import Batches, next_batch
-from fsdp2kit.train.losses import sum_loss
-from fsdp2kit.train.plan import Plan
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.train.step import HeldOut, next_batch
+
+_BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
 
 
-def evaluate(
-    model: Any, sets: Mapping[str, Batches], to_device: Callable[[Any], dict[str, Any]], *, plan: Plan
-) -> dict[str, float]:
-    """Mean loss over the supervised tokens of held-out sets, and its exponential, the perplexity. Collective.
+def build_evaluation(
+    section: EvalConfig,
+    model: PreTrainedModel,
+    held_out: Mapping[str, HeldOut],
+    *,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    tokenizer: Any = None,
+) -> Evaluation | None:
+    """The evaluation of ``[eval]``, or None if there are no held-out sets. Collective.
 
     Args:
-        sets: held-out batches by name; "" is the set without a name.
+        held_out: held-out batches by name; "" is the set without a name.
+        tokenizer: with a chat template ``eval.prompts`` are user messages, without one the beginnings of texts.
 
-    Returns:
-        ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
-        ``eval_perplexity/NAME`` of each that has a name.
+    Raises:
+        UserError: there are prompts and no tokenizer.
     """
-    model.eval()
-    record: dict[str, float] = {}
-    all_loss, all_tokens = 0.0, 0
-    for name, batches in sets.items():
-        loss, tokens = _sum_of_set(model, batches, to_device, plan=plan)
-        all_loss, all_tokens = all_loss + loss, all_tokens + tokens
-        if name:
-            record |= _figures(loss / tokens, f"/{name}")
-    # Units that keep their parameters for a backward that never comes would hide the shards from checkpoints.
-    reshard_all(model)
-    model.train()
-    return {**_figures(all_loss / all_tokens, ""), **record}
+    prompts: list[tuple[str, list[int]]] = []
+    with agreement():
+        if section.prompts and tokenizer is None:
+            raise UserError("eval.prompts", "need a tokenizer", "set model.tokenizer or model.path, or leave them out")
+        prompts = [(prompt, prompt_ids(tokenizer, prompt)) for prompt in section.prompts]
+    return (
+        Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer) if held_out else None
+    )
+
+
+class Evaluation:
+    """Evaluates the sharded model during training; see `build_evaluation`."""
+
+    def __init__(
+        self,
+        section: EvalConfig,
+        model: Any,
+        held_out: Mapping[str, HeldOut],
+        prompts: Sequence[tuple[str, list[int]]],
+        *,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        tokenizer: Any,
+    ) -> None:
+        self._section, self._model, self._held_out, self._prompts = section, model, held_out, prompts
+        self._plan, self._mesh, self._tokenizer = plan, mesh, tokenizer
+        self._shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+
+    def __call__(self) -> dict[str, float]:
+        """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.
+
+        Returns:
+            ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
+            ``eval_perplexity/NAME`` of each named set.
+        """
+        self._model.eval()
+        record: dict[str, float] = {}
+        all_loss, all_tokens = 0.0, 0
+        for name, batches in self._held_out.items():
+            loss, tokens = self._sum_of_set(batches)
+            all_loss, all_tokens = all_loss + loss, all_tokens + tokens
+            if name:
+                record |= _figures(loss / tokens, f"/{name}")
+        # Units that keep their parameters for backward stay gathered here, and a checkpoint would not see the shards.
+        reshard_all(self._model)
+        self._model.train()
+        return {**_figures(all_loss / all_tokens, ""), **record}
+
+    def answers(self) -> list[dict[str, str]]:
+        """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``. Collective."""
+        found = []
+        for prompt, ids in self._prompts:
+            answer = generate(
+                self._model,
+                ids,
+                self._shard,
+                max_new_tokens=self._section.max_new_tokens,
+                stops=special_ids(self._tokenizer),
+                plan=self._plan,
+                mesh=self._mesh,
+            )
+            text = self._tokenizer.decode(answer, skip_special_tokens=True)
+            found.append({"prompt": prompt, "answer": text.strip()})
+        return found
+
+    @torch.no_grad()
+    def _sum_of_set(self, batches: HeldOut) -> tuple[float, int]:
+        """The loss summed over a set's supervised tokens on all ranks, and their number."""
+        total: Tensor | None = None
+        tokens = 0
+        steps = batches.steps_per_epoch
+        for index in range(min(steps, self._section.steps or steps)):
+            batch = next_batch(batches, index, mesh=self._mesh)
+            tokens += batch.supervised_tokens
+            for micro in batch.micro_batches:
+                loss = self._model.loss_sum(**self._shard(micro)).double()
+                total = loss if total is None else total + loss
+        assert total is not None, "an evaluation has at least one batch"
+        return self._mesh.sum_loss(total).item(), tokens
 
 
 @torch.no_grad()
-def _sum_of_set(
-    model: Any, batches: Batches, to_device: Callable[[Any], dict[str, Any]], *, plan: Plan
-) -> tuple[float, int]:
-    """The summed loss of a set's supervised tokens over all ranks, and their number."""
-    total: Tensor | None = None
-    tokens = 0
-    steps = batches.steps_per_epoch
-    for index in range(min(steps, plan.evaluate_steps or steps)):
-        batch = next_batch(batches, index, stop=False, cp_size=plan.cp_size)
-        tokens += batch.supervised_tokens
-        for micro in batch.micro_batches:
-            loss = model.loss_sum(**to_device(micro)).double()
-            total = loss if total is None else total + loss
-    assert total is not None, "an evaluation has at least one batch"
-    return sum_loss(total).item(), tokens
+def generate(
+    model: Any,
+    prompt: Sequence[int],
+    shard: Callable[[Any], dict[str, Any]],
+    *,
+    max_new_tokens: int,
+    stops: Collection[int],
+    plan: ParallelPlan,
+    mesh: Mesh,
+) -> list[int]:
+    """Greedy continuation of ``prompt``, without a cache: one forward pass per token. Collective.
+
+    Every rank runs the same row, or its part of it with context parallelism; the rank with the last token chooses.
+
+    Args:
+        shard: `build_shard_batch`'s function.
+    """
+    model.eval()
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new_tokens:
+        multiple = _BLOCK * mesh.sizes.cp
+        row = torch.zeros((1, -(-len(tokens) // multiple) * multiple), dtype=torch.int64)
+        row[0, : len(tokens)] = torch.tensor(tokens)
+        # The row is one document, so the padding after the tokens does not affect them.
+        batch = Batch(row, torch.full_like(row, -100), torch.arange(row.numel())[None], 0, len(tokens), 0)
+        inputs = {name: value for name, value in shard(batch).items() if name not in ("labels", "index")}
+        logits = model(**inputs, use_cache=False).logits
+        local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
+        last = len(tokens) - 1
+        decides = last in local and mesh.dp_rank == 0
+        chosen = int(sum_over_ranks([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
+        tokens.append(chosen)
+        if chosen in stops:
+            break
+    reshard_all(model)
+    model.train()
+    return tokens[len(prompt) :]
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt: a user message where the tokenizer has a chat template, else the beginning of a text."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt)["input_ids"]
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _figures(loss: float, suffix: str) -> dict[str, float]:

@@ -1,49 +1,76 @@
-"""The loop: one step is one screen, top to bottom.
+"""The training loop.
 
-Between two steps the ranks exchange a handful of host numbers, in one collective on gloo: did reading the batch
-fail anywhere, was any rank asked to stop, how many tokens does the global batch have. Within a step the host waits
-for the device once, to read loss and gradient norm.
+Between two steps the ranks exchange a few host numbers, in one collective on gloo: whether reading the batch failed on
+a rank, whether a rank was asked to stop, how many tokens the global batch has. Within a step the host waits for the
+device once, to read loss and gradient norm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit.parallel.compile import keep_compiled
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.ledger import assert_ledger
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.global_batch import Batches, GlobalBatch, next_batch
-from fsdp2kit.train.losses import accumulate_gradients, gradient_norm, is_finite, raise_nonfinite, sum_loss
-from fsdp2kit.train.plan import Plan, judge
-from fsdp2kit.train.saving import Saving
-from fsdp2kit.train.signals import StopRequest
-from fsdp2kit.train.throughput import Throughput
+from fsdp2kit.train.evaluation import Evaluation
+from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.out_of_memory import explain_out_of_memory
+from fsdp2kit.train.profiling import build_profiler
+from fsdp2kit.train.step import Batches, GlobalBatch, Objective, is_finite, next_batch, train_step
+
+# What schedulers and Ctrl-C send.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What the recipe built and the loop calls; each may be left out."""
+class Checkpoints(Protocol):
+    """What the loop calls of `fsdp2kit.checkpoint.run.Checkpoints`."""
 
-    log: Callable[[dict[str, Any]], None] = lambda record: None
-    save: Callable[[Progress], object] | None = None
-    saving: Saving = field(default_factory=Saving)
-    evaluate: Callable[[], Mapping[str, float]] | None = None
-    """Metrics of the held-out data; ``eval_loss`` among them."""
-    sample: Callable[[int], None] = lambda step: None
-    """Lets the model answer, after an evaluation at a step."""
-    profile: Callable[[], bool] = lambda: False
-    """Called when a step is over; returns whether it took time that is no training."""
-    first_step: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    message: Callable[[str], None] = field(default=print)
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exception: Any) -> None: ...
+    def save(self, progress: Progress, *, is_over: bool) -> Any: ...
+    def export_resumed(self, *, is_over: bool) -> None: ...
+    def wait_until_staged(self) -> None: ...
+    def has_failed(self) -> bool: ...
+    def finish_save(self) -> None: ...
+
+
+class NoCheckpoints:
+    """Saves nothing: for benchmarks and comparisons."""
+
+    def __enter__(self) -> NoCheckpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def save(self, progress: Progress, *, is_over: bool) -> None:
+        pass
+
+    def export_resumed(self, *, is_over: bool) -> None:
+        pass
+
+    def wait_until_staged(self) -> None:
+        pass
+
+    def has_failed(self) -> bool:
+        return False
+
+    def finish_save(self) -> None:
+        pass
 
 
 def train(
@@ -51,90 +78,110 @@ def train(
     optimizer: Optimizer,
     schedule: LambdaLR,
     batches: Batches,
-    to_device: Callable[[Any], dict[str, Any]],
     *,
-    plan: Plan,
-    progress: Progress,
-    throughput: Throughput,
-    hooks: Hooks,
+    objective: Objective,
+    config: TrainingConfig,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    metrics: Metrics,
+    progress: Progress | None = None,
+    checkpoints: Checkpoints | None = None,
+    evaluate: Evaluation | None = None,
+    heed_signals: bool = True,
+    checks_ledger: bool = True,
 ) -> Progress:
-    """Train from ``progress.step`` to ``plan.total_steps``.
+    """Train from ``progress.step`` to the last step of ``[train]``, or until stopped. Collective.
 
     Args:
-        batches: from a global batch's index to this data-parallel rank's micro-batches, on the host.
-        to_device: from one of these to the arguments of ``model.loss_sum``, on the device.
-        throughput: turns counts and seconds into the speeds of a metrics record.
+        batches: this data-parallel rank's micro-batches, on the host, by index of the global batch.
+        objective: the loss of a micro-batch, see `Objective`.
+        progress: where to start; by default at the beginning.
+        checkpoints: by default nothing is saved.
+        evaluate: held-out loss and answers to prompts; None: no evaluation.
+        heed_signals: whether Ctrl-C, SIGTERM and SIGUSR1 stop the loop after the current step.
+        checks_ledger: whether the first step's dtypes are compared with ``plan.ledger``, as in a run.
 
     Returns:
-        How far it came: to the end, or less where it was asked to stop. A checkpoint of that is written.
+        The progress at the end, or where it was asked to stop; it is saved if there are checkpoints.
 
     Raises:
-        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a save that failed.
+        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a save that failed; out of memory.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
-    saved_at = first = progress.step
-    if plan.total_steps == 0 and hooks.evaluate:
-        hooks.log({"step": progress.step, **hooks.evaluate()})
-        hooks.sample(progress.step)
-    elif plan.is_over(progress):
-        hooks.message(f"nothing left to train: step {progress.step} of {plan.total_steps} is done")
-    throughput.restart()
-    with StopRequest(max_minutes=plan.max_minutes, signals=plan.heeds_signals) as stop:
-        while not plan.is_over(progress):
-            batch = next_batch(
-                batches,
-                progress.step,
-                stop=stop.requested,
-                cp_size=plan.cp_size,
-                source_names=plan.source_names,
-                save_failed=hooks.saving.has_failed(),
-            )
-            if batch.save_failed:
-                hooks.saving.finish()
-            if batch.stop:
-                hooks.message(f"asked to stop ({stop.reason or 'on another rank'}) after step {progress.step}")
-                break
-            torch.manual_seed(stream_seed(plan.seed, progress.step, plan.dp_rank))
-            throughput.memory.start()
-            with hooks.first_step() if progress.step == first else contextlib.nullcontext():
-                record = train_step(
-                    model,
-                    optimizer,
-                    schedule,
-                    batch,
-                    to_device,
-                    plan=plan,
-                    step=progress.step + 1,
-                    before_update=hooks.saving.wait_until_staged,
-                    end_phase=throughput.memory.end,
+    progress, checkpoints = progress or Progress(), checkpoints or NoCheckpoints()
+    total, first, saved_at = config.train.total_steps(batches.steps_per_epoch), progress.step, progress.step
+    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+    profiler = build_profiler(
+        config.profile,
+        trace_dir=Path(config.run.dir) / "trace",
+        rank=mesh.rank,
+        device_type=mesh.device.type,
+        steps=total - first,
+        first_step=first + 1,
+    )
+
+    def save(now: Progress) -> None:
+        position = replace(now, wandb_id=metrics.wandb_id, data=batches.state(now.step))
+        checkpoints.save(position, is_over=is_over(now, config, total=total))
+
+    with checkpoints, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
+        checkpoints.export_resumed(is_over=is_over(progress, config, total=total))
+        if total == 0 and evaluate is not None:
+            metrics.log({"step": progress.step, **evaluate()})
+            metrics.log_samples(progress.step, evaluate.answers())
+        elif is_over(progress, config, total=total):
+            metrics.message(f"nothing left to train: step {progress.step} of {total} is done")
+        metrics.throughput.restart()
+        with StopRequest(max_minutes=config.run.max_minutes, signals=heed_signals) as stop:
+            while not is_over(progress, config, total=total):
+                batch = next_batch(
+                    batches, progress.step, mesh=mesh, stop=stop.requested, save_failed=checkpoints.has_failed()
                 )
-            if progress.step == first:
-                for line in (throughput.first_step(), *keep_compiled()):
-                    hooks.message(line)
-            if not is_finite(record):
-                loss, norm = record["loss"], record["grad_norm"]
-                hooks.message(
-                    f"step {progress.step + 1}: skipped, since its loss is {loss} and its gradient norm {norm}"
+                if batch.save_failed:
+                    checkpoints.finish_save()
+                if batch.stop:
+                    where = stop.reason or "on another rank"
+                    metrics.message(f"asked to stop ({where}) after step {progress.step}")
+                    break
+                torch.manual_seed(stream_seed(config.run.seed, progress.step, mesh.dp_rank))
+                is_first = progress.step == first
+                watched = is_first and checks_ledger
+                with assert_ledger(plan.ledger, model, optimizer) if watched else contextlib.nullcontext():
+                    record = train_step(
+                        model,
+                        optimizer,
+                        schedule,
+                        batch,
+                        objective=objective,
+                        shard=shard,
+                        config=config,
+                        mesh=mesh,
+                        step=progress.step + 1,
+                        before_update=checkpoints.wait_until_staged,
+                        memory=metrics.throughput.memory,
+                    )
+                if not is_finite(record):
+                    why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
+                    metrics.message(f"step {progress.step + 1}: skipped, since {why}")
+                progress = progress.after_step(batch.supervised_tokens, batch.input_tokens)
+                if is_first:
+                    metrics.message(metrics.throughput.first_step())
+                eval_loss = report(
+                    record, batch, config=config, progress=progress, total=total, metrics=metrics, evaluate=evaluate
                 )
-            progress = progress.after_step(batch.supervised_tokens, batch.input_tokens)
-            throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
-            eval_loss = report(record, batch, plan=plan, progress=progress, throughput=throughput, hooks=hooks)
-            progress = judge(progress, eval_loss, plan=plan)
-            is_best = plan.keep_best and progress.best_step == progress.step
-            if hooks.save and (is_best or plan.is_due(plan.save_every, progress.step)):
-                hooks.save(progress)
-                saved_at = progress.step
-                throughput.restart()
-            if hooks.profile():
-                throughput.restart()
-        if plan.is_over(progress) and first < progress.step < plan.total_steps:
-            hooks.message(
-                f"stopped early: eval_loss was lowest ({progress.best_eval_loss:.4f}) at {progress.best_step}"
-            )
-        if hooks.save and saved_at != progress.step:
-            hooks.save(progress)
-    for line in keep_compiled():  # evaluation and answers to prompts are compiled for themselves
-        hooks.message(line)
+                progress = progress.after_evaluation(eval_loss, min_delta=config.eval.min_delta)
+                is_best = config.eval.keep_best and progress.best_step == progress.step
+                if is_best or is_due(config.checkpoint.every, progress.step):
+                    save(progress)
+                    saved_at = progress.step
+                    metrics.throughput.restart()
+                if profiler.step():
+                    metrics.throughput.restart()
+            if is_over(progress, config, total=total) and first < progress.step < total:
+                best = f"{progress.best_eval_loss:.4f}) at {progress.best_step}"
+                metrics.message(f"stopped early: eval_loss was lowest ({best}")
+            if saved_at != progress.step:
+                save(progress)
     return progress
 
 
@@ -142,86 +189,93 @@ def report(
     record: dict[str, float],
     batch: GlobalBatch,
     *,
-    plan: Plan,
+    config: TrainingConfig,
     progress: Progress,
-    throughput: Throughput,
-    hooks: Hooks,
+    total: int,
+    metrics: Metrics,
+    evaluate: Evaluation | None,
 ) -> float | None:
-    """Log this step where it is due, with the held-out loss where that is due, which is returned."""
-    evaluates = hooks.evaluate is not None and plan.is_due(plan.evaluate_every, progress.step, also_last=True)
-    if not evaluates and not plan.is_due(plan.log_every, progress.step, also_last=True):
+    """Count this step; log it and evaluate if that is due. Returns the held-out loss, if it was evaluated."""
+    throughput = metrics.throughput
+    throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
+    is_last = progress.step == total
+    evaluates = (
+        evaluate is not None and config.eval.every > 0 and (is_last or is_due(config.eval.every, progress.step))
+    )
+    if not (evaluates or is_last or is_due(config.train.log_every, progress.step)):
         return None
     line: dict[str, Any] = {"step": progress.step, **record}
     line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
     line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
-    line |= {"packing_efficiency": batch.input_tokens / batch.places}
+    line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
     line |= {"tokens_total": progress.tokens_total, **throughput.record()}
-    if evaluates and hooks.evaluate is not None:
-        line |= hooks.evaluate()
-    hooks.log(line)
-    if evaluates:
-        hooks.sample(progress.step)
-        throughput.restart()
-    return line.get("eval_loss")
+    if not evaluates or evaluate is None:
+        metrics.log(line)
+        return None
+    line |= evaluate()
+    metrics.log(line)
+    metrics.log_samples(progress.step, evaluate.answers())
+    throughput.restart()
+    return line["eval_loss"]
 
 
-def train_step(
-    model: Any,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    batch: GlobalBatch,
-    to_device: Callable[[Any], dict[str, Any]],
-    *,
-    plan: Plan,
-    step: int,
-    before_update: Callable[[], None] = lambda: None,
-    end_phase: Callable[[str], None] = lambda phase: None,
-) -> dict[str, float]:
-    """One optimizer step on one global batch.
+def is_over(progress: Progress, config: TrainingConfig, *, total: int) -> bool:
+    """Whether training is over: all steps are done, or evaluations no longer improve."""
+    is_stale = config.eval.patience is not None and progress.stale_evaluations >= config.eval.patience
+    return is_stale or progress.step >= total
 
-    Args:
-        before_update: called between backward and the optimizer, which changes what a save may still be copying.
-        end_phase: called with "forward", "backward" and "optimizer" when each is over.
 
-    Returns:
-        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; of a mix also ``loss/NAME``, the mean over
-        that source's supervised tokens, where it has any in this batch.
-    """
-    inputs = [lambda micro=micro: to_device(micro) for micro in batch.micro_batches]
-    local_loss = accumulate_gradients(
-        model,
-        inputs,
-        tokens=batch.supervised_tokens,
-        reduce_every=plan.reduce_every_micro_batch,
-        gather_once=plan.gather_once,
-        end_phase=end_phase,
-    )
-    norm = gradient_norm(model)
-    if plan.max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), plan.max_grad_norm, norm)
-    lr = float(optimizer.param_groups[0]["lr"])  # torchao's optimizers keep a tensor, which the schedule fills anew
-    loss_value, *parts, norm_value = _read(sum_loss(local_loss.clone()), norm)
-    record = {"loss": loss_value, "grad_norm": norm_value, "lr": lr}
-    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
-        if tokens:
-            record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
-    if is_finite(record):
-        before_update()
-        optimizer.step()
-    elif plan.on_nonfinite == "stop":
-        raise_nonfinite(local_loss, norm_value, step=step)
-    schedule.step()
-    optimizer.zero_grad(set_to_none=True)
-    end_phase("optimizer")
-    return record
+def is_due(every: int, step: int) -> bool:
+    """Whether something that happens every ``every`` steps (0: never) happens after ``step``."""
+    return every > 0 and step % every == 0
 
 
 def stream_seed(seed: int, step: int, dp_rank: int) -> int:
-    """Seed of whatever randomness a step has: a function of these three, so no generator state needs saving."""
+    """Seed of a step's randomness (dropout): a function of these three, so no generator state is saved."""
     digest = hashlib.sha256(f"{seed}/{step}/{dp_rank}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _read(*figures: Tensor) -> Iterable[float]:
-    """Device scalars and vectors to host numbers in one wait."""
-    return torch.cat([figure.detach().to(figures[0].device, torch.float64).flatten() for figure in figures]).tolist()
+class StopRequest:
+    """``with StopRequest(max_minutes=…) as stop:`` then ``stop.requested`` on this rank.
+
+    torchrun and most schedulers send SIGTERM, Slurm SIGUSR1 ahead of a time limit, Ctrl-C SIGINT; a second SIGINT
+    interrupts as usual. The former handlers are restored at the end of the block.
+    """
+
+    def __init__(self, *, max_minutes: float | None = None, signals: bool = True) -> None:
+        self._signals = _SIGNALS if signals else ()
+        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._received: str | None = None
+        self._former: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in self._signals:
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # a background job: Ctrl-C in the terminal is not for it
+            try:
+                self._former[number] = signal.signal(number, self._note)
+            except ValueError:  # not the main thread (e.g. a notebook's): the caller handles signals
+                break
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._former[number])  # pyright: ignore[reportArgumentType]
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank has been asked to stop."""
+        return self.reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name, or ``run.max_minutes``."""
+        if self._received is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            return "run.max_minutes"
+        return self._received

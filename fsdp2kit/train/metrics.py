@@ -11,65 +11,86 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from fsdp2kit.config.schema import WandbConfig
-from fsdp2kit.train.rundir import free_path
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import agreement
+from fsdp2kit.job import Job, free_path
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import WandbRun, start_wandb
 
 
 def build_metrics(
-    wandb_section: WandbConfig,
+    config: TrainingConfig,
     *,
-    run_dir: Path,
-    is_main: bool,
-    config: Mapping[str, Any],
+    job: Job,
+    plan: ParallelPlan,
+    progress: Progress,
     total_steps: int,
-    resume_step: int,
-    wandb_id: str | None,
+    start_lines: Sequence[str] = (),
 ) -> Metrics:
-    """The run's metrics; on ranks other than the main one, an object that does nothing.
+    """The run's metrics, written by the main rank only and closed by `Job.closing`. Collective.
 
-    ``run_dir`` must exist. Lines that its ``metrics.jsonl`` has after ``resume_step`` (all of them when that is 0) are
-    moved to ``metrics.after-step-<resume_step>.jsonl``, so that each step has one line.
+    Lines of ``metrics.jsonl`` after ``progress.step`` (all of them if that is 0) are moved to
+    ``metrics.after-step-<step>.jsonl``, so that each step has one line.
 
     Args:
-        wandb_section: ``[wandb]``.
-        run_dir: the run directory.
-        is_main: whether this rank logs.
-        config: the resolved config, for wandb.
+        progress: where the run starts, and the wandb run that it continues.
         total_steps: of the whole run, for the progress line.
-        resume_step: the last step that is already done; 0 at the start.
-        wandb_id: the wandb run to continue; None starts a new one.
+        start_lines: printed first.
     """
-    if not is_main:
-        return Metrics(console=None, lines=None, wandb=None, wandb_id=wandb_id)
-    console = _build_console(total_steps, resume_step)
-    path = run_dir / "metrics.jsonl"
-    if aside := move_aside(path, resume_step=resume_step):
-        console.message(f"metrics of an earlier attempt after step {resume_step} are kept in {aside}")
-    samples = run_dir / "samples.jsonl"
-    move_aside(samples, resume_step=resume_step)
-    lines = JsonLines(path)
-    wandb = start_wandb(wandb_section, run_dir=run_dir, config=config, wandb_id=wandb_id, message=console.message)
-    return Metrics(console=console, lines=lines, wandb=wandb, wandb_id=wandb.id, samples=samples)
+    throughput = Throughput(plan.flops, device=job.world.device, world_size=job.world.size, memory_by_phase=True)
+    metrics = Metrics(throughput, wandb_id=progress.wandb_id)
+    with agreement():
+        if job.is_main:
+            console = Console(total_steps, progress.step)
+            path, samples = job.run_dir / "metrics.jsonl", job.run_dir / "samples.jsonl"
+            if aside := move_aside(path, resume_step=progress.step):
+                console.message(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
+            move_aside(samples, resume_step=progress.step)
+            lines = JsonLines(path)  # before wandb: a run that is begun there must be ended
+            wandb = start_wandb(
+                config.wandb,
+                run_dir=job.run_dir,
+                config=config.model_dump(mode="json"),
+                wandb_id=progress.wandb_id,
+                message=console.message,
+            )
+            metrics = Metrics(
+                throughput, console=console, lines=lines, wandb=wandb, wandb_id=wandb.id, samples=samples
+            )
+    job.closing.enter_context(metrics)
+    for line in start_lines:
+        metrics.message(line)
+    return metrics
 
 
 class Metrics:
-    """One call, three places. Use it in a ``with``, which closes it, or `close` it in a ``finally``."""
+    """Writes to console, metrics.jsonl and wandb. Use it in a ``with``, or `close` it."""
 
     def __init__(
         self,
+        throughput: Throughput,
         *,
-        console: Console | None,
-        lines: JsonLines | None,
-        wandb: WandbRun | None,
-        wandb_id: str | None,
+        console: Console | None = None,
+        lines: JsonLines | None = None,
+        wandb: WandbRun | None = None,
+        wandb_id: str | None = None,
         samples: Path | None = None,
+        records: list[dict[str, Any]] | None = None,
     ) -> None:
+        """
+        Args:
+            records: every logged record is appended to this list.
+        """
+        self._records = records
+        self.throughput = throughput
+        """Counts steps into speeds and peak memory, on every rank."""
         self._console, self._lines, self._wandb, self._samples = console, lines, wandb, samples
         self.wandb_id = wandb_id
-        """Id of the wandb run, to be kept in the checkpoint; None without one."""
+        """Id of the wandb run, for the checkpoint; None without one."""
 
     def __enter__(self) -> Metrics:
         return self
@@ -82,15 +103,19 @@ class Metrics:
     def log(self, record: Mapping[str, Any]) -> None:
         """Log one step. The keys are those of DESIGN's "metrics.jsonl keys"; ``step`` is required."""
         record = {key: _plain(value) for key, value in record.items()}
+        if self._records is not None:
+            self._records.append(record)
         if self._lines is not None:
-            self._lines.write(record)  # first: it is the record that counts
+            self._lines.write(record)  # first: this file must be complete
         if self._console is not None:
             self._console.log(record)
         if self._wandb is not None:
             self._wandb.log(record)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what the model answered after a step, in ``samples.jsonl`` and as a table in wandb."""
+        """Write the model's answers after a step to ``samples.jsonl`` and to a table in wandb."""
+        if not samples:
+            return
         if self._samples is not None:
             with contextlib.closing(JsonLines(self._samples)) as lines:
                 for sample in samples:
@@ -99,7 +124,7 @@ class Metrics:
             self._wandb.log_samples(step, samples)
 
     def message(self, text: str) -> None:
-        """Print a line, above the progress line where there is one."""
+        """Print a line, above the progress line if there is one."""
         if self._console is not None:
             self._console.message(text)
 
@@ -115,7 +140,7 @@ class Metrics:
 
 
 class JsonLines:
-    """A file of one JSON object a line, appended to and flushed at every line."""
+    """A file of one JSON object per line, opened for appending and flushed after every line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -131,13 +156,13 @@ class JsonLines:
 
 
 def move_aside(path: Path, *, resume_step: int) -> Path | None:
-    """Leave in a metrics file only the whole lines of steps ≤ ``resume_step``; at 0, none.
+    """Keep only the complete lines of steps ≤ ``resume_step`` in a metrics file; none if that is 0.
 
-    The other lines, a torn last one among them, go to ``<stem>.after-step-000120.jsonl``, with a number where that
-    is taken.
+    The other lines, also an incomplete last one, go to ``<stem>.after-step-000120.jsonl``, with a number if that file
+    exists.
 
     Returns:
-        The file that took them; None when there was nothing to move.
+        The file that they went to; None if there was nothing to move.
     """
     if not path.exists():
         return None
@@ -155,7 +180,7 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
             aside = free_path(path.parent, stem, ".jsonl", first=2)
         _write_durably(aside, moved, mode="xb")
     if kept != lines:
-        # Only once the moved lines are safe; killed in between, a line is in both files rather than in none.
+        # After the moved lines are synced: a crash in between leaves a line in both files rather than in none.
         beside = path.with_name(f".{path.name}.partial")
         _write_durably(beside, kept, mode="wb")
         beside.replace(path)
@@ -193,84 +218,56 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
 
 
-class Console(Protocol):
-    """Where a person looks."""
-
-    def log(self, record: Mapping[str, Any]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Eta:
-    """Seconds that the remaining steps will take, by the wall clock: evaluations and checkpoints count as well."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._first: tuple[int, float] | None = None
-
-    def after(self, record: Mapping[str, Any]) -> float | None:
-        step, now = record["step"], time.monotonic()
-        if self._first is None:
-            self._first = (step, now)  # the first step compiles and warms up: the clock starts after it
-        first_step, since = self._first
-        pace = (now - since) / (step - first_step) if step > first_step else record.get("step_seconds")
-        return None if pace is None else pace * max(0, self._total - step)
-
-
-# The reader of the console has left, its disk is full, or it is closed: training goes on, and its record is in a file.
+# Console writes may fail (closed pipe, full disk); metrics.jsonl has everything.
 _LOST = OSError, ValueError
 
 
-class _PlainConsole:
-    def __init__(self, total_steps: int) -> None:
-        self._total, self._eta = total_steps, _Eta(total_steps)
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        self.message(format_record(record, total_steps=self._total, eta_seconds=self._eta.after(record)))
-
-    def message(self, text: str) -> None:
-        with contextlib.suppress(*_LOST):
-            print(text, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class _ProgressConsole:
-    """A rich progress line. It appears with the first record: until then, and after `close`, lines are plain."""
+class Console:
+    """One line per record, or in a terminal a progress line, shown from the first record on."""
 
     def __init__(self, total_steps: int, resume_step: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
+        self._total = total_steps
+        self._first: tuple[int, float] | None = None
+        self._progress: Any = None
+        if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+            from rich.progress import BarColumn, Progress, TextColumn
 
-        self._total, self._eta = total_steps, _Eta(total_steps)
-        columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-        self._progress = Progress(*columns, auto_refresh=False)
-        self._task = self._progress.add_task("", total=total_steps, completed=resume_step)
+            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+            self._progress = Progress(*columns, auto_refresh=False)
+            self._task = self._progress.add_task("", total=total_steps, completed=resume_step)
 
     def log(self, record: Mapping[str, Any]) -> None:
+        line = format_record(record, total_steps=self._total, eta_seconds=self._seconds_left(record))
+        if self._progress is None:
+            self.message(line)
+            return
         with contextlib.suppress(*_LOST):
             self._progress.start()
-        line = format_record(record, total_steps=self._total, eta_seconds=self._eta.after(record))
         if record.get("eval_loss") is not None:
-            self.message(line)  # rare, and wanted after the progress line has moved on
+            self.message(line)  # stays visible when the progress line moves on
         with contextlib.suppress(*_LOST):
             self._progress.update(self._task, completed=record["step"], description=line, refresh=True)
 
     def message(self, text: str) -> None:
         with contextlib.suppress(*_LOST):
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if self._progress is None:
+                print(text, flush=True)
+            else:
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        with contextlib.suppress(*_LOST):
-            self._progress.stop()
+        if self._progress is not None:
+            with contextlib.suppress(*_LOST):
+                self._progress.stop()
 
-
-def _build_console(total_steps: int, resume_step: int) -> Console:
-    if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        return _ProgressConsole(total_steps, resume_step)
-    return _PlainConsole(total_steps)
+    def _seconds_left(self, record: Mapping[str, Any]) -> float | None:
+        """Estimate for the remaining steps by wall clock, including evaluations and checkpoints."""
+        step, now = record["step"], time.monotonic()
+        if self._first is None:
+            self._first = (step, now)  # without the first step, which compiles and warms up
+        first_step, since = self._first
+        pace = (now - since) / (step - first_step) if step > first_step else record.get("step_seconds")
+        return None if pace is None else pace * max(0, self._total - step)
 
 
 def _belongs(line: bytes, resume_step: int) -> bool:

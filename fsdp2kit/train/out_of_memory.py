@@ -1,4 +1,4 @@
-"""What was alive when the device ran out of memory, and what to turn on next."""
+"""A diagnosis when a device runs out of memory: what was allocated, and which keys to change."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
 
-# Memory that the allocator holds and cannot use for the request, as a share of all, from which it is worth a word.
+# Share of memory that is reserved but unusable for the request from which fragmentation is mentioned.
 _FRAGMENTED = 0.1
 
-# The first is the newer name, from torch 2.9 on; both are read.
+# The first is the newer name (torch 2.9); torch reads both.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -32,37 +32,38 @@ class Alive:
     gradients: int
     moments: int
     allocated: int
-    """By everything: what is not among the other three is activations, gathered units and their gradients."""
+    """In total; besides the three above these are activations, gathered units and their gradients."""
     reserved: int
-    """What the allocator took from the device."""
+    """By the allocator, from the device."""
     total: int
-    """What the device has."""
+    """Memory of the device."""
 
     @property
     def activations(self) -> int:
-        """And gathered units."""
+        """Activations and gathered units."""
         return max(0, self.allocated - self.parameters - self.gradients - self.moments)
 
 
 @contextlib.contextmanager
-def explained(
-    config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, trace_dir: Path, rank: int
+def explain_out_of_memory(
+    config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, rank: int
 ) -> Iterator[None]:
     """Around training: turn a device's out-of-memory error into a diagnosis, and write a memory snapshot.
 
-    ``trace_dir/oom-00000.pickle`` opens in https://docs.pytorch.org/memory_viz; with ``profile.memory`` it has the
-    history of the traced steps as well.
+    ``trace/oom-00000.pickle`` in the run directory opens in https://docs.pytorch.org/memory_viz; with
+    ``profile.memory`` it has the history of the traced steps as well.
 
     Raises:
-        RunFailure: in place of `torch.OutOfMemoryError`.
+        RunFailure: instead of `torch.OutOfMemoryError`.
     """
+    trace_dir = Path(config.run.dir) / "trace"
     try:
         yield
     except torch.OutOfMemoryError as error:
         alive = what_is_alive(model, optimizer)
         snapshot = trace_dir / f"oom-{rank:05d}.pickle"
         written = ""
-        with contextlib.suppress(OSError):  # the disk may be full as well; the diagnosis is worth more
+        with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
             trace_dir.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(snapshot))
             written = f" A snapshot is in {snapshot} (https://docs.pytorch.org/memory_viz)."
@@ -71,7 +72,7 @@ def explained(
 
 
 def what_is_alive(model: nn.Module, optimizer: Optimizer) -> Alive:
-    """Counted on this rank's device."""
+    """Count the bytes on this rank's device."""
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values())
     device = torch.cuda.current_device()
@@ -91,7 +92,7 @@ def _bytes_on_device(tensors: Iterable[object]) -> int:
 
 
 def diagnosis(alive: Alive, config: TrainingConfig) -> str:
-    """One paragraph: what was alive, and the next keys to set, the cheapest first."""
+    """One paragraph: what was allocated, and which keys to set next, the cheapest first."""
     parts = {
         "parameters": alive.parameters,
         "gradients": alive.gradients,
@@ -103,20 +104,20 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
     unused = alive.reserved - alive.allocated
     if unused > _FRAGMENTED * alive.total:
         text += f" {unused / 2**30:.1f} GiB more were reserved in pieces too small"
-        # Without it a segment never grows, and what is freed serves only what fits into it.
+        # Otherwise a segment never grows, and freed memory serves only requests that fit into its segment.
         text += "." if has_expandable_segments() else f": start with {_EXPANDABLE} in the environment."
     return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
 
 
 def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the CUDA allocator was told to let its segments grow."""
+    """Whether the CUDA allocator is set to let segments grow."""
     known = os.environ if environment is None else environment
     told = ",".join(known.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
     return "expandable_segments:true" in told
 
 
 def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:
-    """Settings that would help against what is largest and are not in use, the cheapest first; two at most."""
+    """At most two unused settings that reduce the largest part, the cheapest first."""
     kept = alive.parameters + alive.gradients + alive.moments
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
     less_activation = [
@@ -133,7 +134,7 @@ def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:
         (fsdp.strategy == "shard_grad_op", 'fsdp.strategy = "full_shard"'),
         (fsdp.offload == "none", 'fsdp.offload = "optimizer"'),
         (fsdp.offload == "optimizer", 'fsdp.offload = "params"'),
-        (config.optimizer.name == "adamw" and fsdp.offload == "none", 'optimizer.name = "adamw_bf16" or "adamw_4bit"'),
+        (config.optimizer.name == "adamw" and fsdp.offload == "none", 'optimizer.name = "adamw_bf16"'),
         (True, "more ranks, over which everything is sharded"),
     ]
     helpful = less_activation if alive.activations >= kept else less_state

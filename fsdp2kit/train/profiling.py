@@ -1,4 +1,4 @@
-"""A torch profiler trace of a few steps, and with it a CUDA memory snapshot."""
+"""A torch profiler trace of a few steps, and a CUDA memory snapshot of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -16,22 +15,8 @@ from fsdp2kit.config.schema import ProfileConfig
 
 logger = logging.getLogger(__name__)
 
-# Allocations and frees that a snapshot keeps; a step of a large model makes some ten thousand.
+# Allocations and frees kept in a snapshot; a step of a large model has some ten thousand.
 _MEMORY_EVENTS = 200_000
-
-
-class StepProfiler(Protocol):
-    """A context manager around the training loop; `step` is called after every optimizer step."""
-
-    def __enter__(self) -> StepProfiler: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None, /
-    ) -> None: ...
-
-    def step(self) -> bool:
-        """Returns whether tracing began or a trace was written now: both take time that is no training."""
-        ...
 
 
 def build_profiler(
@@ -43,24 +28,22 @@ def build_profiler(
     steps: int | None = None,
     first_step: int = 1,
 ) -> StepProfiler:
-    """The profiler that ``[profile]`` asks for; without ``enabled``, an object that does nothing.
+    """The profiler of ``[profile]``; without ``enabled`` it does nothing.
 
-    Steps are counted from where this process starts, so a resumed run traces as well. Every rank writes
+    Steps are counted from the start of this process, so a resumed run is traced too. Every rank writes
     ``trace_dir/rank-00000.json.gz`` (Chrome trace format; it opens in https://ui.perfetto.dev) and, with ``memory`` on
-    CUDA, ``trace_dir/memory-00000.pickle`` (it opens in https://docs.pytorch.org/memory_viz), over those of an earlier
-    run. A run that ends amid the traced steps writes what it has.
+    CUDA, ``trace_dir/memory-00000.pickle`` (it opens in https://docs.pytorch.org/memory_viz), replacing those of an
+    earlier run. A run that ends within the traced steps writes what it has.
 
     Args:
         section: ``[profile]``.
-        trace_dir: made when the trace is written.
+        trace_dir: created when the trace is written.
         rank: of this process; it names the files.
         device_type: "cpu" or "cuda".
-        steps: how many this process will take, where that is known: too few to trace any is said at once.
-        first_step: the number of the first of them; it stands in the trace, where torch counts from 0.
+        steps: how many this process will take, if known; it warns if they are too few to trace any.
+        first_step: the training step of the first of them, written into the trace, in which torch counts from 0.
     """
-    if not section.enabled:
-        return _NoProfiler()
-    if rank == 0 and steps is not None and 0 < steps < section.start_step:
+    if section.enabled and rank == 0 and steps is not None and 0 < steps < section.start_step:
         logger.warning(
             "profile.start_step: nothing will be traced: step %d of this process is asked for, and it takes %d",
             section.start_step,
@@ -68,21 +51,12 @@ def build_profiler(
         )
     snapshot = trace_dir / f"memory-{rank:05d}.pickle" if section.memory and device_type == "cuda" else None
     trace = trace_dir / f"rank-{rank:05d}.json.gz"
-    return _TraceProfiler(section, trace=trace, snapshot=snapshot, device_type=device_type, first_step=first_step)
+    return StepProfiler(section, trace=trace, snapshot=snapshot, device_type=device_type, first_step=first_step)
 
 
-class _NoProfiler:
-    def __enter__(self) -> _NoProfiler:
-        return self
+class StepProfiler:
+    """A context manager around the training loop; `step` is called after every optimizer step."""
 
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def step(self) -> bool:
-        return False
-
-
-class _TraceProfiler:
     def __init__(
         self, section: ProfileConfig, *, trace: Path, snapshot: Path | None, device_type: str, first_step: int
     ) -> None:
@@ -91,25 +65,32 @@ class _TraceProfiler:
         self._until = self._before + section.steps
         self._finished = 0
         self._recording_memory = False
-        self._profiler = _torch_profiler(self._before, section.steps, device_type, self._write_trace)
-        self._profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": first_step}))
+        self._profiler: torch.profiler.profile | None = None
+        if section.enabled:
+            self._profiler = _torch_profiler(self._before, section.steps, device_type, self._write_trace)
+            self._profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": first_step}))
 
-    def __enter__(self) -> _TraceProfiler:
-        self._follow_memory()
-        self._profiler.__enter__()
+    def __enter__(self) -> StepProfiler:
+        if self._profiler is not None:
+            self._follow_memory()
+            self._profiler.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._profiler.__exit__(kind, error, where)
-        self._write_snapshot()
+        if self._profiler is not None:
+            self._profiler.__exit__(kind, error, where)
+            self._write_snapshot()
 
     def step(self) -> bool:
+        """Returns whether tracing began or a trace was written, which takes time that is not training."""
+        if self._profiler is None:
+            return False
         self._finished += 1
         self._profiler.step()
         self._follow_memory()
-        # The step before the traced ones prepares the profiler, its end starts it, and the last one's end writes.
+        # It is prepared before the last untraced step, started after it, and writes after the last traced one.
         return self._finished in (self._before - 1, self._before, self._until)
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
@@ -120,7 +101,7 @@ class _TraceProfiler:
         if self._snapshot is None:
             return
         if self._finished == self._before:
-            # No public name records allocations; this is the one that torch's documentation tells users to call.
+            # There is no public name for it; torch's documentation tells users to call this one.
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             self._recording_memory = True
         elif self._finished == self._until:
@@ -143,7 +124,7 @@ def _torch_profiler(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     warmup = min(1, before)
     with warnings.catch_warnings():
-        # start_step = 1 leaves no step to warm up in; whoever asks for it wants the first step as it is.
+        # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
         warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
         schedule = torch.profiler.schedule(wait=before - warmup, warmup=warmup, active=steps, repeat=1)
     return torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=on_trace_ready)

@@ -1,27 +1,34 @@
-"""Speeds and peak memory over the steps since the last record."""
+"""Speeds since the last record, and peak memory of the process and of each phase of a step."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp2kit.distributed import max_over_ranks
-from fsdp2kit.environment import seconds_alive
+from fsdp2kit.distributed import max_over_ranks, seconds_alive
+from fsdp2kit.model.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.torch_compat import compile_seconds
-from fsdp2kit.train.flops import ModelFlops, device_peak_flops, flops_per_batch
-from fsdp2kit.train.memory import PHASES, PhaseMemory
+
+PHASES = ("forward", "backward", "optimizer")
+"""Of a step. Forward includes moving the micro-batch to the device; optimizer the gradient norm and clipping."""
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Throughput:
-    """Adds up steps and turns them into the speeds of a metrics record.
+    """Sums up steps and computes the speeds of a metrics record.
 
     Args:
         counts: what `count_model_flops` returns for the model.
         device: this rank's device.
-        world_size: ranks in the job, to divide the whole job's work by.
-        memory_by_phase: whether records have the peak memory of each phase, for which the device's own peak is reset.
+        world_size: ranks in the job.
+        memory_by_phase: whether records have the peak memory of each phase; this resets the device's own peak.
     """
 
     def __init__(
@@ -34,7 +41,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was added; call it after something that is not training (an evaluation, a checkpoint)."""
+        """Start a new interval; call it after anything that is not training (an evaluation, a checkpoint)."""
         self._started = time.perf_counter()
         self._steps = self._input = self._supervised = 0
         self._flops = self._data_seconds = 0.0
@@ -48,10 +55,10 @@ class Throughput:
         self._data_seconds += data_seconds
 
     def first_step(self) -> str:
-        """The first step is over: how long that took, which the next record has as well.
+        """Call it after the first step: says how long it took; the next record has it too.
 
-        ``seconds_to_first_step`` counts from the start of this rank's process: imports, reading the data and loading
-        the weights are in it, and where layers are compiled ``compile_seconds``.
+        ``seconds_to_first_step`` counts from the start of this rank's process, including imports, reading the data,
+        loading the weights and, for compiled layers, ``compile_seconds``.
         """
         seconds, compiling = seconds_alive(), compile_seconds()
         self._start = {"seconds_to_first_step": seconds}
@@ -61,9 +68,9 @@ class Throughput:
         return f"first step done {seconds:.1f} s after the start, {compiling:.1f} s of which compiled layers"
 
     def record(self) -> dict[str, Any]:
-        """The speeds since the last record, averaged over its steps; starts the next interval.
+        """The average speeds since the last record; starts the next interval. Collective.
 
-        Every rank calls it: peak memory and data waits are the maximum over ranks.
+        Peak memory and waiting for data are the maximum over ranks.
         """
         seconds = time.perf_counter() - self._started
         phases = [float(self.memory.phases.get(phase, 0)) for phase in PHASES]
@@ -83,3 +90,76 @@ class Throughput:
         self._start = {}
         self.restart()
         return record
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory since the last reset: the allocator's on CUDA, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
+
+
+class PhaseMemory:
+    """Reads and resets the peak memory at the end of each phase.
+
+    Neither waits for the device: on CUDA it reads the allocator's counters, on a Linux CPU the kernel's high-water
+    mark of the resident set (``/proc/self/clear_refs``, some ten microseconds). Elsewhere only the overall peak is
+    known.
+
+    Args:
+        by_phase: False: never reset, so that a caller can measure the peak.
+    """
+
+    def __init__(self, device: torch.device, *, by_phase: bool) -> None:
+        self._device = device
+        # Read before the first reset, which would forget what loading took.
+        self._highest = peak_memory_bytes(device) if by_phase else 0
+        self._reset = _reset_of(device) if by_phase else None
+        self.phases: dict[str, int] = {}
+        """Highest peak of each phase so far, in bytes; empty if phases are not measured."""
+
+    def start(self) -> None:
+        """Call it at the start of a step; memory used before it counts for no phase."""
+        self._close(None)
+
+    def end(self, phase: str) -> None:
+        """Call it at the end of a phase, which began where the last one ended."""
+        self._close(phase)
+
+    @property
+    def highest(self) -> int:
+        """Peak of the process so far, in bytes."""
+        return max(self._highest, peak_memory_bytes(self._device))
+
+    def _close(self, phase: str | None) -> None:
+        if self._reset is None:
+            return
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _resident_peak()
+        # Before the reset, which clears it.
+        self._highest = max(self._highest, peak)
+        if phase is not None:
+            self.phases[phase] = max(self.phases.get(phase, 0), peak)
+        self._reset()
+
+
+def _reset_of(device: torch.device) -> Callable[[], object] | None:
+    """A function that sets the peak to the memory used now; None if there is no way to."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.reset_peak_memory_stats(device)
+    try:
+        _resident_peak()
+        _reset_resident_peak()
+    except (OSError, StopIteration):
+        return None
+    return _reset_resident_peak
+
+
+def _reset_resident_peak() -> None:
+    _RESET.write_text("5", encoding="ascii")  # 5: the high-water mark, and no page is touched (proc(5))
+
+
+def _resident_peak() -> int:
+    with _STATUS.open(encoding="ascii", errors="replace") as status:
+        line = next(line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

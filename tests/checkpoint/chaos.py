@@ -26,13 +26,10 @@ import torch
 import torch.distributed as dist
 
 import fsdp2kit.train.loop
-from fsdp2kit.checkpoint import convert
-from fsdp2kit.checkpoint.background import BackgroundSave
-from fsdp2kit.checkpoint.layout import CheckpointLayout
-from fsdp2kit.checkpoint.manager import CheckpointManager
-from fsdp2kit.checkpoint.manifest import MANIFEST
-from fsdp2kit.checkpoint.verify import verify
-from fsdp2kit.checkpoint.writer import CheckpointWriter
+from fsdp2kit.checkpoint import hf
+from fsdp2kit.checkpoint.manager import BackgroundSave, CheckpointManager
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
 from fsdp2kit.run import load
 
 # What is marked while it runs: (phase, where the function is kept, its name).
@@ -40,12 +37,12 @@ MARKS: tuple[tuple[str, Any, str], ...] = (
     ("step", fsdp2kit.train.loop, "train_step"),
     ("staging", CheckpointManager, "stage"),
     ("staging", BackgroundSave, "collect"),
-    ("writing", CheckpointWriter, "write"),
-    ("completing", CheckpointWriter, "publish"),
-    ("rename", CheckpointLayout, "publish"),
-    ("retention", CheckpointLayout, "retain"),
-    ("retention", CheckpointLayout, "sweep"),
-    ("export", convert, "dcp_to_hf"),
+    ("writing", CheckpointManager, "write"),
+    ("completing", CheckpointManager, "complete"),
+    ("rename", CheckpointStore, "publish"),
+    ("retention", CheckpointStore, "retain"),
+    ("retention", CheckpointStore, "sweep"),
+    ("export", hf, "dcp_to_hf"),
 )
 PHASES = tuple(dict.fromkeys(phase for phase, _, _ in MARKS))
 SAVING = ("staging", "writing", "completing", "rename", "retention")

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.loading import load_weights
 from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.run import Checkpoints
+from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.progress import Progress
@@ -86,6 +87,12 @@ def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **secti
         identity=identity or IDENTITY,
         write_assets=write_assets,
     )
+
+
+def checkpoints_of(run_dir: Path, model: LlamaForCausalLM, **section: Any) -> Checkpoints:
+    """The checkpoints of a run with `manager_of`'s settings."""
+    config = TrainingConfig(recipe="test", checkpoint=CheckpointConfig(**section))
+    return Checkpoints(manager_of(run_dir, **section), config, model, adamw(model))
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from fsdp2kit.checkpoint.layout import CheckpointLayout
 from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint import jobs
@@ -147,8 +147,8 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_a_save(tmp_path: Path, capl
 
 def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_delete = threading.Event()
-    sweep = CheckpointLayout.sweep
-    monkeypatch.setattr(CheckpointLayout, "sweep", lambda self: may_delete.wait(30) and sweep(self))
+    sweep = CheckpointStore.sweep
+    monkeypatch.setattr(CheckpointStore, "sweep", lambda self: may_delete.wait(30) and sweep(self))
     manager, model = jobs.manager_of(tmp_path, keep=1), jobs.tiny_llama()
     for step in (1, 2, 3):
         manager.save(model, jobs.adamw(model), jobs.progress_at(step))

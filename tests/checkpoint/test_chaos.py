@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.checkpoint.files import sha256
+from fsdp2kit.files import sha256
 from tests.checkpoint.chaos import Harness, Kill, draw, tally
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"

@@ -14,13 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fsdp2kit.checkpoint import safetensors_file
-from fsdp2kit.checkpoint.compare import compare_logits
-from fsdp2kit.checkpoint.convert import dcp_to_hf, ensure_export
-from fsdp2kit.checkpoint.export_files import begin, publish, write_shards
-from fsdp2kit.checkpoint.export_plan import plan_export
-from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
+from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_shards
+from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.safetensors_file import SafetensorsWriter, TensorForm, file_size
-from fsdp2kit.checkpoint.verify import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 
@@ -75,13 +72,13 @@ def test_files_are_of_bounded_size_and_shared_between_ranks(
     assert plan == plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
     plan.staging.mkdir()
     (plan.staging / "leftover").write_text("of an export that was cut short")
-    begin(plan)
+    begin_export(plan)
     write_shards(plan, rank=1, world_size=2)
     with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
-        publish(plan)
+        publish_export(plan)
     assert not (tmp_path / "out").exists()
     write_shards(plan, rank=0, world_size=2)
-    publish(plan)
+    publish_export(plan)
 
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())

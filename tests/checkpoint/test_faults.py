@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.checkpoint import writer
-from fsdp2kit.checkpoint.convert import dcp_to_hf
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint import manager as checkpoint_manager
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_manager import flip, names, saved_alone, truncate
@@ -68,14 +68,14 @@ def test_a_directory_deleted_during_a_save_is_named(
 ) -> None:
     manager, path = saved_alone(tmp_path, 1)
     gone = path.with_name(".tmp-step-000002") if level == "the new checkpoint" else path.parent
-    original = writer.record_files
+    original = checkpoint_manager.record_files
 
     def delete_first(*arguments):
         shutil.rmtree(gone)
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "record_files", delete_first)
+        patch.setattr(checkpoint_manager, "record_files", delete_first)
         model = jobs.tiny_llama()
         with pytest.raises(RunFailure, match=r"step-000002: .*No such file or directory: '.*tmp-step-000002.*; free"):
             manager.save(model, jobs.adamw(model), jobs.progress_at(2))

@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from fsdp2kit.checkpoint.convert import dcp_to_hf
-from fsdp2kit.checkpoint.loading import load_weights
-from fsdp2kit.checkpoint.places import to_place
-from fsdp2kit.checkpoint.safe_reader import SafeReader, load_tensors
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
+from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.workers import WorkerPool
@@ -164,7 +164,7 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(tmp_path: Path, where: st
     model.save_pretrained(tmp_path / "hf")
     place = path
     if where == "a store":
-        place = to_place("memory://pickles/weights")
+        place = to_path("memory://pickles/weights")
         place.mkdir(parents=True, exist_ok=True)
         for file in path.iterdir():
             (place / file.name).write_bytes(file.read_bytes())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing as mp
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +18,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.checkpoint.files import in_use
-from fsdp2kit.checkpoint.loading import load_weights
 from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
-from fsdp2kit.checkpoint.verify import verify
+from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
+from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.store import in_use
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
@@ -150,7 +152,7 @@ def test_every_so_many_steps_and_the_best_stay_for_good(tmp_path: Path) -> None:
 
 
 def read_for_a_while(path: Path, ready: Path) -> None:
-    with in_use(path / "manifest.json"):
+    with in_use(path):
         ready.touch()
         time.sleep(60)
 
@@ -211,7 +213,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
     manager, _ = saved_alone(tmp_path, 1, keep=1)
     model = jobs.tiny_llama()
     with monkeypatch.context() as patch:
-        patch.setattr("fsdp2kit.checkpoint.layout.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
+        patch.setattr("fsdp2kit.checkpoint.store.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))
         manager.finish()
     assert names(tmp_path) == [".trash-1-step-000001", "step-000002"]
@@ -244,6 +246,75 @@ def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
     path.rename(path.with_name(".old-step-000001"))
     assert manager.resolve("auto") == path
     assert "whole" in verify(path)
+
+
+class Killed(BaseException):
+    """What our code does not catch, as nobody catches a SIGKILL."""
+
+
+def die_after(fatal: int, patch: pytest.MonkeyPatch) -> list[Path]:
+    """Let the `fatal`-th rename be the last thing that happens; returns the list of the renamed so far."""
+    moved: list[Path] = []
+
+    def then_die(move: Callable[[Path, Path], Path], source: Path, target: Path) -> Path:
+        moved.append(move(source, target))
+        if len(moved) == fatal:
+            raise Killed
+        return target
+
+    for name in ("rename", "replace"):
+        patch.setattr(Path, name, partialmethod(partial(then_die, getattr(Path, name))))
+    return moved
+
+
+def test_a_kill_after_any_move_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    """Step 2 is saved again over an older one, beside one that is no longer kept: every rename is a place to die."""
+    _, path = saved_alone(tmp_path / "before", 1, 2, keep=2)
+    for fatal in itertools.count(1):
+        run_dir = tmp_path / str(fatal)
+        shutil.copytree(tmp_path / "before", run_dir)
+        path = run_dir / "checkpoints" / "step-000002"
+        manager, model, was_killed = jobs.manager_of(run_dir, keep=1), jobs.tiny_llama(), False
+        manager.restore(path, model, jobs.adamw(model))
+        with pytest.MonkeyPatch.context() as patch:
+            moved = die_after(fatal, patch)
+            try:
+                manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+            except (Killed, RunFailure):  # DCP makes its own exception of whatever it meets
+                was_killed = True
+        manager.finish()
+        steps = [one for one in path.parent.iterdir() if re.fullmatch(r"step-\d{6}", one.name)]
+        assert all("whole" in verify(one) for one in steps)
+        resumed = jobs.manager_of(run_dir)
+        assert resumed.resolve("auto") == path
+        resumed.finish()
+        if not was_killed:
+            assert len(moved) >= 4, "the moves of a save were not seen"
+            return
+
+
+def complains(path: Path, manifest: Manifest, rank: int, world_size: int) -> bool:
+    try:
+        check_contents(path, manifest, rank=rank, world_size=world_size)
+    except UserError:
+        return True
+    return False
+
+
+def test_the_shares_of_the_ranks_are_all_files(tmp_path: Path) -> None:
+    """However many ranks wrote a checkpoint and however many read it, every file is checked by one of them."""
+    _, path = saved_alone(tmp_path, 1)
+    record = read_manifest(path).files["__0_0.distcp"]
+    files = {f"__{writer}_{number}.distcp": record for writer in range(5) for number in range(2)}
+    for name in files.keys() - {"__0_0.distcp"}:
+        shutil.copyfile(path / "__0_0.distcp", path / name)
+    manifest = replace(read_manifest(path), files={**read_manifest(path).files, **files})
+    for size in (1, 2, 3, 5, 8):
+        for name in manifest.files:
+            content = (path / name).read_bytes()
+            (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            assert sum(complains(path, manifest, rank, size) for rank in range(size)) == 1, (name, size)
+            (path / name).write_bytes(content)
 
 
 def test_resolve(tmp_path: Path) -> None:
@@ -445,7 +516,7 @@ def test_a_save_that_waited_for_a_lost_rank_does_not_blame_the_disk(
     def fail(*_: object) -> None:
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms")
 
-    monkeypatch.setattr("fsdp2kit.checkpoint.writer.record_files", fail)
+    monkeypatch.setattr("fsdp2kit.checkpoint.manager.record_files", fail)
     model = jobs.tiny_llama()
     with pytest.raises(RunFailure, match=r"see why a rank ended .* it resumes from step-000001") as failure:
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from transformers import AutoModelForCausalLM
 from upath import UPath
 
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.convert import dcp_to_hf, ensure_export
-from fsdp2kit.checkpoint.export_files import begin, publish, write_shards
-from fsdp2kit.checkpoint.export_plan import plan_export
-from fsdp2kit.checkpoint.loading import load_weights
+from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_shards
 from fsdp2kit.checkpoint.manager import CheckpointManager
-from fsdp2kit.checkpoint.places import fetched, to_place
-from fsdp2kit.checkpoint.saver import build_saver
+from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.checkpoint.store import on_disk, to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_convert import exported, tool
@@ -92,7 +90,7 @@ def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixtu
     assert "chat_template.jinja" in several
     assert tool("dcp_to_hf").main(arguments) == 0  # what is left of the first is gone
     assert [name for name in names(f"{url}/hf") if "model" in name] == ["model.safetensors"]
-    with fetched(out) as folder:
+    with on_disk(out) as folder:
         model, loaded = jobs.tiny_llama(), AutoModelForCausalLM.from_pretrained(folder)
     assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
     (out / "notes.txt").write_text("mine")
@@ -107,10 +105,10 @@ def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url
     assert ensure_export(path, out=out, dtype="float32")
     assert not ensure_export(path, out=out, dtype="float32")
     plan = plan_export(path, out, dtype="float32", max_shard_bytes=8000, config_dir=_assets(tmp_path / "assets"))
-    begin(plan)
+    begin_export(plan)
     write_shards(plan, rank=0, world_size=2)
     with pytest.raises(RunFailure, match=r"model-00002-of-.*: was not written, or not whole"):
-        publish(plan)
+        publish_export(plan)
     assert len(names(f"{url}/hf")) > 6  # the first export's files, and half of the second's
     assert ensure_export(path, out=out, dtype="float32")
     expected = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", ".fsdp2kit-export.json"}
@@ -122,6 +120,25 @@ def _assets(folder: Path) -> Path:
     folder.mkdir()
     jobs.write_assets(folder)
     return folder
+
+
+def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no rename that makes a checkpoint appear, so the order of the writes is what a crash meets."""
+    written = []
+    original = MemoryFileSystem._open
+
+    def recorded(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "r" not in mode and "/step-000001/" in path:
+            written.append(path.partition("/step-000001/")[2])
+        return original(self, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", recorded)
+    saved(tmp_path, url, 1)
+    assert (written[0], written[-1]) == (".begun", "manifest.json")
+    assert {"__0_0.distcp", "hf/config.json"} < set(written)
+    assert len(written) == len(set(written))
 
 
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
@@ -159,7 +176,7 @@ def test_urls_that_cannot_be_used_are_refused(text: str, says: str) -> None:
         else:
             pytest.skip("s3fs is installed here")
     with pytest.raises(UserError, match=says):
-        to_place(text)
+        to_path(text)
 
 
 class Bucket(LocalFileSystem):
@@ -199,12 +216,11 @@ def export_in_the_run(bucket: Path, is_async: bool) -> None:
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     model = jobs.sharded(jobs.tiny_llama())
     section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
-    with jobs.manager_of(bucket / "local", **section) as manager:
-        saver = build_saver(manager, model, jobs.adamw(model), is_over=lambda progress: progress.step == 2)
-        saver.save(jobs.progress_at(1))
-        manager.finish_save()
+    with jobs.checkpoints_of(bucket / "local", model, **section) as checkpoints:
+        checkpoints.save(jobs.progress_at(1))
+        checkpoints.finish_save()
         assert not (bucket / "model").exists()
-        saver.save(jobs.progress_at(2))
+        checkpoints.save(jobs.progress_at(2), is_over=True)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -51,7 +51,7 @@ def test_read_errors_name_the_file(tmp_path: Path) -> None:
         ({"lr": 1e-3}, "lr", "did you mean optimizer.lr?"),
         # The very name elsewhere is nearer than one here that resembles it ("steps").
         ({"train": {"eps": 1e-3}}, "train.eps", "did you mean optimizer.eps?"),
-        ({"compile": {"int": 1}}, "compile.int", "known here: enabled, cache_dir"),
+        ({"compile": {"int": 1}}, "compile.int", "known here: enabled"),
         ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp"),
     ],
 )
@@ -60,6 +60,37 @@ def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -
     assert error.where == f"run.toml: {where}"
     assert error.what.startswith("unknown ")
     assert error.todo == todo
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "what", "todo"),
+    [
+        ({"float8": {"all_gather": True}}, "float8.all_gather", "was removed", "leave it out"),
+        ({"compile": {"cache_dir": "x"}}, "compile.cache_dir", "was removed", "TORCHINDUCTOR_CACHE_DIR"),
+        ({"baseline": {"compare": "fsdp1"}}, "baseline.compare", "was removed", "tools/bench.py fsdp1"),
+        ({"baseline": {"warmup": 5}}, "baseline.warmup", "was removed", "tools/bench.py fsdp1"),
+        ({"optimizer": {"name": "adamw_4bit"}}, "optimizer.name", "'adamw_4bit' was removed", "'adamw_bf16'"),
+    ],
+)
+def test_what_was_removed_says_what_to_use(values: dict, where: str, what: str, todo: str) -> None:
+    error = error_of(values)
+    assert (error.where, error.what) == (f"run.toml: {where}", what)
+    assert todo in error.todo
+
+
+def test_the_settings_of_an_earlier_run_load_where_what_was_removed_changed_nothing() -> None:
+    """As `dump_toml` wrote them into its run directory, defaults and all."""
+    earlier = {
+        "recipe": "fsdp1_baseline",
+        "float8": {"recipe": "none", "all_gather": False},
+        "baseline": {"compare": "none", "warmup": 3},
+    }
+    config = load_config(TrainingConfig, earlier, source=Path("run.toml"))
+    assert config.float8.recipe == "none"
+
+
+def test_what_was_removed_is_named_in_an_override() -> None:
+    assert error_of({}, "float8.all_gather=true").where == "override float8.all_gather"
 
 
 def test_further_mistakes_are_counted() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp2kit.config import load_config
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
-from fsdp2kit.data.check import check_first_rows
+from fsdp2kit.data.build import check_first_rows
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
 from tests.data.families import MULTI, SINGLE

@@ -11,8 +11,8 @@ import datasets
 import numpy as np
 import pytest
 
-import fsdp2kit.data.tokens as tokens
 from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig
+from fsdp2kit.data import tokens
 from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
 from fsdp2kit.errors import UserError
 from tests.data import templates
@@ -125,8 +125,10 @@ def test_cut_text_ends(tmp_path: Path) -> None:
     assert (len(ids), all(mask)) == (9, True)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_workers_change_nothing(workers: int, tmp_path: Path, datasets_cache: Path) -> None:
+@pytest.mark.parametrize("workers", [2, 3, "auto"])
+def test_workers_change_nothing(workers, tmp_path: Path, datasets_cache: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tokens, "_TABLE_BLOCK", 4)
+    monkeypatch.setattr(tokens, "_WORTH_WORKERS", 8)
     path = write(tmp_path / "a.jsonl", CHAT * 5)
     with_workers = chat(path, workers=workers)
     assert contents(chat(path)) == contents(with_workers), "read from the cache that they filled"
@@ -140,6 +142,7 @@ def test_a_worker_that_meets_a_mistake_names_the_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*CHAT, {"messages": [{"role": "user"}]}])
     with pytest.raises(UserError, match=r"a\.jsonl:4: messages\[0\] has no content"):
         chat(path, workers=2)
+    assert not list(Path(datasets.config.HF_DATASETS_CACHE).rglob("*.*")), "nothing of it is kept"
 
 
 def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
@@ -217,9 +220,9 @@ def test_synthetic_documents_depend_on_the_seed_alone() -> None:
 
 def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     documents = synthetic(0)
-    check_vocabulary(documents, 100)
+    check_vocabulary(documents.largest_id, 100)
     with pytest.raises(UserError, match="token id 99, but the model's vocabulary has 99"):
-        check_vocabulary(documents, 99)
+        check_vocabulary(documents.largest_id, 99)
 
 
 def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:

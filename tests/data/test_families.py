@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2kit.data.masks import encode_chat
-from fsdp2kit.data.spans import TrainOn
+from fsdp2kit.data.chat import TrainOn
+from fsdp2kit.data.formats import encode_chat
 from fsdp2kit.errors import UserError
 from tests.data import families
 from tests.data.families import ANSWER, FAMILIES, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS, Family

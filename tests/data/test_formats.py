@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows
+from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_format
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
 from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
@@ -114,8 +114,10 @@ def test_preferences(tokenizer) -> None:
 
 def documents_of(path: str, **options):
     tokenizer = make_tokenizer(templates.MARKED_WIDE)
-    extra = {name: options.pop(name) for name in ("key", "columns", "format") if name in options}
-    return build_documents(ChatDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0, **extra)
+    extra = {name: options.pop(name) for name in ("key",) if name in options}
+    section = ChatDataConfig()
+    extra["how"] = row_format(section, **options)
+    return build_documents(section, path=path, split="train", tokenizer=tokenizer, seed=0, **extra)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.data.batch import Batch
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.formats import IGNORED
-from fsdp2kit.data.loader import build_loader
+from fsdp2kit.data.loader import Batch, build_loader
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
 
 PAD = 7
 
@@ -88,7 +87,7 @@ def test_labels_are_shifted_and_stay_within_their_document() -> None:
     for row_ids, row_labels, row_positions in zip(ids, labels, positions, strict=True):
         for at in range(12):
             follows = at + 1 < 12 and row_positions[at + 1] == row_positions[at] + 1 and row_ids[at] != PAD
-            target = row_ids[at + 1] if follows and row_ids[at + 1] % 3 else IGNORED
+            target = row_ids[at + 1] if follows and row_ids[at + 1] % 3 else IGNORE
             assert row_labels[at] == target
 
 
@@ -99,7 +98,7 @@ def test_a_short_last_batch_is_filled_with_masked_rows() -> None:
     assert [batch.input_tokens for batch in last] == [16, 0, 0, 0]
     empty = last[-1]
     assert empty.input_ids.tolist() == [[PAD] * 16]
-    assert empty.labels.tolist() == [[IGNORED] * 16]
+    assert empty.labels.tolist() == [[IGNORE] * 16]
     assert empty.position_ids.tolist() == [list(range(16))]
     assert (empty.supervised_tokens, empty.attention_pairs) == (0, 0)
     assert all(tensor.dtype == torch.int64 for tensor in (empty.input_ids, empty.labels, empty.position_ids))
@@ -125,6 +124,13 @@ def test_only_the_own_share_is_read() -> None:
     )
     make_loader(spy, shuffle=False, dp_rank=1, dp_size=2).batch(0)
     assert seen == [2, 3]
+
+
+def test_the_counts_of_a_batch() -> None:
+    documents = make_documents([8, 8, 12])
+    [batch] = make_loader(documents, global_batch_size=2, micro_batch_size=2).batch(0)
+    assert (batch.capacity, batch.input_tokens, batch.attention_pairs) == (2 * 16, 28, 64 + 64 + 144)
+    assert batch.supervised_tokens == sum(int(documents[at][1][1:].sum()) for at in range(3)) < 28
 
 
 def test_packing_efficiency() -> None:

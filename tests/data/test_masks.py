@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2kit.data.masks import encode_chat, encode_chats
-from fsdp2kit.data.messages import Conversation
+from fsdp2kit.data.chat import Conversation
+from fsdp2kit.data.formats import encode_chat, encode_chats
 from fsdp2kit.errors import UserError
 from tests.data import templates
 from tests.data.templates import make_tokenizer

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.data.batch import Share
-from fsdp2kit.data.loader import Loader, build_mixed_loader, build_part
-from fsdp2kit.data.mixing import plan_mix, shares, source_epochs
+from fsdp2kit.data.loader import Loader, Share, build_mixed_loader, build_part
+from fsdp2kit.data.packing import plan_mix, shares, source_epochs
 from tests.data.test_properties import as_documents
 
 SEQ_LEN, GLOBAL = 16, 4

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2kit.data.prefetch import Prefetch
-from fsdp2kit.data.streamloader import StreamLoader
+from fsdp2kit.data.build import Prefetch
+from fsdp2kit.data.stream import StreamLoader
 from tests.data.test_stream import rows_of, stream, write
 
 
@@ -30,6 +30,9 @@ class Slow:
         time.sleep(0.02)
         self.made.append(index)
         return [index]
+
+    def state(self, index: int) -> None:
+        """It is no stream."""
 
 
 def test_the_next_batches_are_made_while_one_is_used() -> None:
@@ -61,7 +64,7 @@ def test_a_streams_state_is_that_of_the_batch_that_was_used(ahead: int, tmp_path
     path = write(tmp_path / "a.jsonl", rows_of([3 + at % 9 for at in range(200)]))
     plain = stream(path).loader
     assert isinstance(plain, StreamLoader)
-    batches = stream(path, prefetch=ahead).batches(first=0, stop=20)
+    batches = stream(path, prefetch=ahead, steps=20).batches()
     for index in range(20):
         [one, *_], [other, *_] = batches.batch(index), plain.batch(index)
         assert one.input_ids.tolist() == other.input_ids.tolist()

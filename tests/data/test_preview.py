@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
-from fsdp2kit.data.preview import Preview, build_preview, pieces_of, render
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
 from tests.data.templates import make_tokenizer
-from tools.preview import main
+from tools.preview import Preview, build_preview, main, pieces_of, print_preview
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo_cp2.toml"
 
@@ -62,7 +64,7 @@ def test_counts(tmp_path: Path) -> None:
     assert sum(count for _, _, count in one.histogram) == 3
     assert one.packing_efficiency == pytest.approx(one.tokens / (one.packed_rows * 48))
     assert (found.rows_per_epoch, found.tokens_per_epoch) == (one.packed_rows, one.tokens)
-    json.dumps(found.as_json())
+    json.dumps(asdict(found))
 
 
 WARNINGS = {
@@ -88,7 +90,9 @@ def test_warnings(name: str, tmp_path: Path) -> None:
 def test_good_data_warns_of_nothing(tmp_path: Path) -> None:
     found = preview_of(tmp_path, [{"messages": MULTI}, {"messages": SINGLE}], seq_len=256)
     assert found.warnings == []
-    text = render(found, width=100, most_tokens=3).export_text()
+    console = Console(file=io.StringIO(), record=True, width=100)
+    print_preview(found, console, most_tokens=3)
+    text = console.export_text()
     assert "Nothing suspicious" in text
     assert "tokens…]" in text, "long texts are shortened"
 

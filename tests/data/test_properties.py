@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from fsdp2kit.data.batch import Batch
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.formats import IGNORED
-from fsdp2kit.data.loader import Loader, build_loader
+from fsdp2kit.data.loader import Batch, Loader, build_loader
+from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
 Method = Literal["ulysses", "ring"]
@@ -63,16 +62,14 @@ def whole_rows(batch: Batch, cp: int, method: Method) -> Rows:
     parts: dict[int, list[torch.Tensor]] = {}
     for rank in range(cp):
         sharded = shard_batch(
-            batch.input_ids,
-            batch.labels,
-            batch.position_ids,
+            batch,
             config=LlamaConfig(num_hidden_layers=1),
             path=AttentionPath(method if cp > 1 else None, "sdpa"),
             cp_rank=rank,
-            cp_size=cp,
+            cp=cp,
             device=torch.device("cpu"),
         )
-        held = torch.stack([sharded.input_ids, sharded.labels, sharded.position_ids])
+        held = torch.stack([sharded[name] for name in ("input_ids", "labels", "position_ids")])
         if method == "ulysses" or cp == 1:
             parts[rank] = [held]
         else:  # zigzag: one early stretch and one late
@@ -96,11 +93,11 @@ def taken_apart(rows: Rows) -> Iterator[list[tuple[int, bool]]]:
     for ids, labels, positions in rows:
         starts = [at for at, position in enumerate(positions) if position == 0]
         for start, stop in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
-            targets = [IGNORED, *labels[start : stop - 1]]
-            assert labels[stop - 1] == IGNORED, "a document's last token has no target"
+            targets = [IGNORE, *labels[start : stop - 1]]
+            assert labels[stop - 1] == IGNORE, "a document's last token has no target"
             assert positions[start:stop] == list(range(stop - start))
-            assert all(target in (IGNORED, token) for token, target in zip(ids[start:stop], targets, strict=True))
-            document = [(token, target != IGNORED) for token, target in zip(ids[start:stop], targets, strict=True)]
+            assert all(target in (IGNORE, token) for token, target in zip(ids[start:stop], targets, strict=True))
+            document = [(token, target != IGNORE) for token, target in zip(ids[start:stop], targets, strict=True)]
             if document != [(PAD, False)] * len(document):
                 yield document
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from fsdp2kit.data.rows import load_rows, read_row
+from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.sources import find_source
 from fsdp2kit.errors import UserError
 
 ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
@@ -21,7 +22,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 def read(path: Path | str, split: str = "train") -> list[dict]:
-    return [read_row(row) for row in load_rows(str(path), split=split)]
+    return [row.parse() for row in RowReader(find_source(str(path), split=split), download=True)]
 
 
 def save(kind: str, folder: Path) -> Path:
@@ -89,7 +90,7 @@ def test_folders_globs_and_splits(tmp_path: Path) -> None:
     assert read(tmp_path, "validation") == [{"n": 2}]
     assert read(f"{tmp_path}/data/*.jsonl") == [{"n": 2}, {"n": 0}, {"n": 1}]
     with pytest.raises(UserError, match=r"no split 'test'; the folder has: train, validation"):
-        load_rows(str(tmp_path), split="test")
+        read(tmp_path, "test")
     write(tmp_path / "plain" / "x.jsonl", [{"n": 3}])
     assert read(tmp_path / "plain") == [{"n": 3}]
 
@@ -99,7 +100,7 @@ def test_a_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "d"))
     assert read(tmp_path / "d", "test") == ROWS
     with pytest.raises(UserError, match="no split 'train'; it has test"):
-        load_rows(str(tmp_path / "d"), split="train")
+        read(str(tmp_path / "d"), "train")
 
 
 @pytest.mark.parametrize(
@@ -120,35 +121,35 @@ def test_a_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
 def test_malformed_files(name: str, content: str, what: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=what):
-        load_rows(str(tmp_path / name), split="train")
+        read(tmp_path / name)
 
 
 def test_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2: not UTF-8"):
-        load_rows(str(tmp_path / "a.jsonl"))
+        read(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize("path", ["no/such/file.jsonl", "./missing", "/missing", "a/b/c", "missing.parquet"])
 def test_a_missing_path_is_not_looked_for_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="no such file"):
-        load_rows(path)
+        read(path)
 
 
 def test_paths_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no data file"):
-        load_rows(str(tmp_path))
+        read(str(tmp_path))
     with pytest.raises(UserError, match="matches no file"):
-        load_rows(f"{tmp_path}/*.jsonl")
+        read(f"{tmp_path}/*.jsonl")
     with pytest.raises(UserError, match="a file has no split 'test'"):
-        load_rows(str(write(tmp_path / "a.jsonl", ROWS)), split="test")
+        read(str(write(tmp_path / "a.jsonl", ROWS)), "test")
     write(tmp_path / "b.jsonl", ROWS)
     (tmp_path / "b.csv").write_text("x\n1\n")
     with pytest.raises(UserError, match="several kinds"):
-        load_rows(f"{tmp_path}/b.*")
+        read(f"{tmp_path}/b.*")
 
 
 def test_a_hub_dataset_that_cannot_be_reached() -> None:
     with pytest.raises(UserError, match="cannot be read as hub"):
-        load_rows("fsdp2kit/there-is-no-such-dataset")
+        read("fsdp2kit/there-is-no-such-dataset")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
-from fsdp2kit.data.formats import IGNORED
-from fsdp2kit.data.streamloader import StreamLoader
+from fsdp2kit.data.stream import StreamLoader
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
 from tests.data.templates import make_tokenizer
 
 SEQ_LEN, GLOBAL = 16, 4
@@ -29,7 +30,7 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int = 1, **options) -> Data:
+def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int = 1, steps: int = 1, **options) -> Data:
     section: dict = {"format": "tokens", "seq_len": SEQ_LEN, "streaming": True, "overlong": "split", **options}
     if isinstance(paths, list):
         weights = section.pop("weights", [1.0] * len(paths))
@@ -42,10 +43,11 @@ def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int =
         recipe="x",
         data=kind.model_validate(section),
         train=TrainingConfig.model_fields["train"].annotation(
-            steps=1, global_batch_size=GLOBAL, micro_batch_size=micro
+            steps=steps, global_batch_size=GLOBAL, micro_batch_size=micro
         ),
     )
-    return build_data(config, tokenizer=TOKENIZER, vocab_size=10**6, dp_rank=rank, dp_size=dp)
+    mesh = SimpleNamespace(dp_rank=rank, sizes=SimpleNamespace(dp=dp))
+    return build_data(config, tokenizer=TOKENIZER, mesh=mesh, vocab_size=10**6)
 
 
 def documents_in(batches) -> list[list[int]]:
@@ -57,7 +59,7 @@ def documents_in(batches) -> list[list[int]]:
         ):
             starts = [at for at, position in enumerate(positions) if position == 0]
             for start, stop in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
-                if any(label != IGNORED for label in labels[start:stop]):
+                if any(label != IGNORE for label in labels[start:stop]):
                     found.append(ids[start:stop])
     return found
 
@@ -169,7 +171,48 @@ def test_packing_is_nearly_full(tmp_path: Path) -> None:
     lengths = [2 + (at * 7919) % 11 for at in range(3000)]
     loader = stream(write(tmp_path / "a.jsonl", rows_of(lengths)), seq_len=64).loader
     batches = [batch for index in range(50) for batch in loader.batch(index)]
-    assert sum(batch.input_tokens for batch in batches) / sum(batch.places for batch in batches) > 0.98
+    assert sum(batch.input_tokens for batch in batches) / sum(batch.capacity for batch in batches) > 0.98
+
+
+def rows_in_order(path: Path, **options) -> list[tuple[list[int], list[int]]]:
+    """Token ids and labels of the first global batch, a document a row."""
+    batches = stream(path, pack=False, shuffle=False, **options).loader.batch(0)
+    return [(batch.input_ids[0].tolist(), batch.labels[0].tolist()) for batch in batches]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_long_row_keeps_its_beginning(streaming: bool, tmp_path: Path) -> None:
+    [row, *_] = rows = rows_of([SEQ_LEN + 9] * GLOBAL)
+    [(ids, labels), *_] = rows_in_order(write(tmp_path / "a.jsonl", rows), overlong="truncate", streaming=streaming)
+    assert ids == row["input_ids"][:SEQ_LEN]
+    assert labels == [*ids[1:], IGNORE]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_an_end_of_turn_is_put_only_where_an_answer_is_cut(streaming: bool, tmp_path: Path) -> None:
+    [end] = TOKENIZER.convert_tokens_to_ids(["<|end|>"])
+    ids = [*range(100, 120), end]
+    in_answer = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:]}
+    in_question = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:6] + [IGNORE] * 12 + ids[18:]}
+    path = write(tmp_path / "a.jsonl", [in_answer, in_question] * 2)
+    answer, question, *_ = rows_in_order(path, overlong="truncate", streaming=streaming)
+    assert answer == ([*ids[:15], end], [IGNORE, *ids[2:15], end, IGNORE])
+    assert question == (ids[:16], [IGNORE, *ids[2:6], *[IGNORE] * 11])
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+def test_a_stream_and_a_table_are_cut_alike(overlong: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of([5, 40, 16, 17]))
+    options = {"overlong": overlong, "micro": GLOBAL, "pack": False, "shuffle": False}
+    streamed, whole = (stream(path, streaming=streaming, **options).loader.batch(0)[0] for streaming in (True, False))
+    assert (streamed.labels[:2] == whole.labels[:2]).all()
+    assert (streamed.input_ids[:2] == whole.input_ids[:2]).all()
+
+
+def test_a_long_row_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of([5, 40]))
+    with pytest.raises(UserError, match=r"a\.jsonl:2: 40 tokens, more than data.seq_len = 16"):
+        stream(path, overlong="error").loader.batch(0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

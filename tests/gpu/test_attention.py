@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
+from fsdp2kit.parallel.context_parallel.attention import blockwise_attention
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments
 from tests.parallel.test_segments import positions_of, transformers_mask
 
@@ -39,7 +39,7 @@ def test_packed_and_windowed_attention_equals_the_dense_mask(window: int | None,
 
 
 def test_the_ring_benchmark_runs() -> None:
-    from fsdp2kit.bench.ring import Options, bench_ring
+    from fsdp2kit.bench.context_parallel import Blocks, bench_ring
 
-    found = bench_ring(Options(lengths=(8192,), repeats=1))["lengths"][8192]
-    assert max(found["difference"].values()) < 1e-2
+    (row,) = bench_ring(Blocks(lengths=(8192,), rounds=1))["rows"]
+    assert max(row[f"{name}_differs_by"] for name in ("out", "query", "key", "value")) < 1e-2

@@ -21,7 +21,6 @@ pytest.importorskip("torchao.float8")
 
 SECTIONS: list[dict[str, Any]] = [
     {"recipe": "tensorwise"},
-    {"recipe": "tensorwise", "all_gather": True},
     {"recipe": "rowwise"},
     {"recipe": "rowwise_with_gw_hp"},
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2kit.distributed import World
-from fsdp2kit.model.loss_kernels import linear_loss
+from fsdp2kit.model.linear_cross_entropy import linear_loss
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_case
 from tests.reference import make_batches, tiny_model_dir

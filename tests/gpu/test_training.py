@@ -6,26 +6,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fsdp2kit.bench.host_syncs import count_host_syncs
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.data.batch import Batch
+from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import beyond, errors, plain_loop
-from fsdp2kit.parity.rows import DealtOut
-from fsdp2kit.train.loop import GlobalBatch, next_batch, train_step
-from fsdp2kit.train.memory import PhaseMemory
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
-from tests.parallel.jobs import Case, build, run_case
+from fsdp2kit.train.step import GlobalBatch, next_batch
+from fsdp2kit.train.throughput import PhaseMemory
+from tests.host_syncs import count_host_syncs
+from tests.parallel.jobs import Case, Recorder, build, run_case, step
 from tests.reference import make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
@@ -86,12 +83,12 @@ def test_offloaded_parameters_train_to_the_same_curves(folder: Path, world: Worl
 
 
 def test_offloaded_shards_gradients_and_moments_live_in_host_memory(folder: Path, world: World) -> None:
-    config, batch, model, to_device = _ready(folder, world, ("offload", "params"))
+    sharded, batch = _ready(folder, ("offload", "params"))
+    config, model = sharded.config, sharded.model
     optimizer = build_optimizer(config.optimizer, model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=5)
-    plan = build_plan(config, steps_per_epoch=5, mesh=build_mesh(config.mesh, config.fsdp, world=world))
 
-    record = train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=1)
+    record = step(sharded, optimizer, schedule, batch)
 
     assert record["loss"] > 0
     assert record["grad_norm"] > 0
@@ -111,12 +108,12 @@ def test_moments_on_the_host_change_nothing(folder: Path, world: World, dtype: s
 
 
 def test_moments_visit_the_device_and_live_on_the_host(folder: Path, world: World) -> None:
-    config, batch, model, to_device = _ready(folder, world, ("offload", "optimizer"))
+    sharded, batch = _ready(folder, ("offload", "optimizer"))
+    config, model = sharded.config, sharded.model
     optimizer = build_optimizer(config.optimizer, model, state_on_host=True)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=5)
-    plan = build_plan(config, steps_per_epoch=5, mesh=build_mesh(config.mesh, config.fsdp, world=world))
 
-    train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=1)
+    step(sharded, optimizer, schedule, batch)
 
     assert {parameter.to_local().device.type for parameter in model.parameters()} == {"cuda"}
     moments = [state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -138,7 +135,8 @@ def test_ways_of_checkpointing_give_the_same_curves(folder: Path, world: World, 
 
 
 def test_batches_go_to_the_device_without_a_wait(folder: Path, world: World) -> None:
-    _, batch, _, to_device = _ready(folder, world)
+    sharded, batch = _ready(folder)
+    to_device = sharded.inputs
     micro: Batch = batch.micro_batches[0]
     to_device(micro)  # the first use of pinned memory and of the allocator may wait
     torch.cuda.synchronize()
@@ -162,15 +160,16 @@ def test_a_step_waits_for_the_device_once(folder: Path, world: World, micro: int
     fsdp = (("param_dtype", "bfloat16"),)
     case = Case("llama3", micro=micro, fsdp=fsdp, checkpointing=checkpointing, attention="varlen")
     config = case.config(folder, steps=3, rows=4)
-    model, mesh, to_device, throughput = build(config)
-    optimizer = build_optimizer(config.optimizer, model)
+    sharded = build(config)
+    throughput = Recorder(sharded).throughput
+    optimizer = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=3)
-    dealt, plan = DealtOut(make_batches(3), micro), build_plan(config, steps_per_epoch=3, mesh=mesh)
+    dealt = DealtOut(make_batches(3), micro)
     for index in range(3):  # the first uses of kernels and pinned memory may wait
         torch.cuda.synchronize()
         with count_host_syncs(world.device) as syncs:
-            batch = next_batch(dealt, index, stop=False, cp_size=1)
-            train_step(model, optimizer, schedule, batch, to_device, plan=plan, step=index + 1)
+            batch = next_batch(dealt, index, mesh=sharded.mesh)
+            step(sharded, optimizer, schedule, batch, number=index + 1)
             throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
             throughput.record()
     assert syncs.calls == {"synchronizing operation": 1}, syncs.places
@@ -193,7 +192,7 @@ def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
     """A second batch must not overwrite the pinned memory that the first one's copy still reads."""
     config = TrainingConfig(recipe="none")
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    to_device = build_shard_batch(_TinyConfig(), path=AttentionPath(None, "sdpa"), mesh=mesh, device=world.device)
+    to_device = build_shard_batch(_TinyConfig(), path=AttentionPath(None, "sdpa"), mesh=mesh)
     hosts = [torch.full((8, 65536), number) for number in range(16)]
     torch.cuda._sleep(200_000_000)  # the copies queue up behind this
 
@@ -205,8 +204,7 @@ def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
 
 def test_peak_memory_is_the_allocators_maximum(folder: Path, world: World) -> None:
     config = Case("smollm2").config(folder, steps=1, rows=4)
-    _, _, _, throughput = build(config)
-    throughput.restart()
+    throughput = Recorder(build(config)).throughput
     throughput.add(1, 1, 1, 0.0)
     block = torch.empty(256 * 2**20, dtype=torch.uint8, device=world.device)
     del block
@@ -256,12 +254,10 @@ def test_deterministic_runs_repeat_bit_for_bit(folder: Path) -> None:
     assert first.stdout == second.stdout
 
 
-def _ready(folder: Path, world: World, *fsdp: tuple[str, str]) -> tuple[TrainingConfig, GlobalBatch, Any, Any]:
-    """A config, its first global batch, the sharded model and what moves a micro-batch to the device."""
-    config = Case("smollm2", micro=2, fsdp=fsdp).config(folder, steps=5, rows=4)
-    model, _, to_device, _ = build(config)
-    batch = next_batch(DealtOut(make_batches(), 2), 0, stop=False, cp_size=1)
-    return config, batch, model, to_device
+def _ready(folder: Path, *fsdp: tuple[str, str]) -> tuple[Sharded, GlobalBatch]:
+    """A sharded model and its first global batch."""
+    sharded = build(Case("smollm2", micro=2, fsdp=fsdp).config(folder, steps=5, rows=4))
+    return sharded, next_batch(DealtOut(make_batches(), 2), 0, mesh=sharded.mesh)
 
 
 class _TinyConfig:

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,12 +59,11 @@ def fsdp1(model: nn.Module, **arguments: Any) -> FullyShardedDataParallel:
 
 
 def fsdp2(model: Any, *, replicate: int = 1, **section: Any) -> Any:
-    """The same under `apply_fsdp`, with torch's own collectives, as on CUDA."""
+    """The same under `apply_fsdp`."""
     shape = (replicate, dist.get_world_size() // replicate) if replicate > 1 else (dist.get_world_size(),)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    with mock.patch("fsdp2kit.parallel.fsdp.exchange_directly"):
-        apply_fsdp(FSDPConfig(**{"param_dtype": "float32", **section}), model, mesh=mesh)
+    apply_fsdp(FSDPConfig(**{"param_dtype": "float32", **section}), model, mesh=mesh)
     return model
 
 

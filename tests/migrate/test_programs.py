@@ -77,7 +77,7 @@ def test_what_is_not_offered_is_warned_of(fields: dict[str, Any], warned: str, t
 
 @pytest.mark.parametrize(
     ("optim", "name"),
-    [("adamw_bnb_8bit", "adamw_8bit"), ("adamw_torch_4bit", "adamw_4bit"), ("muon", "muon"), ("adafactor", "adamw")],
+    [("adamw_bnb_8bit", "adamw_8bit"), ("adamw_torch_4bit", "adamw"), ("muon", "muon"), ("adafactor", "adamw")],
 )
 def test_optimizers_that_are_offered_are_named(optim: str, name: str, tmp_path: Path) -> None:
     values, _ = translated({"model_path": "m", "optim": optim}, tmp_path)

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.section import Section
+from fsdp2kit.migrate.names import NAMES, WARNED_OF, WITHOUT_KEY
+from fsdp2kit.migrate.translate import TABLE, Default, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = re.sub(r"```.*?```", "", (ROOT / "docs" / "fsdp1_to_fsdp2.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -77,6 +79,24 @@ def test_a_line_names_tests_that_exist(row: list[str]) -> None:
         assert function in _functions(path), name
 
 
+def _is_key(key: str) -> bool:
+    """Whether our TOMLs have the key."""
+    section, name = key.split(".")
+    annotation = TrainingConfig.model_fields[section].annotation
+    return isinstance(annotation, type) and issubclass(annotation, Section) and name in annotation.model_fields
+
+
+def test_the_translations_keys_exist_and_a_name_means_one_thing() -> None:
+    written = {entry.key for entry in TABLE if isinstance(entry, Row | Default)}
+    slots = {entry.slot for entry in TABLE if isinstance(entry, Row)} - {""}
+    assert [key for key in {*written, *(slot for slot in NAMES if "." in slot)} if not _is_key(key)] == []
+    assert slots <= NAMES.keys()
+    lists = [*NAMES.values(), *WITHOUT_KEY.values(), *(names for names, *_ in WARNED_OF)]
+    names = [name for one in lists for name in one.split()]
+    assert len(names) > 300
+    assert len(names) == len(set(names))
+
+
 def test_keys_and_calls_exist() -> None:
     keys = {
         code
@@ -85,11 +105,7 @@ def test_keys_and_calls_exist() -> None:
     }
     assert len(keys) > 15
     for key in keys:
-        section, name = key.split(".")
-        annotation = TrainingConfig.model_fields[section].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, Section)
-        assert name in annotation.model_fields, key
+        assert _is_key(key), key
     calls = {match for code in _codes(TEXT) for match in re.findall(r"(?<![\w/.])(?:torch|fsdp2kit)(?:\.\w+)+", code)}
     assert len(calls) > 5
     for call in calls:

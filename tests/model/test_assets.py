@@ -6,13 +6,66 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
 
-from fsdp2kit.model.assets import config_digest, save_assets, source_dtype, weights_digest
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.assets import config_digest, find_model_dir, save_assets, weights_digest
+from fsdp2kit.model.build import ModelSource, build_model
+from fsdp2kit.model.tokenizer import build_tokenizer
+from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
+
+
+def test_model_directories(tmp_path: Path) -> None:
+    assert find_model_dir(ModelConfig(path=str(tmp_path))) == tmp_path
+    assert find_model_dir(ModelConfig(config={"model_type": "llama"}, weights="random")) is None
+    with pytest.raises(UserError, match=r"model\.path: .*nowhere is not a directory"):
+        find_model_dir(ModelConfig(path=str(tmp_path / "nowhere")))
+
+
+def _build_from_hub(folder: Path, name: str) -> tuple[int, list[tuple[int, bool]], str]:
+    """Tokenizer, model and directory of a hub id, as a recipe asks for them; returns this rank, when each rank fetched
+    something, with or without weights, and where the model lies."""
+    section, log = ModelConfig(path=name), folder / "log"
+
+    def fetch(path: str, *, allow_patterns: list[str]) -> str:
+        assert path == name
+        with log.open("a") as file:
+            file.write(json.dumps([dist.get_rank(), "*.safetensors" in allow_patterns]) + "\n")
+        return str(folder / "model")
+
+    def local(load: Any) -> Any:
+        return lambda path, **options: load(folder / "model", **options)
+
+    from transformers import AutoTokenizer, PretrainedConfig
+
+    with (
+        mock.patch.object(huggingface_hub, "snapshot_download", fetch),
+        mock.patch.object(AutoTokenizer, "from_pretrained", local(AutoTokenizer.from_pretrained)),
+        mock.patch.object(PretrainedConfig, "get_config_dict", local(PretrainedConfig.get_config_dict)),
+    ):
+        build_tokenizer(section)
+        build_model(section)
+        found = str(find_model_dir(section))
+        build_tokenizer(section)
+        dist.barrier()
+    return dist.get_rank(), [tuple(json.loads(line)) for line in log.read_text().splitlines()], found
+
+
+def test_a_hub_model_is_fetched_by_one_rank_of_a_machine_before_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+    make_tokenizer(CHATML).save_pretrained(tiny_model_dir("smollm2", tmp_path).rename(tmp_path / "model"))
+    for _, fetched, found in pool.run(2, _build_from_hub, tmp_path, "fsdp2kit/fetched"):
+        # The second rank finds everything in the cache that it asks.
+        assert fetched == [(0, False), (1, False), (0, True), (1, True)]
+        assert found == str(tmp_path / "model")
 
 
 def test_the_config_loads_as_the_same_model(tmp_path: Path) -> None:
@@ -63,7 +116,7 @@ def test_a_weights_digest_is_of_the_content_not_the_place(tmp_path: Path) -> Non
 def test_the_dtype_of_an_export(tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path, dtype=torch.bfloat16)
     config = AutoConfig.from_pretrained(path)
-    assert source_dtype(config, path) == "bfloat16"
-    assert source_dtype(config, None) == "float32"
+    assert ModelSource(str(path), path, config).dtype == "bfloat16"
+    assert ModelSource(None, None, config).dtype == "float32"
     config.dtype = None
-    assert source_dtype(config, path) == "float32"
+    assert ModelSource(str(path), path, config).dtype == "float32"

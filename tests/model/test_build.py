@@ -96,7 +96,7 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     section = ModelConfig(path=str(path), config={"num_hidden_layers": 1})
     config = load_hf_config(section)
     assert config.layer_types == ["sliding_attention"]
-    model = build_model(section, hf_config=config)
+    model = build_model(section)
     materialize(model, device=torch.device("cpu"))
     with pytest.raises(UserError, match="unknown to Gemma3ForCausalLM"):
         load_pretrained(model, path)
@@ -107,7 +107,7 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     ("section", "message"),
     [
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
-        ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a model directory"),
+        ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a directory"),
         ({"config": {"model_type": "vit"}}, "model: cannot be built"),
         ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
     ],
@@ -115,6 +115,11 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
 def test_what_cannot_be_built_says_so(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_model(ModelConfig(**section))
+
+
+def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: .* is not a model directory \(no config\.json\)"):
+        build_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_ties_survive_materialisation(tmp_path: Path) -> None:

@@ -15,23 +15,20 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from fsdp2kit.bench.fsdp1 import FSDP1Loop
-from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.liger import apply_liger
-from fsdp2kit.model.loss_head import has_linear_head
-from fsdp2kit.model.probe import probe
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
-from fsdp2kit.parallel.parallelize import parallelize_model
-from fsdp2kit.parallel.preflight import check_model
+from fsdp2kit.parallel.plan import plan_parallel
 from tests.reference import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SECTION = ModelConfig(
     config={"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4}, liger=True
 )
-PATH = AttentionPath(None, "sdpa")
+ONE_RANK = MeshSizes(1, 1, 1)
 # Every kind of change that Liger's patches make: classes and a function in the architecture's module, a class of
 # `torch.nn`, an activation, and the forward of the model's own modules.
 STAND_IN = """
@@ -131,13 +128,13 @@ def test_rope_is_ligers_on_a_device_and_transformers_on_the_cpu(liger: ModuleTyp
 def test_tiny_twins_run_on_the_cpu_as_before(liger: ModuleType) -> None:
     model, tokens = tiny_model("smollm2"), torch.arange(8)[None]
     plain = copy.deepcopy(model)
-    before, logits = probe(plain), plain(tokens, use_cache=False).logits
-    assert before == {"causal": True, "separates_packed": True}
+    before, logits = inspect_model(plain), plain(tokens, use_cache=False).logits
+    assert (before.causal, before.separates_packed, before.linear_head) == (True, True, True)
 
     apply_liger(SECTION, model, device=CUDA)
 
-    assert probe(model) == before
-    assert has_linear_head(model)
+    after = inspect_model(model)
+    assert (after.causal, after.separates_packed, after.linear_head) == (True, True, True)
     # Models on the CPU that were there before, and new ones.
     assert torch.equal(plain(tokens, use_cache=False).logits, logits)
     assert torch.equal(tiny_model("smollm2")(tokens, use_cache=False).logits, logits)
@@ -163,7 +160,7 @@ def test_an_architecture_that_liger_does_not_know_is_refused(liger: ModuleType) 
     section = SECTION.model_copy(update={"config": {**SECTION.config, "model_type": "qwen3"}})
     model = build_model(section)
     with pytest.raises(UserError, match=r"^model\.liger: Liger has no kernels for the architecture 'qwen3'; leave it"):
-        check_model(model, config_of(section), path=PATH, device=CUDA)
+        plan_parallel(model, config_of(section), ONE_RANK, "cuda")
     assert not liger.ASKED
 
 
@@ -178,14 +175,12 @@ def test_patches_that_do_not_fit_this_transformers_are_refused(
         apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)
 
 
-def test_a_cpu_is_refused_by_preflight_by_parallelize_model_and_on_fsdp1s_side() -> None:
+def test_a_cpu_is_refused_by_the_plan_and_on_fsdp1s_side() -> None:
     config = config_of()
     says = r"^model\.liger: Liger's kernels do not run on a CPU; leave it out, or use a GPU$"
     with pytest.raises(UserError, match=says):
-        check_model(build_model(config.model), config, path=PATH, device=CPU)
+        plan_parallel(build_model(config.model), config, ONE_RANK, "cpu")
     no_mesh: object = None  # before any is needed
-    with pytest.raises(UserError, match=says):
-        parallelize_model(build_model(config.model), config, mesh=no_mesh, device=CPU, path=PATH)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=says):
         FSDP1Loop(config, mesh=no_mesh, source=None, device=CPU, total_steps=1)  # type: ignore[arg-type]
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp2kit.model.inspect import inspect_model, shrink_config
 from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, linear_cross_entropy
-from fsdp2kit.model.loss_head import attach_loss, has_linear_head, select_supervised
-from fsdp2kit.model.twin import shrink_config
+from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, plain_logits, plain_loop
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
@@ -94,7 +94,7 @@ def test_backward_makes_nothing_as_large_as_the_head() -> None:
 def test_heads_that_do_more_are_recognised(model_type: str, fields: dict[str, Any], expected: bool) -> None:
     config = shrink_config(AutoConfig.for_model(model_type, **fields))
     model = AutoModelForCausalLM.from_config(config)
-    assert has_linear_head(model) is expected
+    assert inspect_model(model).linear_head is expected
     with torch.no_grad():  # and by looking at this very model
         ids = torch.arange(1, 7)[None]
         hidden = model.eval().base_model(input_ids=ids, use_cache=False)[0]
@@ -122,6 +122,23 @@ def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monk
     for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None, name
         assert _distance(mine.grad, other.grad) < 2e-6, name
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite"])  # chunks of ours, and of the model's own head
+def test_each_groups_sum_is_that_of_its_own_tokens_in_every_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * 128)
+    rows, model = make_rows(3), tiny_model(kind)
+    logits = plain_logits(tiny_model(kind), rows).detach().flatten(0, 1).double()
+    losses = F.cross_entropy(logits, rows.labels.flatten(), reduction="none", ignore_index=-100)
+    index = select_supervised(rows.labels)
+    assert len(index) > 40, "three chunks at least"
+    groups = torch.arange(len(index)) // 15  # no two chunks begin with the same groups
+    attach_loss(model)
+    _, sums = model.loss_sum(
+        rows.input_ids, rows.labels, index, groups=groups, num_groups=99, position_ids=rows.position_ids
+    )
+    expected = torch.zeros(99, dtype=torch.float64).index_add_(0, groups, losses[index])
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_index_of_the_targets_may_be_given() -> None:

@@ -18,12 +18,15 @@ from torch import Tensor
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.choose_loss import choose_loss
-from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, Groups
-from fsdp2kit.model.loss_head import attach_loss
-from fsdp2kit.model.loss_kernels import liger_linear_cross_entropy, linear_loss, torch_linear_cross_entropy
-from fsdp2kit.parity.reference import Curves, cross_entropy_sum, errors, plain_logits, plain_loop
-from fsdp2kit.parity.rows import Rows
+from fsdp2kit.model.linear_cross_entropy import (
+    _CHUNK_BYTES,
+    Groups,
+    liger_linear_cross_entropy,
+    linear_loss,
+    torch_linear_cross_entropy,
+)
+from fsdp2kit.model.loss_head import attach_loss, choose_loss
+from fsdp2kit.parity.reference import Curves, Rows, cross_entropy_sum, errors, plain_logits, plain_loop
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool

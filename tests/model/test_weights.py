@@ -14,13 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
 from fsdp2kit import distributed
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, ModelConfig, TrainingConfig
+from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
-from fsdp2kit.model.twin import shrink_config
-from fsdp2kit.model.weights import find_model_dir, initialize, load_pretrained
+from fsdp2kit.model.inspect import shrink_config
+from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
+from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
 from tests.reference import TINY, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
@@ -107,14 +110,35 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
             _assert_equal(rank[kind], _plain(tmp_path / kind))
 
 
+@pytest.mark.parametrize("kind", [*TINY, "gpt_neox", "qwen3_moe", "deepseek_v3"])
+def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_unusual_config(kind))
+    model.save_pretrained(tmp_path)
+    tensors = {name: t for name, t in model.state_dict().items() if name not in tied_names(model)}
+    groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
+    stored: dict[str, Tensor] = {}
+    for names in groups:
+        stored |= to_file_names(model, {name: tensors[name] for name in names})
+    _assert_equal(stored, load_file(tmp_path / "model.safetensors"))
+
+    sources, unexpected = find_sources(model, stored)
+    found = {name: value[...] for source in sources for name, value in source.tensors(model, stored)}
+    assert not unexpected
+    assert all(source.targets(tensors) <= tensors.keys() for source in sources)
+    _assert_equal(found, tensors)
+
+
 def _sharded(section: ModelConfig, shard: int) -> Any:
     world = distributed.start()
     hybrid = shard != world.size
     fsdp = FSDPConfig(strategy="hybrid_shard" if hybrid else "full_shard", param_dtype="float32")
     sizes = MeshConfig(dp_shard=shard)
     mesh = build_mesh(sizes, fsdp, world=world)
-    config = TrainingConfig(recipe="none", model=section, mesh=sizes, fsdp=fsdp)
-    return parallelize_model(build_model(section), config, mesh=mesh, device=world.device)
+    # Values are what is looked at here, of architectures too that training would refuse.
+    data, preflight = DataConfig(pack=False, seq_len=64), PreflightConfig(allow=["dropout", "router_aux_loss"])
+    config = TrainingConfig(recipe="none", model=section, mesh=sizes, fsdp=fsdp, data=data, preflight=preflight)
+    model = build_model(section)
+    return parallelize_model(model, plan_parallel(model, config, mesh.sizes, "cpu"), mesh=mesh)
 
 
 def _load_sharded(folder: Path, kinds: tuple[str, ...], shard: int) -> dict[str, dict[str, Tensor]]:
@@ -201,13 +225,6 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"model\.path: .* has no model\.safetensors"):
         _loaded(path)
-
-
-def test_model_directories(tmp_path: Path) -> None:
-    assert find_model_dir(ModelConfig(path=str(tmp_path))) == tmp_path
-    assert find_model_dir(ModelConfig(config={"model_type": "llama"}, weights="random")) is None
-    with pytest.raises(UserError, match=r"model\.path: .*nowhere is not a directory"):
-        find_model_dir(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
 # Random initialisation

@@ -7,34 +7,33 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.overlap.advice import Settings, advise, read_settings
-from fsdp2kit.overlap.means import MeanCollectives, Means
+from fsdp2kit.overlap.report import Settings, advise, read_settings
+from fsdp2kit.overlap.split import Row, Split
 
 
-def means(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **changes: Any) -> Means:
-    """A step of 100 ms, of which collectives expose as many ms as given; `hidden` ms more of each."""
+def mean(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **changes: Any) -> Split:
+    """A step of 100, of which collectives expose as much as given; `hidden` more of each."""
     total = sum(exposed.values())
-    rows = [
-        MeanCollectives(kind, phase, count=1, communication=ms + hidden, exposed=ms, waiting=None)
-        for (kind, phase), ms in exposed.items()
-    ]
+    rows = {
+        key: Row(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
+        for key, time in exposed.items()
+    }
     overlapped = hidden * len(rows)
     values: dict[str, Any] = {
         "duration": 100.0,
         "compute_only": 95.0 - total - overlapped,
         "overlapped": overlapped,
-        "exposed_all": total,
+        "exposed": total,
         "idle": 5.0,
         "waiting": None,
         "copies": 0.0,
         "host_copies": 0.0,
         "ideal": 90.0,
         "effective_overlap": 0.5,
-        "waiting_by_rank": {},
         "collectives": rows,
-        "units": [],
+        "units": {},
     }
-    return Means(**(values | changes))
+    return Split(**(values | changes))
 
 
 FORWARD, BACKWARD = ("all_gather", "forward"), ("all_gather", "backward")
@@ -44,38 +43,39 @@ REDUCE = ("reduce_scatter", "backward")
 @pytest.mark.parametrize(
     ("found", "settings", "expected"),
     [
-        (means({BACKWARD: 5}), Settings(), {"fsdp.backward_prefetch": "2", "fsdp.reshard_after_forward": "false"}),
+        (mean({BACKWARD: 5}), Settings(), {"fsdp.backward_prefetch": "2", "fsdp.reshard_after_forward": "false"}),
         (
-            means({BACKWARD: 5}),
+            mean({BACKWARD: 5}),
             Settings(backward_prefetch=0, reshard_after_forward=False),
             {"fsdp.backward_prefetch": "1"},
         ),
-        (means({FORWARD: 4}), Settings(), {"fsdp.forward_prefetch": "1"}),
-        (means({FORWARD: 4}), Settings(forward_prefetch=2), {"fsdp.forward_prefetch": "3"}),
+        (mean({FORWARD: 4}), Settings(), {"fsdp.forward_prefetch": "1"}),
+        (mean({FORWARD: 4}), Settings(forward_prefetch=2), {"fsdp.forward_prefetch": "3"}),
         # hidden: shallower saves memory
-        (means({FORWARD: 0, BACKWARD: 0}, hidden=10), Settings(), {"fsdp.backward_prefetch": "0"}),
+        (mean({FORWARD: 0, BACKWARD: 0}, hidden=10), Settings(), {"fsdp.backward_prefetch": "0"}),
         (
-            means({FORWARD: 0.5, BACKWARD: 0.5}, hidden=10),
+            mean({FORWARD: 0.5, BACKWARD: 0.5}, hidden=10),
             Settings(forward_prefetch=1, backward_prefetch=3),
             {"fsdp.forward_prefetch": "0", "fsdp.backward_prefetch": "2"},
         ),
-        (means({FORWARD: 2, BACKWARD: 2}, hidden=10), Settings(), {"": ""}),  # neither: nothing stands out
+        (mean({FORWARD: 2, BACKWARD: 2}, hidden=10), Settings(), {"": ""}),  # neither: nothing stands out
+        (mean({}), Settings(forward_prefetch=2, backward_prefetch=2), {"": ""}),  # nothing is gathered, nor hidden
         (
-            means({REDUCE: 8}),
+            mean({REDUCE: 8}),
             Settings(reduce_every_micro_batch=True, micro_batch_size=3),
             {"fsdp.reduce_every_micro_batch": "false", "train.micro_batch_size": "6"},
         ),
-        (means({REDUCE: 60}), Settings(), {"train.micro_batch_size": "2"}),
-        (means({}, idle=40.0, compute_only=60.0), Settings(), {"compile.enabled": "true"}),
-        (means({}, idle=40.0, host_copies=30.0), Settings(offload="params"), {"fsdp.offload": '"none"'}),
+        (mean({REDUCE: 60}), Settings(), {"train.micro_batch_size": "2"}),
+        (mean({}, idle=40.0, compute_only=60.0), Settings(), {"compile.enabled": "true"}),
+        (mean({}, idle=40.0, host_copies=30.0), Settings(offload="params"), {"fsdp.offload": '"none"'}),
     ],
 )  # fmt: skip
-def test_cuda(found: Means, settings: Settings, expected: dict[str, str]) -> None:
-    assert {one.key: one.value for one in advise(found, settings, device="cuda")} == expected
+def test_cuda(found: Split, settings: Settings, expected: dict[str, str]) -> None:
+    assert {one.key: one.value for one in advise(found, settings, device="cuda", waiting_by_rank={})} == expected
 
 
 def test_on_gloo_prefetch_is_no_advice() -> None:
-    found = advise(means({FORWARD: 10, BACKWARD: 10}), Settings(), device="cpu")
+    found = advise(mean({FORWARD: 10, BACKWARD: 10}), Settings(), device="cpu", waiting_by_rank={})
     assert {one.key for one in found} == {"", "fsdp.reshard_after_forward", "train.micro_batch_size"}
     assert "gloo" in str(found[0])
 
@@ -85,7 +85,7 @@ def test_on_gloo_prefetch_is_no_advice() -> None:
     [({0: 12.0, 1: 11.0, 2: 13.0}, "slow by turns"), ({0: 18.0, 1: 18.0, 2: 0.5}, "it is rank 2"), ({}, "by turns")],
 )
 def test_waiting(by_rank: dict[int, float], told: str) -> None:
-    found = advise(means({}, waiting=12.0, waiting_by_rank=by_rank), Settings(), device="cuda")
+    found = advise(mean({}, waiting=12.0), Settings(), device="cuda", waiting_by_rank=by_rank)
     assert told in str(found[0])
     assert str(found[0]).startswith("12 % of the step")
 

@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.overlap.means import mean_of
-from fsdp2kit.overlap.split import Split, split_step
-from fsdp2kit.overlap.trace import read_trace
-from fsdp2kit.overlap.waiting import transfer_times
+from fsdp2kit.overlap.split import Split, mean_of, split_step
+from fsdp2kit.overlap.trace import read_traces
 from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, AUTOGRAD, GEMM, NCCL_ARGS, REDUCE_SCATTER, US, Trace
 
 
 def splits(trace: Trace, folder: Path, name: str = "rank-00000.json.gz") -> list[Split]:
-    found = read_trace(trace.write(folder / name))
+    (found,) = read_traces(trace.write(folder / name))
     assert found.device == "cuda"
-    (transfers,) = transfer_times([found])
-    return [split_step(found, step, transfers) for step in found.steps]
+    return [split_step(found, step) for step in found.steps]
 
 
 def figures(split: Split) -> tuple[float, ...]:
@@ -144,8 +141,9 @@ def test_units_and_phases_are_those_of_the_launch(tmp_path: Path) -> None:
     trace = Trace()
     trace.content["fsdp2kit"] = {"first_step": 101}
     fsdp_step(trace)
-    (split,) = splits(trace, tmp_path)
-    assert (split.step, split.is_complete) == (105, True)
+    (found,) = read_traces(trace.write(tmp_path / "rank-00000.json.gz"))
+    assert [(step.number, step.is_complete) for step in found.steps] == [(105, True)]
+    split = split_step(found, found.steps[0])
     # Computing: 60–80, 110–460, 600–900. Communicating: 20–160, 300–350, 400–510.
     assert figures(split) == (1000, 20 + 140 + 300 + 50 - 20, 20 + 50 + 50 + 60, 40 + 30 + 50, 1000 - 670 - 120)
     expected = {
@@ -188,16 +186,17 @@ def test_what_crosses_the_end_of_a_step_is_cut_there(tmp_path: Path) -> None:
     trace.kernel(GEMM, 50, 120, launched=40)
     trace.kernel(ALL_GATHER, 110, 150, launched=95, stream=20)
     trace.kernel(GEMM, 210, 400, launched=205)  # the trace goes on, the last step does not
-    first, second, last = splits(trace, tmp_path)
+    (found,) = read_traces(trace.write(tmp_path / "rank-00000.json.gz"))
+    first, second, last = (split_step(found, step) for step in found.steps)
     assert figures(first) == (100, 50, 0, 0, 50)
     assert figures(second) == (100, 10, 10, 30, 50)
     assert figures(last) == (30, 20, 0, 0, 10)
     # It is counted where it was issued, and its time where it ran.
     assert [row.count for row in first.collectives.values()] == [1]
     assert [row.count for row in second.collectives.values()] == [0]
-    assert (first.is_complete, second.is_complete, last.is_complete) == (True, True, False)
-    means = mean_of([first, second])
-    assert (means.duration, means.compute_only, means.exposed_all) == (0.1, 0.03, 0.015)
+    assert [step.is_complete for step in found.steps] == [True, True, False]
+    mean = mean_of([first, second])
+    assert (mean.duration, mean.compute_only, mean.exposed) == (100 * US, 30 * US, 15 * US)
 
 
 def test_a_trace_without_steps_is_one(tmp_path: Path) -> None:
@@ -206,3 +205,13 @@ def test_a_trace_without_steps_is_one(tmp_path: Path) -> None:
     trace.kernel(ALL_GATHER, 50, 110, stream=20)
     (split,) = splits(trace, tmp_path)
     assert figures(split) == (100, 40, 10, 50, 0)
+
+
+def test_a_range_may_end_a_nanosecond_after_the_one_around_it(tmp_path: Path) -> None:
+    trace = Trace(begin=1000.0)
+    trace.step(0, 0, 100)
+    trace.mark("FSDP::pre_forward (model.layers.0)", 10, 20)
+    trace.mark("FSDP::all_gather (model.layers.0)", 12, 20.001)  # times are rounded
+    trace.kernel(GEMM, 50, 60, launched=40)
+    (split,) = splits(trace, tmp_path)
+    assert split.copies == 0, "launched after both"

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit import distributed
 from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.overlap.report import Report, build_report
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.rows import DealtOut
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, train
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
-from fsdp2kit.train.profiling import build_profiler
-from tests.parallel.jobs import Case
+from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.train import loop
+from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -33,44 +26,51 @@ UNITS = {"(root)", "lm_head", "model.embed_tokens", "model.layers.0", "model.lay
 
 def run_and_trace(models: Path, trace_dir: Path, case: Case) -> list[dict[str, Any]]:
     """Train five steps, of which the third and fourth are traced; every rank returns the metrics records."""
-    section = ProfileConfig(enabled=True, start_step=3, steps=2)
-    rank = dist.get_rank()
-    with build_profiler(section, trace_dir=trace_dir, rank=rank, device_type="cpu", first_step=1) as profiler:
-        return run(models, case, profiler.step)
+    return run(models, case, trace_dir)
 
 
-def run(models: Path, case: Case, profile: Callable[[], bool]) -> list[dict[str, Any]]:
+def run(models: Path, case: Case, trace_dir: Path | None) -> list[dict[str, Any]]:
     """Train five steps through the real loop; every rank returns the metrics records."""
     config = case.config(models, steps=STEPS, rows=ROWS)
-    sharded = Sharded(config, world=distributed.start())
-    optimizer = build_optimizer(config.optimizer, sharded.model)
-    records: list[dict[str, Any]] = []
-    train(
-        sharded.model,
-        optimizer,
-        build_lr_schedule(config.lr_schedule, optimizer, total_steps=STEPS),
-        DealtOut(make_batches(STEPS, rows=ROWS, length=LENGTH), 1, dp_rank=sharded.mesh.dp_rank, dp_size=RANKS),
-        sharded.inputs,
-        plan=build_plan(config, steps_per_epoch=STEPS, mesh=sharded.mesh),
-        progress=Progress(),
-        throughput=sharded.throughput,
-        hooks=Hooks(log=records.append, message=lambda text: None, profile=profile),
-    )
+    if trace_dir is not None:
+        profile = ProfileConfig(enabled=True, start_step=3, steps=2)
+        place = config.run.model_copy(update={"dir": str(trace_dir.parent)})
+        config = config.model_copy(update={"profile": profile, "run": place})
+    sharded = build(config)
+    metrics = Recorder(sharded)
+    dealt = DealtOut(make_batches(STEPS, rows=ROWS, length=LENGTH), 1, dp_rank=sharded.mesh.dp_rank, dp_size=RANKS)
+    run_loop(sharded, dealt, metrics=metrics)
     dist.barrier()
-    return records
+    return metrics.records
+
+
+class SlowProfiler:
+    """Takes three seconds of its own after the second step."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self._calls, self._tells = itertools.count(1), tells
+
+    def __enter__(self) -> SlowProfiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def step(self) -> bool:
+        if next(self._calls) != 2:
+            return False
+        time.sleep(SLOW)
+        return self._tells
 
 
 def run_beside_a_slow_profiler(models: Path, case: Case, *, tells: bool) -> list[float]:
     """Seconds of each step, where the profiler takes three of its own after the second."""
-    calls = itertools.count(1)
-
-    def profile() -> bool:
-        if next(calls) != 2:
-            return False
-        time.sleep(SLOW)
-        return tells
-
-    return [record["step_seconds"] for record in run(models, case, profile)]
+    original = loop.build_profiler
+    loop.build_profiler = lambda *_, **__: SlowProfiler(tells=tells)
+    try:
+        return [record["step_seconds"] for record in run(models, case, None)]
+    finally:
+        loop.build_profiler = original
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +84,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traced(
     pool: WorkerPool, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Report, list[dict[str, Any]]]:
-    trace_dir = tmp_path_factory.mktemp("trace")
+    trace_dir = tmp_path_factory.mktemp("run") / "trace"
     records = pool.run(RANKS, run_and_trace, models, trace_dir, Case("llama3", RANKS, seq_len=LENGTH))
     return build_report(trace_dir), records[0]
 
 
 def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, records = traced
-    assert [step.step for step in report.steps] == [3, 4]
+    assert [step.number for step in report.steps] == [3, 4]
     assert all(step.is_complete for step in report.steps)
     assert (report.device, report.world_size, report.missing_ranks) == ("cpu", RANKS, [])
     measured = sum(record["step_seconds"] for record in records if record["step"] in (3, 4))
-    split = [step.splits[0] for step in report.steps]
+    split = [step.ranks[0] for step in report.steps]
     parts = sum(one.compute_only + one.overlapped + one.exposed + one.idle for one in split) / 1e9
     # Writing the trace and starting the profiler is in no step's time. 5 % as the report promises, and a busy machine.
     assert parts == pytest.approx(measured, rel=0.05, abs=0.01)
@@ -104,7 +104,7 @@ def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Rep
 def test_every_collective_is_found_with_its_unit(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, _ = traced
     for step in report.steps:
-        for split in step.splits:
+        for split in step.ranks.values():
             counts = {key: row.count for key, row in split.collectives.items() if key[1] != "other"}
             assert counts == {
                 ("all_gather", "forward"): len(UNITS) * MICRO_BATCHES,
@@ -127,7 +127,7 @@ def test_every_collective_is_found_with_its_unit(traced: tuple[Report, list[dict
 
 def test_the_rows_add_up(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, _ = traced
-    for split in (split for step in report.steps for split in step.splits):
+    for split in (split for step in report.steps for split in step.ranks.values()):
         assert split.compute_only + split.overlapped + split.exposed + split.idle == split.duration
         for rows in (split.collectives, split.units):
             assert sum(row.exposed for row in rows.values()) == pytest.approx(split.exposed, rel=1e-9)

@@ -15,7 +15,7 @@ GLOO_1, GLOO_2, READER = 11, 12, 13
 def one_split(trace: Trace, folder: Path) -> Split:
     found = read_trace(trace.write(folder / "rank-00000.json.gz"))
     assert found.device == "cpu"
-    return split_step(found, found.steps[0], [None] * len(found.collectives))
+    return split_step(found, found.steps[0])
 
 
 def collective(
@@ -89,7 +89,7 @@ def test_calls_meet_their_runs_in_order(tmp_path: Path) -> None:
     trace.op("c10d::barrier", 900, 910)  # its run is not in the trace any more
     found = read_trace(trace.write(tmp_path / "rank-00000.json")).collectives
     begin = found[0].issued - 205 * US
-    described = [(one.kind, one.place.unit, (one.start - begin) // US, (one.end - begin) // US) for one in found]
+    described = [(one.kind, one.scope.unit, (one.start - begin) // US, (one.end - begin) // US) for one in found]
     assert described == [
         ("all_gather", "model.layers.0", 210, 400),
         ("all_gather", "model.layers.1", 240, 300),
@@ -97,27 +97,6 @@ def test_calls_meet_their_runs_in_order(tmp_path: Path) -> None:
         ("all_reduce", "", 520, 540),
         ("barrier", "", 910, 910),
     ]
-
-
-def test_a_collective_made_of_messages_is_one(tmp_path: Path) -> None:
-    trace = Trace()
-    trace.step(0, 0, 1000)
-    trace.mark("FSDP::post_backward_reduce (model.layers.0)", 90, 320)
-    trace.mark("fsdp2kit::reduce_scatter", 100, 300)
-    trace.op("c10d::send", 110, 120)
-    trace.op("c10d::recv_", 120, 130)
-    trace.mark("gloo:send", 115, 200)
-    trace.mark("gloo:recv", 125, 280)
-    trace.op("aten::add", 280, 300)  # of what was received: not the step's own computing
-    trace.op("c10d::send", 400, 410)  # a ring's, which is none of that
-    trace.mark("gloo:send", 405, 500)
-    trace.op("c10d::allreduce_", 50, 60)
-    trace.mark("gloo:all_reduce", 150, 160, thread=GLOO_1)  # of a call before, beside it
-    found = read_trace(trace.write(tmp_path / "rank-00000.json"))
-    begin = found.steps[0].start
-    described = [(one.kind, (one.start - begin) // US, (one.end - begin) // US) for one in found.collectives]
-    assert described == [("all_reduce", 150, 160), ("reduce_scatter", 100, 300), ("send", 405, 500)]
-    assert found.work == []
 
 
 def test_a_trace_of_one_process_has_no_communication(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_missing_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (None, b"", "does not exist; run with profile.enabled = true"),
         ("notes.txt", b"", "holds no trace"),
-        ("rank-00000.json.gz", gzip.compress(b'{"traceEvents": []}' * 99)[:40], "is cut off or damaged"),
+        ("rank-00000.json.gz", gzip.compress(b'{"traceEvents": []}' * 99, mtime=0)[:40], "is cut off or damaged"),
         ("rank-00000.json.gz", b"plain", "is cut off or damaged"),
         ("rank-00000.json", b'{"traceEvents": [{"ph": "X", "na', "is no whole JSON"),
         ("rank-00000.json", b"\xff\xfe\x00", "is no whole JSON"),

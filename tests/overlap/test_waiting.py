@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fsdp2kit.overlap.report import build_report
 from fsdp2kit.overlap.trace import read_traces
-from fsdp2kit.overlap.waiting import transfer_times
 from tests.overlap.synthetic import ALL_GATHER, ALL_REDUCE, GEMM, US, Trace
 
 
@@ -23,6 +22,10 @@ def straggling(folder: Path, *, ranks: range = range(3), world_size: int = 3) ->
         trace.write(folder / f"rank-{rank:05d}.json.gz")
 
 
+def transfers(folder: Path) -> list[list[int | None]]:
+    return [[collective.transfer for collective in trace.collectives] for trace in read_traces(folder)]
+
+
 def test_a_straggler_is_named_and_waiting_is_apart(tmp_path: Path) -> None:
     straggling(tmp_path)
     report = build_report(tmp_path)
@@ -30,10 +33,11 @@ def test_a_straggler_is_named_and_waiting_is_apart(tmp_path: Path) -> None:
     (step,) = report.steps
     assert step.slowest_rank == 1
     # Rank 0's first all-gather takes 250 µs, of which 50 are the transfer. The second takes 120 everywhere.
-    assert [split.waiting for split in step.splits] == [200 * US, 0, 200 * US]
-    assert [split.exposed for split in step.splits] == [(250 + 100) * US, (50 + 90) * US, (250 + 80) * US]
-    assert [row.waiting for split in step.splits for row in split.collectives.values()] == [200 * US, 0, 200 * US]
-    assert report.means.waiting_by_rank == {0: 0.2, 1: 0.0, 2: 0.2}
+    splits = list(step.ranks.values())
+    assert [split.waiting for split in splits] == [200 * US, 0, 200 * US]
+    assert [split.exposed for split in splits] == [(250 + 100) * US, (50 + 90) * US, (250 + 80) * US]
+    assert [row.waiting for split in splits for row in split.collectives.values()] == [200 * US, 0, 200 * US]
+    assert report.waiting_by_rank == {0: 200 * US, 1: 0, 2: 200 * US}
     assert "it is rank 1" in str(report.advice[0])
 
 
@@ -42,10 +46,10 @@ def test_without_every_rank_waiting_is_unknown(tmp_path: Path) -> None:
     report = build_report(tmp_path)
     assert report.missing_ranks == [1]
     (step,) = report.steps
-    assert [split.rank for split in step.splits] == [0, 2]
-    assert [split.waiting for split in step.splits] == [None, None]
+    assert list(step.ranks) == [0, 2]
+    assert [split.waiting for split in step.ranks.values()] == [None, None]
     assert step.slowest_rank == 2  # it computes longest
-    assert [split.exposed for split in step.splits] == [(250 + 100) * US, (250 + 80) * US]
+    assert [split.exposed for split in step.ranks.values()] == [(250 + 100) * US, (250 + 80) * US]
 
 
 def test_groups_are_matched_within_themselves(tmp_path: Path) -> None:
@@ -58,8 +62,7 @@ def test_groups_are_matched_within_themselves(tmp_path: Path) -> None:
         trace.kernel(ALL_GATHER, 100, 100 + gather, **{"Process Group Ranks": shard})
         trace.kernel(ALL_REDUCE, 300, 300 + reduction, **{"Process Group Ranks": replica})
         trace.write(tmp_path / f"rank-{rank:05d}.json.gz")
-    traces = read_traces(tmp_path)
-    assert transfer_times(traces) == [
+    assert transfers(tmp_path) == [
         [40 * US, 30 * US],
         [40 * US, 10 * US],
         [20 * US, 30 * US],
@@ -78,7 +81,7 @@ def test_what_cannot_be_matched_is_unknown(tmp_path: Path) -> None:
         trace.kernel(ALL_REDUCE, 300, 340 + rank)
         trace.kernel(ALL_REDUCE, 2000, 2100)  # outside the step
         trace.write(tmp_path / f"rank-{rank:05d}.json")
-    assert transfer_times(read_traces(tmp_path)) == [
+    assert transfers(tmp_path) == [
         [None, None, None, 40 * US, None],
         [None, None, 40 * US, None],
     ]
@@ -91,4 +94,4 @@ def test_steps_are_matched_by_number(tmp_path: Path) -> None:
             trace.step(number, 1000 * number, 1000 * (number + 1))
             trace.kernel(ALL_GATHER, 1000 * number + 10, 1000 * number + 20 + 10 * rank + 100 * number)
         trace.write(tmp_path / f"rank-{rank:05d}.json")
-    assert transfer_times(read_traces(tmp_path)) == [[10 * US, 110 * US]] * 2
+    assert transfers(tmp_path) == [[10 * US, 110 * US]] * 2

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.contents import model_tensors
 from fsdp2kit.checkpoint.manager import build_checkpoint_manager
-from fsdp2kit.checkpoint.saver import build_saver
 from fsdp2kit.config.schema import CheckpointConfig, Float8Config, TrainingConfig
-from fsdp2kit.errors import RunFailure
-from fsdp2kit.parallel.ledger import checked, dtype_ledger
+from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves
-from fsdp2kit.parity.rows import Rows
-from fsdp2kit.train.losses import accumulate_gradients
-from fsdp2kit.train.optim import build_optimizer
+from fsdp2kit.parity.reference import Curves, Rows
 from tests.checkpoint.jobs import IDENTITY, full_state, manager_of, progress_at
-from tests.parallel.jobs import Case
+from tests.parallel.jobs import Case, accumulate
 from tests.reference import VOCABULARY, make_batches
 
 KIND = "float8"
@@ -59,33 +49,6 @@ def curves(folder: Path, case: Case, float8: dict[str, Any], batches: Sequence[R
     return Sharded(config_of(folder, case, float8, steps=len(batches)), world=distributed.start()).curves(batches)
 
 
-def gathered(folder: Path, case: Case) -> tuple[list[str], list[str], str, str]:
-    """Names of weights whose shards are torchao's; classes of what a checkpoint would hold; what the ledger says of a
-    step, and what it says if it claims another dtype."""
-    config = config_of(folder, case, {"recipe": "tensorwise", "all_gather": True})
-    sharded = Sharded(config, world=distributed.start())
-    torchaos = [name for name, p in sharded.model.named_parameters() if type(_local(p)) is not Tensor]
-    classes = sorted({type(_local(tensor)).__name__ for tensor in model_tensors(sharded.model).values()})
-    optimizer = build_optimizer(config.optimizer, sharded.model)
-    ledger = dtype_ledger(config.fsdp, export="float32", float8=config.float8)
-    batch = make_batches(1)[0]
-    said = []
-    for claimed in (ledger, replace(ledger, gathered="bfloat16")):
-        try:
-            with checked(claimed, sharded.model, optimizer):
-                micro = partial(sharded.inputs, batch.as_batch())
-                accumulate_gradients(sharded.model, [micro, micro], tokens=batch.targets)
-                optimizer.step()
-            said.append("ok")
-        except RunFailure as failure:
-            said.append(str(failure))
-    return torchaos, classes, said[0], said[1]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
-
-
 class Run:
     """A model and its optimizer that take one step a batch."""
 
@@ -97,9 +60,7 @@ class Run:
     def train(self, steps: range) -> None:
         for step in steps:
             batch = make_batches(1, seed=step)[0]
-            accumulate_gradients(
-                self.sharded.model, [partial(self.sharded.inputs, batch.as_batch())], tokens=batch.targets
-            )
+            accumulate(self.sharded, batch)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -140,7 +101,7 @@ def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps
         write_assets=run.sharded.model.config.save_pretrained,
     )
     with manager:
-        build_saver(manager, run.sharded.model, run.optimizer, is_over=lambda _: True).save(progress_at(2))
+        manager.save(run.sharded.model, run.optimizer, progress_at(2), is_exported=True)
     return run.state()
 
 

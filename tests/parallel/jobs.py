@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ import torch.distributed as dist
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves
-from fsdp2kit.parity.rows import Rows
-from fsdp2kit.train.throughput import Throughput
+from fsdp2kit.parity.reference import Curves, Rows
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.loop import NoCheckpoints, train
+from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.step import GlobalBatch, accumulate_gradients, cross_entropy, train_step
+from fsdp2kit.train.throughput import PhaseMemory, Throughput
 from tests.reference import LENGTH, make_batches, plain_batches
 
 
@@ -91,10 +94,93 @@ class Case:
         )
 
 
-def build(config: TrainingConfig) -> tuple[Any, Mesh, Any, Throughput]:
-    """Model with its pretrained values on its mesh, and what feeds it, as a recipe builds them."""
-    sharded = Sharded(config, world=distributed.start())
-    return sharded.model, sharded.mesh, sharded.inputs, sharded.throughput
+def build(config: TrainingConfig) -> Sharded:
+    """A model with its pretrained values on its mesh, as a recipe builds it."""
+    return Sharded(config, world=distributed.start())
+
+
+class Recorder(Metrics):
+    """Metrics that are kept; ``on_log`` is called with each record."""
+
+    def __init__(self, sharded: Sharded, *, on_log: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
+        mesh = sharded.mesh
+        super().__init__(Throughput(sharded.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size))
+        self.records: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+        self._on_log = on_log
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.records.append(dict(record))
+        self._on_log(dict(record))
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+class Saves(NoCheckpoints):
+    """Checkpoints that are only counted."""
+
+    def __init__(self, on_save: Callable[[int], object] = lambda step: None) -> None:
+        self.steps: list[int] = []
+        self._on_save = on_save
+
+    def save(self, progress: Progress, *, is_over: bool) -> None:
+        self.steps.append(progress.step)
+        self._on_save(progress.step)
+
+
+def run_loop(sharded: Sharded, batches: Any, *, metrics: Metrics, **options: Any) -> Progress:
+    """`train` on what a recipe would build around the model; ``options`` are `train`'s."""
+    config = sharded.config
+    optimizer = build_optimizer(config.optimizer, sharded.model)
+    step = options["progress"].step if options.get("progress") else 0
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=config.train.steps or 0, step=step)
+    return train(
+        sharded.model,
+        optimizer,
+        schedule,
+        batches,
+        config=config,
+        plan=sharded.plan,
+        mesh=sharded.mesh,
+        metrics=metrics,
+        **{"objective": cross_entropy, **options},
+    )
+
+
+def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number: int = 1) -> dict[str, float]:
+    """`train_step` on what a recipe would build around the model."""
+    return train_step(
+        sharded.model,
+        optimizer,
+        schedule,
+        batch,
+        objective=cross_entropy,
+        shard=sharded.inputs,
+        config=sharded.config,
+        mesh=sharded.mesh,
+        step=number,
+        memory=PhaseMemory(sharded.mesh.device, by_phase=False),
+    )
+
+
+def global_batch(rows: Rows, micro_batches: Sequence[Rows] | None = None) -> GlobalBatch:
+    """A global batch whose counts are those of ``rows``, which this rank reads in ``micro_batches``."""
+    whole, parts = rows.as_batch(), [part.as_batch() for part in micro_batches or [rows]]
+    counts = (whole.supervised_tokens, whole.input_tokens, whole.attention_pairs, whole.capacity)
+    return GlobalBatch(parts, *counts, tokens_by_source={}, stop=False, save_failed=False, seconds=0.0)
+
+
+def accumulate(sharded: Sharded, rows: Rows, micro_batches: Sequence[Rows] | None = None) -> Any:
+    """`accumulate_gradients` over `global_batch`."""
+    return accumulate_gradients(
+        sharded.model,
+        global_batch(rows, micro_batches),
+        objective=cross_entropy,
+        shard=sharded.inputs,
+        fsdp=sharded.config.fsdp,
+        mesh=sharded.mesh,
+    )
 
 
 def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | None = None) -> list[Curves]:
@@ -119,7 +205,8 @@ def losses_by_document(folder: Path, case: Case, rows: Sequence[Rows]) -> list[l
 
     A document's loss is what is left when every other document's labels are ignored.
     """
-    model, _, to_device, _ = build(case.config(folder, steps=1, rows=1))
+    sharded = build(case.config(folder, steps=1, rows=1))
+    model, to_device = sharded.model, sharded.inputs
     found = []
     with torch.no_grad():
         for row in rows:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.parallel.context_parallel import bands, kernels, pieces
-from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
-from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, take_chunks
+from fsdp2kit.parallel.context_parallel import kernels
+from fsdp2kit.parallel.context_parallel.attention import blockwise_attention
+from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, indices_of, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
+from fsdp2kit.torch_compat import BackwardInputs, VarlenBounds
 from tests.parallel.test_segments import positions_of, transformers_mask
 from tests.workers import WorkerPool
 
@@ -33,8 +34,12 @@ def inputs(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor
 
 
 def expected(name: str, window: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return reference(name, window, inputs(dtype))
+
+
+def reference(name: str, window: int | None, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients by torch's own attention in float64."""
-    q, k, v, grad = (tensor.double() for tensor in inputs(dtype))
+    q, k, v, grad = (tensor.double() for tensor in tensors)
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
     mask = transformers_mask(positions(name), window)[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
@@ -65,19 +70,19 @@ def assert_close(found: list[Tensor], target: list[Tensor], *, bound: float) -> 
 @pytest.mark.parametrize(("name", "window"), CASES)
 @pytest.mark.parametrize("tile", [4, 512])
 def test_cpu_kernel(name: str, window: int | None, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "TILE", tile)
+    monkeypatch.setattr(kernels, "TILE", tile)
     assert_close(local(name, window), expected(name, window), bound=1e-6)
     assert_close(local(name, window, torch.bfloat16), expected(name, window, torch.bfloat16), bound=1e-2)
 
 
 @pytest.mark.parametrize(("name", "window"), CASES)
 def test_plain_operations(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "cpu_flash_attention", pieces.plain_attention)
-    monkeypatch.setattr(pieces, "cpu_flash_attention_backward", pieces.plain_attention_backward)
+    monkeypatch.setattr(kernels, "cpu_flash_attention", kernels.plain_attention)
+    monkeypatch.setattr(kernels, "cpu_flash_attention_backward", kernels.plain_attention_backward)
     assert_close(local(name, window), expected(name, window), bound=1e-6)
 
 
-def _mask_of_band(n: int, m: int, left: int, right: int) -> Tensor:
+def _mask_of(n: int, m: int, left: int, right: int) -> Tensor:
     past = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
     shown = torch.ones(n, m, dtype=torch.bool)
     if left >= 0:
@@ -92,35 +97,36 @@ def _each(q_borders: Tensor, k_borders: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False)]
 
 
-def _emulated_forward(query: Tensor, key: Tensor, value: Tensor, **bounds: Any) -> tuple[Tensor, Tensor]:
+def _emulated_forward(
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenBounds, *, scale: float
+) -> tuple[Tensor, Tensor]:
     """What the CUDA kernel computes, a sequence at a time and by definition."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
     groups = query.shape[1] // key.shape[1]
-    for q, k in _each(bounds["q_borders"], bounds["k_borders"]):
+    for q, k in _each(bounds.q_borders, bounds.k_borders):
         keys = key[k].repeat_interleave(groups, 1)
-        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * bounds["scale"]
-        shown = _mask_of_band(*scores.shape[1:], bounds["left"], bounds["right"])
+        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * scale
+        shown = _mask_of(*scores.shape[1:], bounds.left, bounds.right)
         assert shown.any(1).all(), "a query without any key would be NaN in a kernel"
-        assert max(q.stop - q.start, 0) <= bounds["q_longest"]
-        assert max(k.stop - k.start, 0) <= bounds["k_longest"]
+        assert max(q.stop - q.start, 0) <= bounds.q_longest
+        assert max(k.stop - k.start, 0) <= bounds.k_longest
         scores = scores.masked_fill(~shown, float("-inf"))
         lse[q] = scores.logsumexp(-1).T
         out[q] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value[k].repeat_interleave(groups, 1))
     return out, lse
 
 
-def _emulated_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **bounds: Any
-) -> tuple[Tensor, ...]:
+def _emulated_backward(inputs: BackwardInputs, bounds: VarlenBounds, *, scale: float) -> tuple[Tensor, ...]:
+    grad, query, key, value, out, lse = inputs
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     groups = query.shape[1] // key.shape[1]
-    for q, k in _each(bounds["q_borders"], bounds["k_borders"]):
+    for q, k in _each(bounds.q_borders, bounds.k_borders):
         keys, values = key[k].repeat_interleave(groups, 1), value[k].repeat_interleave(groups, 1)
-        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * bounds["scale"]
-        shown = _mask_of_band(*scores.shape[1:], bounds["left"], bounds["right"])
+        scores = torch.einsum("nhd,mhd->hnm", query[q], keys) * scale
+        shown = _mask_of(*scores.shape[1:], bounds.left, bounds.right)
         weights = (scores - lse[q].T[..., None]).exp().masked_fill(~shown, 0)
         delta = (grad[q] * out[q]).sum(-1).T[..., None]
-        of_scores = weights * (torch.einsum("nhd,mhd->hnm", grad[q], values) - delta) * bounds["scale"]
+        of_scores = weights * (torch.einsum("nhd,mhd->hnm", grad[q], values) - delta) * scale
         grads[0][q] = torch.einsum("hnm,mhd->nhd", of_scores, keys)
         of_keys = torch.einsum("hnm,nhd->mhd", of_scores, query[q])
         of_values = torch.einsum("hnm,nhd->mhd", weights, grad[q])
@@ -131,14 +137,41 @@ def _emulated_backward(
 
 @pytest.fixture
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bands, "is_usable", lambda query: True)
-    monkeypatch.setattr(bands, "cuda_flash_attention", _emulated_forward)
-    monkeypatch.setattr(bands, "cuda_flash_attention_backward", _emulated_backward)
+    monkeypatch.setattr(kernels, "varlen_is_usable", lambda query: True)
+    monkeypatch.setattr(kernels, "cuda_flash_attention", _emulated_forward)
+    monkeypatch.setattr(kernels, "cuda_flash_attention_backward", _emulated_backward)
 
 
 @pytest.mark.parametrize(("name", "window"), CASES)
-def test_bands_for_cuda(name: str, window: int | None, emulated_cuda: None) -> None:
+def test_calls_of_the_cuda_kernel(name: str, window: int | None, emulated_cuda: None) -> None:
     assert_close(local(name, window), expected(name, window), bound=1e-6)
+
+
+def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients of all ranks' blocks in one process, one after the other, without exchanges."""
+    cp, (q, k, v, grad) = 3, tensors
+    starts = document_starts(positions(name))
+    out = torch.empty_like(q)
+    grads = tuple(kernels.zeros_for(tensor) for tensor in (q, k, v))
+    for rank in range(cp):
+        mine = indices_of(rank, cp=cp, length=LENGTH, method=method)
+        segments = read_segments(plan_segments(starts, method=method, rank=rank, cp=cp, window=window))
+        query = q[:, :, mine]
+        partial = kernels.Partial(query, scale=0.3)
+        blocks = []
+        for step in range(cp if method == "ring" else 1):
+            at = indices_of((rank - step) % cp, cp=cp, length=LENGTH, method="ring" if method == "ring" else None)
+            blocks.append((at, [s for s in segments if s.step == step]))
+            partial.attend(k[:, :, at], v[:, :, at], blocks[-1][1])
+        out[:, :, mine] = partial.out
+        for at, of_step in blocks:
+            key, value = k[:, :, at], v[:, :, at]
+            block_grads = tuple(kernels.zeros_for(t) for t in (query, key, value))
+            inputs_of_block = BackwardInputs(grad[:, :, mine], query, key, value, partial.out, partial.lse)
+            kernels.attend_backward(block_grads, inputs_of_block, of_step, scale=0.3)
+            for total, part, indices in zip(grads, block_grads, (mine, at, at), strict=True):
+                total[:, :, indices] += part
+    return [out, *grads]
 
 
 @pytest.mark.parametrize(("name", "window"), CASES)
@@ -147,41 +180,22 @@ def test_bands_for_cuda(name: str, window: int | None, emulated_cuda: None) -> N
 def test_the_blocks_of_a_ring_in_one_process(
     name: str, window: int | None, method: Any, kernel: str, request: pytest.FixtureRequest
 ) -> None:
-    """All ranks' blocks, one after the other, without exchanges: where every kernel's segments are tried."""
+    """Where every kernel's segments are tried."""
     if kernel == "cuda":
         request.getfixturevalue("emulated_cuda")
-    cp, (q, k, v, grad) = 3, inputs()
-    starts = document_starts(positions(name))
-    out = torch.empty_like(q)
-    grads = tuple(kernels.zeros_for(tensor) for tensor in (q, k, v))
-    for rank in range(cp):
-        mine = chunks_of(rank, cp=cp, length=LENGTH, method=method)
-        places = [place for chunk in mine for place in chunk]
-        segments = read_segments(plan_segments(starts, method=method, rank=rank, cp=cp, window=window))
-        query, partial = q[:, :, places], kernels.Partial(q[:, :, places])
-        blocks = []
-        for step in range(cp if method == "ring" else 1):
-            theirs = chunks_of((rank - step) % cp, cp=cp, length=LENGTH, method=method)
-            at = [p for chunk in theirs for p in chunk] if method == "ring" else list(range(LENGTH))
-            blocks.append((at, [s for s in segments if s.step == step]))
-            partial.attend(query, k[:, :, at], v[:, :, at], blocks[-1][1], scale=0.3)
-        out[:, :, places] = partial.out
-        for at, of_step in blocks:
-            mine_grads = tuple(kernels.zeros_for(t) for t in (query, k[:, :, at], v[:, :, at]))
-            kernels.attend_backward(
-                mine_grads,
-                grad[:, :, places],
-                query,
-                k[:, :, at],
-                v[:, :, at],
-                partial.out,
-                partial.lse,
-                of_step,
-                scale=0.3,
-            )
-            for total, part, where in zip(grads, mine_grads, (places, at, at), strict=True):
-                total[:, :, where] += part
-    assert_close([out, *grads], expected(name, window), bound=1e-6)
+    assert_close(by_blocks(method, name, window, inputs()), expected(name, window), bound=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
+def test_scores_beyond_the_range_of_exp_are_merged(kernel: str, request: pytest.FixtureRequest) -> None:
+    """In float32 exp(89) is infinite and exp(−104) is zero; partial results are merged by their log-sum-exps."""
+    if kernel == "cuda":
+        request.getfixturevalue("emulated_cuda")
+    query, *others = inputs()
+    query *= 200 / (0.3 * query @ others[0].repeat_interleave(3, 1).transpose(-1, -2)).abs().amax(-1, keepdim=True)
+    tensors = (query, *others)
+    for name in PACKINGS:
+        assert_close(by_blocks("ring", name, None, tensors), reference(name, None, tensors), bound=1e-4)
 
 
 def exchanged(method: Any, name: str, window: int | None) -> list[Tensor]:
@@ -206,7 +220,7 @@ def test_exchanges(cp: int, method: str, pool: WorkerPool) -> None:
 
 
 def gradient_through_gathering(method: Any) -> tuple[Tensor, Tensor]:
-    """What flows back to a rank whose every copy of the gathered sequence is weighted by place and rank."""
+    """What flows back to a rank whose every copy of the gathered sequence is weighted by index and rank."""
     cp, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     whole = torch.arange(12.0)[None, :, None].expand(2, 12, 3).clone()
     part = take_chunks(whole, chunks_of(rank, cp=cp, length=12, method=method)).requires_grad_()

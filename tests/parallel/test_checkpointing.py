@@ -6,22 +6,89 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit.bench.checkpointing import SHAPE, VARIANTS, Options, _model, count
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
+from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel import activation_checkpointing
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.torch_compat import TorchDispatchMode, tree_leaves
 from tests.reference import make_batches, tiny_model
 
 LAYERS, TOKENS = 4, 256
+# hidden, intermediate = 3.5 × hidden, and a quarter as many keys as queries, as in Llama 3 8B.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+VARIANTS = {
+    "none": ActivationCheckpointingConfig(),
+    "selective": ActivationCheckpointingConfig(mode="selective"),
+    "full, every 2": ActivationCheckpointingConfig(mode="full", every=2),
+    "full": ActivationCheckpointingConfig(mode="full"),
+}
+
+
+def count(model: Any, tokens: Tensor) -> tuple[int, int]:
+    """Bytes alive between forward and backward that were not before, and operations of both passes.
+
+    Attention's operations are among them on CUDA only: torch does not count those of its CPU kernel.
+    """
+    with FlopCounterMode(display=False) as operations:
+        with _Alive() as alive:
+            loss = model.loss_sum(tokens, tokens)
+        kept = alive.bytes
+        loss.backward()
+    model.zero_grad()
+    return kept, operations.get_total_flops()
+
+
+class _Alive(TorchDispatchMode):
+    """Follows the memory that operators allocate while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {_storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _storage_of(leaf) not in inputs:
+                storage = leaf.untyped_storage()
+                self._storages[_storage_of(leaf)] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    @property
+    def bytes(self) -> int:
+        """Of what is still alive."""
+        return sum(size for reference, size in self._storages.values() if not reference.expired())
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """The same for all views of one piece of memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def build(section: ActivationCheckpointingConfig) -> Any:
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=LAYERS, **SHAPE))
+    attach_loss(model, kernel="chunked")
+    apply_activation_checkpointing(section, decoder_layers(model), device_type="cpu")
+    return model
 
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, tuple[int, int]]:
-    options = Options(seq_len=TOKENS, layers=LAYERS)
     tokens = (torch.arange(TOKENS) % 97)[None]
-    return {name: count(_model(section, options, torch.device("cpu")), tokens) for name, section in VARIANTS.items()}
+    return {name: count(build(section), tokens) for name, section in VARIANTS.items()}
 
 
 def test_full_keeps_the_layers_inputs(counted: dict[str, tuple[int, int]]) -> None:

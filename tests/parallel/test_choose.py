@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Mistral
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.parallel.context_parallel.choose import choose_path
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 
 
 def choose(
@@ -41,7 +42,8 @@ def choose(
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    return choose_path(TrainingConfig.model_validate(values), model, cp=cp, device_type=device)
+    config = TrainingConfig.model_validate(values)
+    return choose_path(config, model, traits=inspect_model(model), cp=cp, device_type=device)
 
 
 @pytest.mark.parametrize(

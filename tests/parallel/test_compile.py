@@ -14,11 +14,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.rows import DealtOut, Rows
-from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.plan import build_plan
-from fsdp2kit.train.samples import generate
+from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.reference import Rows
+from fsdp2kit.train.evaluation import Evaluation, generate
 from tests.parallel.jobs import Case
 from tests.reference import LENGTH, VOCABULARY, tiny_model_dir
 from tests.workers import WorkerPool
@@ -63,8 +61,8 @@ def phases(folder: Path, case: Case) -> list[int]:
         sharded = Sharded(config, world=distributed.start())
         sharded.curves(rows)
         found.append(len(compilations))
-        plan = build_plan(config, steps_per_epoch=len(rows), mesh=sharded.mesh)
-        evaluate(sharded.model, {"": DealtOut(rows, 1)}, sharded.inputs, plan=plan)
+        held_out = {"": DealtOut(rows, 1)}
+        Evaluation(config.eval, sharded.model, held_out, [], plan=sharded.plan, mesh=sharded.mesh, tokenizer=None)()
         found.append(len(compilations))
         prompt = list(range(63))
         for length in (63, 127, 190, 255):
@@ -74,8 +72,8 @@ def phases(folder: Path, case: Case) -> list[int]:
                 sharded.inputs,
                 max_new_tokens=2,
                 stops=(),
+                plan=sharded.plan,
                 mesh=sharded.mesh,
-                method=sharded.path.method,
             )
         found.append(len(compilations))
         sharded.curves(rows)

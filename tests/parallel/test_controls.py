@@ -11,9 +11,9 @@ import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.parity.cases import STRATEGIES, pairs_of
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop
+from fsdp2kit.parity.variants import STRATEGIES, pairs_of
 from tests.parallel.jobs import Case
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool

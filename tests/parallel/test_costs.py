@@ -3,20 +3,112 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.context_parallel import LAYERS, METHODS, expected_bytes, measure_costs
-from fsdp2kit.parallel.context_parallel.ring import ring_forward
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.exchange import Ring, attend_blocks, share_heads
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parity.reference import Rows
+from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
+METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
+LAYERS, HEADS, KV_HEADS, WIDTH = 2, 12, 4, 16
+
+
 LENGTH = 768
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one forward and backward pass on this rank."""
+
+    activation_bytes: int
+    """Distinct memory that autograd keeps for backward, parameters and masks aside."""
+    forward: Traffic
+    backward: Traffic
+
+
+def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
+    """What a small decoder keeps and sends for one plain causal sequence of ``seq_len`` float32 tokens. Collective."""
+    world = distributed.start()
+    mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=world)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=HEADS * WIDTH,
+        intermediate_size=2 * HEADS * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+    )
+    model: Any = LlamaForCausalLM(config)
+    attach_loss(model, kernel="chunked")
+    path = AttentionPath(method, VARLEN if method in ("ring", "allgather") else "sdpa")
+    apply_attention(model, path, group=mesh.cp_group)
+    ids = torch.arange(seq_len)[None] % 128
+    positions = torch.arange(seq_len)[None]
+    inputs = shard_batch(
+        Rows(ids, ids, positions).as_batch(),
+        config=config,
+        path=path,
+        cp_rank=mesh.cp_rank,
+        cp=cp,
+        device=torch.device("cpu"),
+    )
+    kept: dict[int, int] = {}
+    aside = _memory_of(model, inputs)
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in aside:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), count_traffic() as forward:
+        loss = model.loss_sum(**inputs)
+    with count_traffic() as backward:
+        loss.backward()
+    return Costs(sum(kept.values()), forward, backward)
+
+
+def expected_bytes(method: Method, *, cp: int, rank: int, tokens: int) -> tuple[int, int]:
+    """Bytes that a rank with ``tokens`` float32 tokens of one sequence sends per layer: forward, backward.
+
+    As the docstring of `exchange` has it, for `measure_costs`' decoder.
+    """
+    size = 4
+    if method == "ulysses":
+        shares = share_heads(HEADS, KV_HEADS, cp)
+        others = [share for number, share in enumerate(shares) if number != rank]
+        there = sum(len(share.query) + 2 * len(share.key) for share in others)
+        back = (cp - 1) * len(shares[rank].query)
+        received = (cp - 1) * (len(shares[rank].query) + 2 * len(shares[rank].key))
+        returned = sum(len(share.query) for share in others)
+        return tokens * WIDTH * size * (there + back), tokens * WIDTH * size * (received + returned)
+    numbers = tokens * KV_HEADS * 2 * WIDTH
+    gradients = cp * numbers * 4 if method == "ring" else (cp - 1) * numbers * 4
+    return (cp - 1) * numbers * size, (cp - 1) * numbers * size + gradients
+
+
+def _memory_of(model: nn.Module, inputs: dict[str, Any]) -> set[int]:
+    """Memory of parameters, buffers and masks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for name, value in inputs.items() if name == "attention_mask" and isinstance(value, Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def costs(method: Any, cp: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
@@ -60,7 +152,7 @@ def most_blocks_alive(cp: int) -> int:
     table = plan_segments([[0, 8 * cp]], method="ring", rank=dist.get_rank(), cp=cp, window=None)
     torch.empty_like = counting
     try:
-        ring_forward(query, key, key.clone(), read_segments(table), scale=1.0, group=group)
+        attend_blocks(query, (key, key.clone()), read_segments(table), scale=1.0, exchange=Ring(group))
     finally:
         torch.empty_like = original
     return most

@@ -18,11 +18,12 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.masks import document_borders
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
+from fsdp2kit.parallel.context_parallel.batch import document_borders, shard_batch
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.parity.reference import Rows
 from tests.workers import WorkerPool
 
 POSITIONS = torch.stack(
@@ -62,22 +63,21 @@ def loss_and_reference(path: str, cp: int) -> tuple[float, float]:
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     model: Any = build_model(config.model)
     way = AttentionPath("ulysses" if cp > 1 else None, "varlen_reference")
-    parallelize_model(model, config, path=way, mesh=mesh, device=world.device)
+    plan = replace(plan_parallel(model, config, mesh.sizes, "cpu"), attention=way)
+    parallelize_model(model, plan, mesh=mesh)
     load_pretrained(model, Path(path))
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(100, POSITIONS.shape, generator=generator) for _ in range(2))
-    batch = shard_batch(
-        ids,
-        labels,
-        POSITIONS,
+    inputs = shard_batch(
+        Rows(ids, labels, POSITIONS).as_batch(),
         config=model.config,
         path=replace(way, kernel="flash_attention_2"),
         cp_rank=mesh.cp_rank,
-        cp_size=cp,
+        cp=cp,
         device=world.device,
     )
     with torch.no_grad():
-        loss = model.loss_sum(**batch.inputs())
+        loss = model.loss_sum(**inputs)
         dist.all_reduce(loss)
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         logits = plain(input_ids=ids, position_ids=POSITIONS, use_cache=False).logits

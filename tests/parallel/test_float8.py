@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.schema import Float8Config, FSDPConfig, ModelConfig, TrainingConfig
+from fsdp2kit.config.schema import FSDPConfig, ModelConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.flops import count_model_flops
+from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.float8 import apply_float8, check_float8, describe_float8, plan_float8
+from fsdp2kit.parallel.float8 import Float8Plan, apply_float8, plan_float8
 from fsdp2kit.parity import reference
 from fsdp2kit.parity.reference import Curves, errors
-from fsdp2kit.train.flops import count_model_flops
 from tests.parallel import float8_jobs as jobs
 from tests.parallel.jobs import Case
 from tests.reference import make_batches, plain_batches
@@ -73,7 +74,9 @@ def by_hand(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_map_is_what_its_formula_says(recipe: str, folder: Path) -> None:
     model = build_model(ModelConfig(path=str(folder / jobs.KIND)))
-    apply_float8(Float8Config(recipe=recipe), model, fsdp=FSDPConfig(), shards=1, device=CPU)
+    plan = plan_of(model, float8={"recipe": recipe})
+    assert plan is not None
+    apply_float8(plan, model)
     materialize(model, device=CPU)
     load_pretrained(model, folder / jobs.KIND)
     linear = model.model.layers[1].mlp.up_proj
@@ -147,42 +150,9 @@ def test_only_rowwise_with_gw_hp_does_not_depend_on_the_mesh(
         assert differences["tensorwise"] > 5e-3
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "cp": 2, "dp_replicate": 2}], ids=str)
-def test_gathering_in_float8_changes_nothing_in_float32(
-    layout: dict[str, int], folder: Path, pool: WorkerPool
-) -> None:
-    """Cast before or after the all-gather, float32 shards give the same 8 bits; so do precomputed scales."""
-    batches = make_batches()
-    strategy = (("strategy", "hybrid_shard"),) if "dp_replicate" in layout else ()
-    case = Case(jobs.KIND, fsdp=strategy, **layout)
-    plain, gathered = (
-        pool.run(case.world, jobs.curves, folder, case, {"recipe": "tensorwise", "all_gather": on}, batches)[0]
-        for on in (False, True)
-    )
-    assert gathered.loss == plain.loss
-    assert gathered.grad_norm == plain.grad_norm
-    assert all(np.array_equal(gathered.gradients[name], plain.gradients[name]) for name in plain.gradients)
-
-
-def test_float8_shards_are_torchaos_and_what_is_saved_is_not(folder: Path, pool: WorkerPool) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, pool: WorkerPool, tmp_path: Path) -> None:
     case = Case(jobs.KIND, dp=2, fsdp=(("param_dtype", "bfloat16"),))
-    for torchaos, classes, true, false in pool.run(2, jobs.gathered, folder, case):
-        assert len(torchaos) == 14
-        assert all("_proj" in name for name in torchaos)
-        assert classes == ["Tensor"]
-        assert true == "ok"
-        assert false == "dtype ledger: gathered should be bfloat16, but torch.float8_e4m3fn was found"
-    uneven = Case(jobs.KIND, dp=3, fsdp=(("param_dtype", "bfloat16"),))
-    for torchaos, _, true, _ in pool.run(3, jobs.gathered, folder, uneven):
-        assert {name.split(".")[-2] for name in torchaos} == {"gate_proj", "up_proj"}, "96 rows, the others 64 and 32"
-        assert true == "ok"
-
-
-@pytest.mark.parametrize("all_gather", [False, True])
-def test_a_resumed_run_goes_on_bit_for_bit(all_gather: bool, folder: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    case = Case(jobs.KIND, dp=2, fsdp=(("param_dtype", "bfloat16"),))
-    section = {"recipe": "tensorwise", "all_gather": all_gather}
-    for straight, resumed in pool.run(2, jobs.interrupted, folder, tmp_path, case, section):
+    for straight, resumed in pool.run(2, jobs.interrupted, folder, tmp_path, case, {"recipe": "tensorwise"}):
         assert straight.keys() == resumed.keys()
         assert all(np.array_equal(straight[key], resumed[key]) for key in straight)
 
@@ -191,16 +161,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(all_gather: bool, folder: Path, pool:
 def test_checkpoints_and_exports_do_not_know_of_float8(
     ranks: int, folder: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    sections = {
-        "none": {"recipe": "none"},
-        "rowwise": {"recipe": "rowwise"},
-        "gathered": {"recipe": "tensorwise", "all_gather": True},
-    }
     case, other = Case(jobs.KIND, dp=2), Case(jobs.KIND, dp=ranks)
-    for name, section in sections.items():
-        state = pool.run(2, jobs.saved, folder, tmp_path / name, case, section, 2)[0]
-        for to in sections:
-            found = pool.run(ranks, jobs.resumed, folder, tmp_path / name, other, sections[to])[0]
+    recipes = ("none", "rowwise", "tensorwise")
+    for name in recipes:
+        state = pool.run(2, jobs.saved, folder, tmp_path / name, case, {"recipe": name}, 2)[0]
+        for to in recipes:
+            found = pool.run(ranks, jobs.resumed, folder, tmp_path / name, other, {"recipe": to})[0]
             assert found.keys() == state.keys()
             assert all(np.array_equal(found[key], state[key]) for key in state), f"{name} → {to}"
         exported = load_file(next((tmp_path / name).rglob("hf/*.safetensors")))
@@ -234,10 +200,22 @@ def test_losses_stay_close_to_those_without(recipe: str, folder: Path, pool: Wor
     np.testing.assert_allclose(found, plain, rtol=0.08)  # 64 channels average out little of the rounding
 
 
-def test_maps_in_float8_keep_their_names_and_count_the_same() -> None:
+def plan_of(model: Any, *, device: torch.device | None = CPU, **sections: Any) -> Float8Plan | None:
+    config = config_with(**{"float8": {"recipe": "rowwise"}, **sections})
+    return plan_float8(config, model, traits=inspect_model(model), device=device)
+
+
+def described(model: Any, *, device: torch.device | None = CPU, **sections: Any) -> list[str]:
+    plan = plan_of(model, device=device, **sections)
+    return plan.describe() if plan else []
+
+
+def test_layers_in_float8_keep_their_names_and_count_the_same() -> None:
     model, plain = meta_model(), meta_model()
     flops = count_model_flops(model)
-    apply_float8(Float8Config(recipe="rowwise"), model, fsdp=FSDPConfig(), shards=1, device=CPU)
+    plan = plan_of(model)
+    assert plan is not None
+    apply_float8(plan, model)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert list(model.state_dict()) == list(plain.state_dict())
     assert count_model_flops(model) == flops
@@ -249,10 +227,12 @@ def test_maps_in_float8_keep_their_names_and_count_the_same() -> None:
 
 def test_what_is_left_out_and_why() -> None:
     def left_out(model: Any, *, fsdp: FSDPConfig | None = None, **section: Any) -> dict[str, list[str]]:
-        plan = plan_float8(Float8Config(recipe="rowwise", **section), model, fsdp=fsdp or FSDPConfig())
+        values = {"float8": {"recipe": "rowwise", **section}, "fsdp": (fsdp or FSDPConfig()).model_dump()}
+        plan = plan_of(model, **values)
+        assert plan is not None
         names = [name for found in plan.left_out.values() for name in found]
-        assert not set(names) & set(plan.maps)
-        return plan.left_out
+        assert not set(names) & set(plan.names)
+        return {reason: list(found) for reason, found in plan.left_out.items()}
 
     assert left_out(meta_model()) == {}
     mlp = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(2) for name in ("gate", "up", "down")]
@@ -280,9 +260,9 @@ def test_routers_and_experts_are_left_out() -> None:
         model = meta_model(
             **{key: value for key, value in sizes.items() if key in config}, model_type=kind, tie_word_embeddings=False
         )
-        plan = plan_float8(Float8Config(recipe="rowwise"), model, fsdp=FSDPConfig())
-        assert plan.maps
-        assert not any("router" in name or name.endswith(".gate") or "experts" in name for name in plan.maps), kind
+        plan = plan_of(model)
+        assert plan is not None
+        assert not any("router" in name or name.endswith(".gate") or "experts" in name for name in plan.names), kind
         assert "that are experts in one tensor" in plan.left_out
 
 
@@ -293,17 +273,17 @@ def config_with(*, model: Any = None, **sections: Any) -> TrainingConfig:
 
 def test_the_start_says_what_is_in_float8() -> None:
     model = meta_model(intermediate_size=100)
-    lines = describe_float8(config_with(float8={"recipe": "rowwise"}), model, device=CPU)
-    assert lines[0].startswith("float8: rowwise, 8 linear maps of the decoder layers (")
+    lines = described(model)
+    assert lines[0].startswith("float8: rowwise, 8 linear layers of the decoder layers (")
     assert "left out: 6 with a side not divisible by 16 (model.layers.0.mlp.gate_proj, …)" in lines[0]
     assert "depend, within float8's rounding, on mesh" in lines[1]
     assert lines[2] == "float8: emulated, slower than bfloat16: for checking numerics"
-    assert describe_float8(config_with(), model, device=CPU) == []
-    exact = describe_float8(config_with(float8={"recipe": "rowwise_with_gw_hp"}), model, device=CPU)
+    assert described(model, float8={}) == []
+    exact = described(model, float8={"recipe": "rowwise_with_gw_hp"})
     assert not any("depend" in line for line in exact)
     for enabled, warned in ((False, True), (True, False)):
-        config = config_with(float8={"recipe": "rowwise"}, compile={"enabled": enabled})
-        assert any(line.startswith("WARNING") for line in describe_float8(config, model, device=CUDA)) == warned
+        lines = described(model, device=CUDA, compile={"enabled": enabled})
+        assert any(line.startswith("WARNING") for line in lines) == warned
 
 
 def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,14 +292,7 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
             check_config(config_with(**sections), world_size=1, local_world_size=1)
         return str(caught.value)
 
-    gathered = {"recipe": "tensorwise", "all_gather": True}
-    assert said(float8={"all_gather": True}).startswith("float8.all_gather: is set, but float8.recipe is 'none'")
     assert said(float8={"exclude": ["*"]}).startswith("float8.exclude: is set, but")
-    assert said(float8={**gathered, "recipe": "rowwise"}).startswith("float8.recipe: 'rowwise' with float8.all_gather")
-    assert said(float8=gathered, fsdp={"strategy": "no_shard"}).startswith("fsdp.strategy: 'no_shard' with")
-    assert said(float8=gathered, fsdp={"storage_dtype": "bfloat16"}).startswith("fsdp.storage_dtype: 'bfloat16' with")
-    assert said(float8=gathered, fsdp={"offload": "params"}).startswith("fsdp.offload: 'params' with")
-    assert said(float8=gathered, optimizer={"name": "muon"}).startswith("optimizer.name: 'muon' with")
     assert said(float8={"recipe": "rowwise"}, fsdp={"class_dtypes": {"Linear": "float32"}}).startswith(
         "fsdp.class_dtypes: names Linear"
     )
@@ -329,16 +302,16 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_devices_and_shapes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(model: Any = None, *, device: torch.device | None = CUDA, **sections: Any) -> str | None:
-        config = config_with(**{"float8": {"recipe": "rowwise"}, **sections})
         try:
-            check_float8(config, model or meta_model(), device=device)
+            plan_of(model or meta_model(), device=device, **sections)
         except UserError as error:
             return str(error)
         return None
 
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "A100")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    assert (said() or "").startswith("float8.recipe: A100 has no float8 products")
+    assert (said() or "").startswith("float8.recipe: A100 has no float8 matmuls")
     assert said(float8={"recipe": "rowwise", "emulate": True}) is None
     assert said(device=CPU) is None
     assert said(device=None) is None
@@ -348,14 +321,14 @@ def test_devices_and_shapes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None
     assert (said(data={"seq_len": 40}, mesh={"cp": 2}) or "").startswith("data.seq_len: 20 tokens of a micro-batch")
     assert said(data={"seq_len": 40}, mesh={"cp": 2}, float8={"recipe": "rowwise_with_gw_hp"}) is None
     none = said(meta_model(hidden_size=40, intermediate_size=40, head_dim=10))
-    assert (none or "").startswith(
-        "float8.recipe: no linear map of LlamaForCausalLM's layers can be in float8 (14 with"
-    )
+    assert (none or "").startswith("float8.recipe: no linear layer of LlamaForCausalLM can be in float8 (14 with")
     wrong = said(float8={"recipe": "rowwise", "exclude": ["*.upproj"]})
-    assert (wrong or "").startswith("float8.exclude: '*.upproj' matches no linear map")
+    assert (wrong or "").startswith("float8.exclude: '*.upproj' matches no linear layer")
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(meta_model())
+    assert plan is not None
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(UserError, match=r"float8\.recipe.*fsdp2kit\[lowbit\]"):
-        apply_float8(Float8Config(recipe="rowwise"), meta_model(), fsdp=FSDPConfig(), shards=1, device=CPU)
+        apply_float8(plan, meta_model())

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit.bench.traffic import count_traffic
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.fsdp import mixed_precision
+from fsdp2kit.parallel.fsdp import plan_units
 from tests.parallel.jobs import Case, build
 from tests.reference import make_batches, tiny_model, tiny_model_dir
+from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 # Units of the untied model: embedding, two layers, head, and the root with the final norm.
@@ -57,7 +57,8 @@ def test_what_a_strategy_keeps_and_gathers(
 
 def _gathers_and_share(folder: Path, case: Case) -> tuple[list[str], int, float]:
     """Names of the units, all-gathers in a forward and backward, and the share of the parameters kept here."""
-    model, mesh, to_device, _ = build(case.config(folder, steps=1, rows=4))
+    sharded = build(case.config(folder, steps=1, rows=4))
+    model, mesh, to_device = sharded.model, sharded.mesh, sharded.inputs
     batch = make_batches(1)[0][mesh.dp_rank : mesh.dp_rank + 1].as_batch()
     with count_traffic() as traffic:
         model.loss_sum(**to_device(batch)).backward()
@@ -99,10 +100,11 @@ def test_checkpointed_layers_run_twice(every: int | None, runs: list[int]) -> No
 
 
 def test_precision_is_the_sections() -> None:
-    policy = mixed_precision(FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float16"))
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float16,
-    )
-    assert mixed_precision(FSDPConfig()).output_dtype is None
+    model = tiny_model("llama3")
+    section = FSDPConfig(param_dtype="bfloat16", output_dtype="float16", class_dtypes={"LlamaRMSNorm": "float32"})
+    found = {unit.name: (unit.param_dtype, unit.output_dtype) for unit in plan_units(section, model)}
+    assert found[""] == found["lm_head"] == ("bfloat16", None), "the loss stays as exact as it was computed"
+    assert found["model.layers.0"] == ("bfloat16", "float16")
+    assert found["model.norm"] == ("float32", "float16")
+    found = {unit.name: unit.output_dtype for unit in plan_units(FSDPConfig(class_dtypes=section.class_dtypes), model)}
+    assert (found["model.layers.0"], found["model.norm"]) == (None, "bfloat16")

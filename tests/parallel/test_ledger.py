@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.parallel.ledger import checked, dtype_ledger
+from fsdp2kit.optim.build import build_optimizer
+from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.train.losses import accumulate_gradients
-from fsdp2kit.train.optim import build_optimizer
-from tests.parallel.jobs import Case
+from tests.parallel.jobs import Case, accumulate
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -28,12 +26,11 @@ def one_step(folder: Path, case: Case, **claimed: Any) -> str:
     config = case.config(folder, steps=1, rows=4)
     sharded = Sharded(config, world=distributed.start())
     optimizer = build_optimizer(config.optimizer, sharded.model)
-    ledger = replace(dtype_ledger(config.fsdp, export="float32"), **claimed)
+    ledger = replace(dtype_ledger(config, export="float32"), **claimed)
     batch = make_batches(1)[0]
     try:
-        with checked(ledger, sharded.model, optimizer):
-            micro = partial(sharded.inputs, batch.as_batch())
-            accumulate_gradients(sharded.model, [micro, micro], tokens=batch.targets)
+        with assert_ledger(ledger, sharded.model, optimizer):
+            accumulate(sharded, batch, [batch, batch])
             optimizer.step()
     except RunFailure as failure:
         return str(failure)
@@ -59,7 +56,7 @@ def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, tmp_path: Pa
     wrong = {"compute_by_class": {"LlamaRMSNorm": "bfloat16"}}
     for said in pool.run(2, one_step, tmp_path, case, **wrong):
         assert said == "dtype ledger: compute of LlamaRMSNorm should be bfloat16, but torch.float32 was found"
-    text = str(dtype_ledger(case.config(tmp_path, steps=1, rows=1).fsdp, export="bfloat16"))
+    text = str(dtype_ledger(case.config(tmp_path, steps=1, rows=1), export="bfloat16"))
     assert "compute of LlamaRMSNorm float32" in text
     assert "WARNING: parameters and moments are stored in bfloat16" in text
 
@@ -78,9 +75,8 @@ def compiled_step(folder: Path, checkpointing: bool) -> dict[str, Any]:
         sharded = Sharded(config, world=distributed.start())
         optimizer = build_optimizer(config.optimizer, sharded.model)
         batch = make_batches(1)[0]
-        with checked(dtype_ledger(config.fsdp, export="float32"), sharded.model, optimizer):
-            micro = partial(sharded.inputs, batch.as_batch())
-            accumulate_gradients(sharded.model, [micro], tokens=batch.targets)
+        with assert_ledger(sharded.plan.ledger, sharded.model, optimizer):
+            accumulate(sharded, batch)
             optimizer.step()
     finally:
         torch.nn.Module.compile = original

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
-from fsdp2kit.parity.cases import METHODS
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop
-from fsdp2kit.parity.rows import DealtOut, Rows
-from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.plan import build_plan
+from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop
+from fsdp2kit.parity.variants import METHODS
+from fsdp2kit.train.evaluation import build_evaluation
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_segments import positions_of
 from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir
@@ -155,8 +153,9 @@ def evaluation_loss(folder: Path, case: Case) -> tuple[float, int]:
     config = case.config(folder, steps=1, rows=4)
     sharded = Sharded(config, world=distributed.start())
     dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
-    plan = build_plan(config, steps_per_epoch=len(batches), mesh=sharded.mesh)
-    return evaluate(sharded.model, {"": dealt}, sharded.inputs, plan=plan)["eval_loss"], dealt.steps_per_epoch
+    evaluate = build_evaluation(config.eval, sharded.model, {"": dealt}, plan=sharded.plan, mesh=sharded.mesh)
+    assert evaluate is not None
+    return evaluate()["eval_loss"], dealt.steps_per_epoch
 
 
 def test_the_evaluation_loss_does_not_depend_on_context_parallelism(pool: WorkerPool, models: Path) -> None:

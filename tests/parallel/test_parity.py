@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit.parity.cases import pairs_of
-from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop, worst_relative
-from fsdp2kit.parity.rows import Rows
+from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop, worst_relative
+from fsdp2kit.parity.variants import pairs_of
 from tests.parallel.jobs import Case, losses_by_document, run_case, run_cases
 from tests.reference import LENGTH, TINY, VOCABULARY, make_batches, tiny_model_dir
 from tests.workers import WorkerPool

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     ContextParallelConfig,
@@ -18,10 +19,9 @@ from fsdp2kit.config.schema import (
 )
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.loss_head import attach_loss, backbone_name
-from fsdp2kit.model.twin import shrink_config
-from fsdp2kit.parallel.context_parallel.choose import choose_path
-from fsdp2kit.parallel.preflight import check_model
+from fsdp2kit.model.inspect import backbone_name, shrink_config
+from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.parallel.plan import plan_parallel
 
 
 def check(
@@ -47,8 +47,7 @@ def check(
         activation_checkpointing=ActivationCheckpointingConfig(mode=checkpointing),
         preflight=PreflightConfig(allow=allow or []),
     )
-    model = build_model(section)
-    check_model(model, config, path=choose_path(config, model, cp=cp, device_type="cpu"))
+    plan_parallel(build_model(section), config, MeshSizes(1, 1, cp))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])

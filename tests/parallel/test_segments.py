@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fsdp2kit.parallel.context_parallel.layout import chunks_of
+from fsdp2kit.parallel.context_parallel.layout import Method, indices_of
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
 
 
@@ -50,24 +50,21 @@ def packings(draw: st.DrawFn) -> tuple[int, Tensor]:
     return cp, torch.stack(rows)
 
 
-def _shown(position_ids: Tensor, *, method: str | None, rank: int, cp: int, window: int | None) -> Tensor:
-    """How often each query of the rank meets each key, in places of the sequence: ``[B, S, S]``."""
+def _shown(position_ids: Tensor, *, method: Method | None, rank: int, cp: int, window: int | None) -> Tensor:
+    """How often each query of the rank meets each key, by their indices in the sequence: ``[B, S, S]``."""
     batch, length = position_ids.shape
     table = plan_segments(document_starts(position_ids), method=method, rank=rank, cp=cp, window=window)
-    everything = [range(length)]
-    queries = everything if method is None else chunks_of(rank, cp=cp, length=length, method=method)
     count = torch.zeros(batch, length, length, dtype=torch.int64)
-    q_places = [place for chunk in queries for place in chunk]
+    queries = indices_of(rank, cp=cp, length=length, method=method)
     for segment in read_segments(table):
         owner = (rank - segment.step) % cp
-        keys = chunks_of(owner, cp=cp, length=length, method=method) if method == "ring" else everything
-        k_places = [place for chunk in keys for place in chunk]
+        keys = indices_of(owner, cp=cp, length=length, method=method if method == "ring" else None)
         n, m = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
         for i in range(n):
             for j in range(m):
                 past = j - (i + m - n)
                 if (segment.left < 0 or past >= -segment.left) and (segment.right < 0 or past <= segment.right):
-                    count[segment.row, q_places[segment.q_start + i], k_places[segment.k_start + j]] += 1
+                    count[segment.row, queries[segment.q_start + i], keys[segment.k_start + j]] += 1
     return count
 
 

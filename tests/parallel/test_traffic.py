@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.traffic import Traffic, count_traffic
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.rows import DealtOut
-from fsdp2kit.train.global_batch import next_batch
-from fsdp2kit.train.loop import train_step
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
-from tests.parallel.jobs import Case
+from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.train.step import next_batch
+from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
+from tests.parallel.jobs import Case, step
 from tests.reference import make_batches, tiny_model, tiny_model_dir
+from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
 WORLD = 4
@@ -35,25 +30,26 @@ STRATEGIES = {  # strategy: ranks that a parameter is sharded over, and whether 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def one_step(folder: Path, case: Case, *, torchs_own: bool = False) -> Traffic:
-    """What this rank sends in the second of two steps, from reading the batch to the optimizer.
+def one_step(folder: Path, case: Case) -> Traffic:
+    """What this rank sends in the second of two steps, from reading the batch to the optimizer."""
+    return watched_step(folder, case)[0]
 
-    Args:
-        torchs_own: leave FSDP2 the collectives that it has on CUDA.
-    """
+
+def watched_step(folder: Path, case: Case) -> tuple[Traffic, HostSyncs]:
+    """The same, and the waits of the host for the device in that step."""
     config = case.config(folder, steps=2, rows=8)
-    with mock.patch("fsdp2kit.parallel.fsdp.exchange_directly") if torchs_own else nullcontext():
-        sharded = Sharded(config, world=distributed.start())
+    sharded = Sharded(config, world=distributed.start())
     optimizer = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=2)
     batches = make_batches(2, rows=8)
     dealt = DealtOut(batches, case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
-    plan = build_plan(config, steps_per_epoch=2, mesh=sharded.mesh)
     for index in range(2):
         with count_traffic() as traffic:
-            batch = next_batch(dealt, index, stop=False, cp_size=1)
-            train_step(sharded.model, optimizer, schedule, batch, sharded.inputs, plan=plan, step=index + 1)
-    return traffic
+            batch = next_batch(dealt, index, mesh=sharded.mesh)
+            known = host_tensors(batch.micro_batches, optimizer)
+            with count_host_syncs(sharded.mesh.device, host=known) as syncs:
+                step(sharded, optimizer, schedule, batch, number=index + 1)
+    return traffic, syncs
 
 
 def expected(kind: str, strategy: str, *, micro_batches: int, reduces: int, dtypes: tuple[str, str]) -> Traffic:
@@ -116,24 +112,33 @@ def test_a_steps_collectives_are_those_of_the_formulae(
         assert rank == want
 
 
-@pytest.mark.parametrize(("strategy", "replicas"), [("full_shard", "auto"), ("hybrid_shard", 2)])
-def test_on_cuda_the_same_travels(strategy: str, replicas: Any, pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir("llama3", tmp_path)
-    case = Case("llama3", WORLD, 1, 1, (("strategy", strategy),), dp_replicate=replicas)
-    want = expected("llama3", strategy, micro_batches=2, reduces=1, dtypes=("float32", "float32"))
-    for rank in pool.run(WORLD, one_step, tmp_path, case, torchs_own=True):
-        assert rank == want
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("kind", ["llama3", "smollm2"])
+def test_a_step_waits_once_and_never_reduces_two_tables_at_once(
+    kind: str, strategy: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """With a vocabulary larger than a layer, as in models where it matters what travels with it."""
+    model = tiny_model(kind)
+    model.resize_token_embeddings(4096, mean_resizing=False)
+    model.save_pretrained(tmp_path / kind)
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    norm = model.config.hidden_size if is_tied else 0  # it travels with a tied table
+    case = Case(kind, 2, 1, 1, (("strategy", strategy),), attention="varlen")
+
+    for traffic, syncs in pool.run(2, watched_step, tmp_path, case):
+        # Half of a table's float32 gradient goes to the other rank.
+        expected = 0 if strategy == "no_shard" else (4096 * model.config.hidden_size + norm) * 4 // 2
+        assert traffic.largest.get("reduce_scatter", 0) == expected
+        assert syncs.count == 1, syncs.places
 
 
 def averaged(values: list[float], reduce_dtype: str) -> list[float]:
     """The gradient of four weights whose ranks' own gradients are ``values``, averaged by `fully_shard`."""
-    from torch.distributed.fsdp import fully_shard
-
-    from fsdp2kit.config.schema import FSDPConfig
-    from fsdp2kit.parallel.fsdp import mixed_precision
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     layer = torch.nn.Linear(1, 4, bias=False)
-    fully_shard(layer, mp_policy=mixed_precision(FSDPConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)))
+    reduce = getattr(torch, reduce_dtype)
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce))
     scale = values[torch.distributed.get_rank()]
     (layer(torch.ones(1, 1)).float() * scale).sum().backward()
     return layer.weight.grad.full_tensor().flatten().tolist()

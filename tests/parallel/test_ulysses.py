@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp2kit.bench.traffic import count_traffic
 from fsdp2kit.parallel.context_parallel.attention import UlyssesAttention
-from fsdp2kit.parallel.context_parallel.ulysses import heads_to_sequence, sequence_to_heads, share_heads
+from fsdp2kit.parallel.context_parallel.exchange import heads_to_sequence, sequence_to_heads, share_heads
+from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 BATCH, LOCAL, WIDTH, VALUE_WIDTH = 2, 5, 8, 6
@@ -172,7 +172,7 @@ def _whole(heads: int, kv_heads: int, cp: int) -> tuple[Tensor, Tensor, Tensor, 
 
 def _block_mask(length: int) -> Tensor:
     """Causal within documents of four tokens, ``[B, 1, S, S]``; the first row of the batch is one document."""
-    places = torch.arange(length)
-    causal = places[:, None] >= places[None]
-    documents = (places[:, None] // 4) == (places[None] // 4)
+    indices = torch.arange(length)
+    causal = indices[:, None] >= indices[None]
+    documents = (indices[:, None] // 4) == (indices[None] // 4)
     return torch.stack([causal, causal & documents])[:, None]

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from fsdp2kit.config.schema import FSDPConfig, ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, freeze
-from fsdp2kit.model.probe import uncalled_modules
-from fsdp2kit.parallel.units import plan_units
+from fsdp2kit.model.inspect import inspect_model
+from fsdp2kit.parallel.fsdp import plan_units
 from tests.reference import tiny_model
 
 
@@ -130,7 +130,7 @@ def test_what_is_never_called_is_no_unit() -> None:
 
 
 def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:
-    assert uncalled_modules(tiny_model("llama3")) == {"model.layers"}
+    assert inspect_model(tiny_model("llama3")).uncalled_modules == {"model.layers"}
 
     class Reader(LlamaMLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:
     original = modeling_llama.LlamaMLP
     modeling_llama.LlamaMLP = Reader
     try:
-        found = uncalled_modules(tiny_model("llama3"))
+        found = inspect_model(tiny_model("llama3")).uncalled_modules
     finally:
         modeling_llama.LlamaMLP = original
     projections = {f"{layer}.mlp.{name}_proj" for layer in LAYERS for name in ("gate", "up")}

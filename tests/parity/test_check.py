@@ -14,8 +14,8 @@ import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.parity.cases import METHODS, STRATEGIES, variants
 from fsdp2kit.parity.check import check_parity
+from fsdp2kit.parity.variants import METHODS, STRATEGIES, variants
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -57,8 +57,10 @@ def with_a_wrong_window(path: Path) -> list[tuple[str, str, str, str]]:
 
     original = batch.plan_segments
 
-    def wider(starts: Any, *, window: int | None, **options: Any) -> torch.Tensor:
-        return original(starts, window=None if window is None else window + 1, **options)
+    def wider(starts: Any, *, method: str | None, window: int | None, **options: Any) -> torch.Tensor:
+        # Without a method it is the trial on a tiny twin, which would refuse what is wrong.
+        wrong = window is not None and method is not None
+        return original(starts, method=method, window=window + 1 if wrong else window, **options)
 
     batch.plan_segments = wider
     try:
@@ -80,19 +82,19 @@ def test_a_wrong_mask_is_a_miss_that_names_its_layer(pool: WorkerPool, tmp_path:
 
 def with_a_wrong_gradient(path: Path) -> list[tuple[str, str, str, str]]:
     """As `verdicts`, but a ring's gradients of its values are lost."""
-    from fsdp2kit.parallel.context_parallel import blockwise
+    from fsdp2kit.parallel.context_parallel.exchange import Ring
 
-    original = blockwise._BACKWARD["ring"]
+    original = Ring.own_gradients
 
-    def losing(*arguments: Any, **options: Any) -> Any:
-        grad_query, grad_key, grad_value = original(*arguments, **options)
-        return grad_query, grad_key, torch.zeros_like(grad_value)
+    def losing(self: Ring) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_key, grad_value = original(self)
+        return grad_key, torch.zeros_like(grad_value)
 
-    blockwise._BACKWARD["ring"] = losing
+    Ring.own_gradients = losing
     try:
         return verdicts(path)
     finally:
-        blockwise._BACKWARD["ring"] = original
+        Ring.own_gradients = original
 
 
 def test_a_wrong_gradient_names_where_backward_first_went_wrong(pool: WorkerPool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,24 @@ import torch
 from torch import Tensor
 
 from fsdp2kit import distributed
-from fsdp2kit.bench.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.data.batch import Batch
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch, shard_batch
-from fsdp2kit.parallel.context_parallel.path import AttentionPath
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.rows import DealtOut, make_batches
-from fsdp2kit.train import losses
-from fsdp2kit.train.global_batch import Batches, next_batch
-from fsdp2kit.train.loop import train_step
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
-from tests.parallel.jobs import Case
+from fsdp2kit.data.loader import Batch
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.layout import AttentionPath
+from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.parity.reference import make_batches
+from fsdp2kit.train import step as training_step
+from fsdp2kit.train.step import next_batch
+from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
+from tests.parallel.jobs import Case, step
 from tests.reference import LENGTH, VOCABULARY, tiny_model, tiny_model_dir
 from tests.train.test_source_loss import mixed_loader
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
 STEPS = 2
-QUANTISED = ["adamw_4bit", *(["adamw_8bit"] if find_spec("torchao") else [])]
+QUANTISED = ["adamw_8bit"] if find_spec("torchao") else []
 
 
 def count_step(folder: Path, case: Case, *, rows: int = 4, mix: bool = False, optimizer: str = "adamw") -> HostSyncs:
@@ -42,28 +41,19 @@ def count_step(folder: Path, case: Case, *, rows: int = 4, mix: bool = False, op
     config = TrainingConfig.model_validate(values | {"optimizer": values["optimizer"] | {"name": optimizer}})
     sharded = Sharded(config, world=distributed.start())
     mesh = sharded.mesh
-    batches: Batches = DealtOut(
+    batches: Any = DealtOut(
         make_batches(2, rows=rows, length=LENGTH, vocabulary=VOCABULARY), case.micro, mesh.dp_rank, mesh.sizes.dp
     )
-    names: tuple[str, ...] = ()
     if mix:
-        loader = mixed_loader(micro=case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-        batches, names = loader, loader.source_names
+        batches = mixed_loader(micro=case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
     chosen = build_optimizer(config.optimizer, sharded.model)
     schedule = build_lr_schedule(config.lr_schedule, chosen, total_steps=2)
-    plan = build_plan(config, steps_per_epoch=2, mesh=mesh, source_names=names)
-    read = [
-        next_batch(batches, index, stop=False, cp_size=mesh.sizes.cp, source_names=names) for index in range(STEPS)
-    ]
+    read = [next_batch(batches, index, mesh=mesh) for index in range(STEPS)]
     host = host_tensors((micro for batch in read for micro in batch.micro_batches), chosen)
     with count_host_syncs(CPU, host=host) as syncs:
         for index, batch in enumerate(read):
-            train_step(sharded.model, chosen, schedule, batch, _inputs(sharded), plan=plan, step=index + 1)
+            step(sharded, chosen, schedule, batch, number=index + 1)
     return syncs
-
-
-def _inputs(sharded: Sharded) -> Callable[[Any], dict[str, Any]]:
-    return build_shard_batch(sharded.model.config, path=sharded.path, mesh=sharded.mesh, device=sharded.world.device)
 
 
 def count_steps(folder: Path, cases: list[dict[str, Any]]) -> list[HostSyncs]:
@@ -107,7 +97,7 @@ def test_a_step_waits_once(ranks: int, cases: list[dict[str, Any]], folder: Path
     for found in pool.run(ranks, count_steps, folder, cases):
         for case, syncs in zip(cases, found, strict=True):
             assert syncs.calls == {"tolist": STEPS}, (case, syncs.places)
-            assert all("loop.py" in place for place in syncs.places)
+            assert all("step.py" in place for place in syncs.places)
 
 
 def test_transformers_masks_wait_in_every_micro_batch(folder: Path, pool: WorkerPool) -> None:
@@ -119,18 +109,18 @@ def test_transformers_masks_wait_in_every_micro_batch(folder: Path, pool: Worker
 
 def with_item_slipped_in(folder: Path) -> HostSyncs:
     """A step whose gradient norm is looked at."""
-    original = losses._norm
+    original = training_step._norm
 
     def looked_at(gradient: Tensor) -> Tensor:
         norm = original(gradient)
         assert norm.full_tensor().item() >= 0  # pyright: ignore[reportAttributeAccessIssue]
         return norm
 
-    losses._norm = looked_at
+    training_step._norm = looked_at
     try:
         return count_step(folder, ONE)
     finally:
-        losses._norm = original
+        training_step._norm = original
 
 
 def test_an_item_that_slips_in_is_counted(folder: Path, pool: WorkerPool) -> None:
@@ -238,18 +228,14 @@ def test_batches_go_to_cuda_from_pinned_memory_without_waiting(
     monkeypatch.setattr(Tensor, "to", to)
     config = tiny_model("llama3").config
     (rows,) = make_batches(1, rows=4, length=LENGTH, vocabulary=VOCABULARY)
-    batch: Batch = rows.as_batch()
+    batch: Batch = replace(rows.as_batch(), sources=torch.arange(4), tokens_by_source=(1, 1, 1, 1))
     shard_batch(
-        batch.input_ids,
-        batch.labels,
-        batch.position_ids,
+        batch,
         config=config,
         path=path,
         cp_rank=1 if path.method else 0,
-        cp_size=2 if path.method else 1,
+        cp=2 if path.method else 1,
         device=torch.device("cuda"),
-        sources=torch.arange(4),
-        num_sources=4,
     )
     assert len(copies) >= 5, "ids, labels, positions, index, groups"
     assert all(copies)

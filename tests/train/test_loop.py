@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit.bench.traffic import count_traffic
-from fsdp2kit.checkpoint.contents import model_tensors, optimizer_tensors
-from fsdp2kit.config.schema import CompileConfig, TrainingConfig
-from fsdp2kit.environment import seconds_alive
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig, TrainingConfig
+from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.parity.engine import whole
-from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, load_plain, plain_logits, plain_loop
-from fsdp2kit.parity.rows import IGNORED, DealtOut, Rows
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.parity.reference import (
+    IGNORE,
+    Rows,
+    beyond,
+    cross_entropy_sum,
+    errors,
+    load_plain,
+    plain_logits,
+    plain_loop,
+)
 from fsdp2kit.progress import Progress
-from fsdp2kit.train import loop
-from fsdp2kit.train.evaluation import evaluate
-from fsdp2kit.train.loop import Hooks, next_batch, stream_seed, train
-from fsdp2kit.train.losses import accumulate_gradients, gradient_norm
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import Plan, build_plan
-from fsdp2kit.train.signals import StopRequest
-from tests.parallel.jobs import Case, build, run_cases
+from fsdp2kit.train.evaluation import build_evaluation
+from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
+from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
+from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.reference import VOCABULARY, make_batches, tiny_model, tiny_model_dir
+from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests
@@ -59,18 +63,18 @@ def _lopsided() -> list[Rows]:
     batches = make_batches(2)
     for batch in batches:
         batch.labels[:, :-1] = batch.input_ids[:, 1:]
-        batch.labels[:, -1] = IGNORED
-        batch.labels[0, :40] = IGNORED
-        batch.labels[0, 41:] = IGNORED
-        batch.labels[1] = IGNORED
-        batch.labels[3, 3:] = IGNORED
+        batch.labels[:, -1] = IGNORE
+        batch.labels[0, :40] = IGNORE
+        batch.labels[0, 41:] = IGNORE
+        batch.labels[1] = IGNORE
+        batch.labels[3, 3:] = IGNORE
     return batches
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere"])
 def test_tokens_weigh_the_same_wherever_they_lie(kind: str, pool: WorkerPool, models: Path) -> None:
     batches = _lopsided()
-    assert [int((row != IGNORED).sum()) for row in batches[0].labels] == [1, 0, 47, 3]
+    assert [int((row != IGNORE).sum()) for row in batches[0].labels] == [1, 0, 47, 3]
     plain, other = (plain_loop(models / kind, batches, micro_batch_size=size, lr=1e-3) for size in (4, 1))
     cases = [Case(kind, 4, 1), Case(kind, 2, 2), Case(kind, 2, 2, 2), Case(kind, 1, 4, 2)]
     if kind == "smollm2":
@@ -94,19 +98,18 @@ def test_gradients_are_reduced_with_the_last_micro_batch(
 
 def _count_reductions(folder: Path, every: bool) -> tuple[list[int], int]:
     """Reduce-scatters done when each of four micro-batches starts, and in all."""
-    config = Case("smollm2", 2, 1).config(folder, steps=1, rows=8)
-    model, mesh, to_device, _ = build(config)
-    dealt = DealtOut(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp)
-    batch = next_batch(dealt, 0, stop=False, cp_size=1)
+    fsdp = (("reduce_every_micro_batch", every),)
+    sharded = build(Case("smollm2", 2, 1, fsdp=fsdp).config(folder, steps=1, rows=8))
+    mesh, model = sharded.mesh, sharded.model
+    batch = next_batch(DealtOut(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp), 0, mesh=mesh)
     started: list[int] = []
 
     def inputs(micro: Any) -> dict[str, Any]:
         started.append(traffic.calls.get("reduce_scatter", 0))
-        return to_device(micro)
+        return sharded.inputs(micro)
 
-    parts = [lambda micro=micro: inputs(micro) for micro in batch.micro_batches]
     with count_traffic() as traffic:
-        accumulate_gradients(model, parts, tokens=batch.supervised_tokens, reduce_every=every)
+        accumulate_gradients(model, batch, objective=cross_entropy, shard=inputs, fsdp=sharded.config.fsdp, mesh=mesh)
     assert all(parameter.grad is not None for parameter in model.parameters())
     return started, traffic.calls["reduce_scatter"]
 
@@ -137,37 +140,21 @@ def _poisoned_batches() -> list[Rows]:
 
 def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], list[list[bytes]], str]:
     """Records, this rank's shards after each step (and at the end), and the failure's message."""
-    case = Case("poisoned", 2, 1)
-    config = case.config(folder, steps=4, rows=2)
-    model, mesh, to_device, throughput = build(config)
-    optimizer = build_optimizer(config.optimizer, model)
-    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=4)
-    plan = replace(build_plan(config, steps_per_epoch=4, mesh=mesh), on_nonfinite=choice)
-    records: list[dict[str, Any]] = []
+    config = Case("poisoned", 2, 1).config(folder, steps=4, rows=2)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"on_nonfinite": choice})})
+    sharded = build(config)
     shards: list[list[bytes]] = []
 
     def keep(record: dict[str, Any] | None = None) -> None:
-        if record is not None:
-            records.append(record)
-        shards.append([parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()])
+        shards.append([parameter.to_local().detach().numpy().tobytes() for parameter in sharded.model.parameters()])
 
-    messages: list[str] = []
+    metrics = Recorder(sharded, on_log=keep)
     try:
-        train(
-            model,
-            optimizer,
-            schedule,
-            DealtOut(_poisoned_batches(), 1, mesh.dp_rank, 2),
-            to_device,
-            plan=plan,
-            progress=Progress(),
-            throughput=throughput,
-            hooks=Hooks(log=keep, message=messages.append),
-        )
+        run_loop(sharded, DealtOut(_poisoned_batches(), 1, sharded.mesh.dp_rank, 2), metrics=metrics)
     except RunFailure as failure:
-        messages.append(str(failure))
+        metrics.message(str(failure))
     keep()
-    return records, shards, messages[-1]
+    return metrics.records, shards, metrics.messages[-1]
 
 
 def test_a_nonfinite_step_stops_naming_step_and_rank(pool: WorkerPool, models: Path) -> None:
@@ -194,17 +181,14 @@ def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
 
 def _train_from_the_start(folder: Path, compiled: bool) -> tuple[list[dict[str, Any]], list[str], float]:
     """Records of every second of four steps, messages, and how long this process has run since it was started."""
-    records: list[dict[str, Any]] = []
-    messages: list[str] = []
     original = nn.Module.compile
     torch.compiler.reset()
     nn.Module.compile = lambda self: original(self, backend="eager")
     try:
-        hooks = Hooks(log=records.append, message=messages.append)
-        _run(folder, hooks=hooks, steps=4, compiled=compiled, log_every=2)
+        _, metrics = _run(folder, steps=4, compiled=compiled, log_every=2)
     finally:
         nn.Module.compile = original
-    return records, messages, seconds_alive()
+    return metrics.records, metrics.messages, seconds_alive()
 
 
 def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models: Path) -> None:
@@ -219,33 +203,8 @@ def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models:
         assert not {"seconds_to_first_step", "compile_seconds"} & second.keys()
 
 
-def _keep_compiled_calls(folder: Path) -> tuple[list[int], list[str]]:
-    """After how many steps of three what was compiled is kept, and the loop's messages."""
-    steps: list[int] = []
-    calls: list[int] = []
-    messages: list[str] = []
-    original = loop.keep_compiled
-
-    def keep() -> list[str]:
-        calls.append(len(steps))
-        return [f"trouble {len(calls)}"]
-
-    loop.keep_compiled = keep
-    try:
-        _run(folder, hooks=Hooks(log=lambda record: steps.append(record["step"]), message=messages.append), steps=3)
-    finally:
-        loop.keep_compiled = original
-    return calls, messages
-
-
-def test_what_was_compiled_is_kept_after_the_first_step_and_at_the_end(pool: WorkerPool, models: Path) -> None:
-    calls, messages = pool.run(1, _keep_compiled_calls, models)[0]
-    assert calls == [0, 3], "before the first record, and after the last"
-    assert messages[1:] == ["trouble 1", "trouble 2"]
-
-
 def test_a_process_knows_when_it_began() -> None:
-    program = "import time; time.sleep(1); from fsdp2kit.environment import seconds_alive; print(seconds_alive())"
+    program = "import time; time.sleep(1); from fsdp2kit.distributed import seconds_alive; print(seconds_alive())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0.9 < float(done.stdout) < time.monotonic() - began + 0.1
@@ -280,43 +239,28 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
     held_out = make_batches(3, seed=5)
     first = 0.0
     for evaluates in (True, False):
-        config = case.config(folder, steps=3, rows=4)
-        model, mesh, to_device, throughput = build(config)
-        optimizer = build_optimizer(config.optimizer, model)
-        schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=3)
-        plan = replace(build_plan(config, steps_per_epoch=3, mesh=mesh), evaluate_every=1)
-        share = (mesh.dp_rank, mesh.sizes.dp)
-        records: list[dict[str, Any]] = []
+        config = _with(case.config(folder, steps=3, rows=4), eval={"every": 1 if evaluates else 0})
+        sharded = build(config)
+        model, share = sharded.model, (sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
+        held = {"": DealtOut(held_out, 2 // share[1], *share)}
+        inner = build_evaluation(config.eval, model, held, plan=sharded.plan, mesh=sharded.mesh)
+        assert inner is not None
 
-        def run_evaluation(model=model, to_device=to_device, plan=plan, share=share, optimizer=optimizer) -> dict:
-            def without_dropout(micro: Any) -> dict[str, Any]:
-                assert not model.training
-                return to_device(micro)
-
-            held = {"": DealtOut(held_out, 2 // share[1], *share)}
-            loss = evaluate(model, held, without_dropout, plan=plan)
+        def evaluate(model: Any = model, inner: Any = inner) -> dict[str, float]:
+            record = inner()
             assert model.training
             # Parameters are shards again: what an optimizer or a checkpoint would be made of.
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            tensors = [*model_tensors(model).values(), *optimizer_tensors(model, optimizer).values()]
-            assert all(isinstance(tensor, DTensor) or tensor.ndim == 0 for tensor in tensors if tensor.numel() > 1)
-            return loss
+            return record
 
+        evaluate.answers = inner.answers  # pyright: ignore[reportFunctionMemberAccess]
         if evaluates:
-            first = run_evaluation()["eval_loss"]
-        train(
-            model,
-            optimizer,
-            schedule,
-            DealtOut(make_batches(3), case.micro, *share),
-            to_device,
-            plan=plan,
-            progress=Progress(),
-            throughput=throughput,
-            hooks=Hooks(log=records.append, message=lambda text: None, evaluate=run_evaluation if evaluates else None),
-        )
-        curves.append([record["loss"] for record in records])
-        assert all(("eval_loss" in record) is evaluates for record in records)
+            first = evaluate()["eval_loss"]
+        metrics = Recorder(sharded)
+        dealt = DealtOut(make_batches(3), case.micro, *share)
+        run_loop(sharded, dealt, metrics=metrics, evaluate=evaluate if evaluates else None)
+        curves.append([record["loss"] for record in metrics.records])
+        assert all(("eval_loss" in record) is evaluates for record in metrics.records)
     return first, curves[0], curves[1]
 
 
@@ -382,44 +326,41 @@ def _train_until_signalled(folder: Path) -> tuple[int, list[int], str]:
         if record["step"] == 2 and dist.get_rank() == 1:
             signal.raise_signal(signal.SIGUSR1)
 
-    saved: list[int] = []
-    messages: list[str] = []
-    hooks = Hooks(log=signal_rank_one, save=lambda progress: saved.append(progress.step), message=messages.append)
-    progress, _ = _run(folder, hooks=hooks, steps=5)
-    return progress.step, saved, " ".join(messages)
+    saves = Saves()
+    progress, metrics = _run(folder, steps=5, on_log=signal_rank_one, checkpoints=saves)
+    return progress.step, saves.steps, " ".join(metrics.messages)
+
+
+def _with(config: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
+    """The config with other values in its sections."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def _run(
     folder: Path,
     *,
-    hooks: Hooks,
     steps: int,
-    progress: Progress | None = None,
-    batches: Any = None,
     compiled: bool = False,
-    **changes: Any,
-) -> tuple[Progress, list[torch.Tensor]]:
-    """Train the tiny model on every rank as a data-parallel one; returns the progress and all parameters."""
+    on_log: Callable[[dict[str, Any]], object] = lambda record: None,
+    log_every: int = 1,
+    save_every: int = 0,
+    evaluate_every: int = 0,
+    **options: Any,
+) -> tuple[Progress, Recorder]:
+    """Train the tiny model on every rank as a data-parallel one; ``options`` are `train`'s."""
     config = Case("smollm2", dist.get_world_size(), 1).config(folder, steps=steps, rows=4)
-    config = config.model_copy(update={"compile": CompileConfig(enabled=compiled)})
-    model, mesh, to_device, throughput = build(config)
-    optimizer = build_optimizer(config.optimizer, model)
-    progress = Progress() if progress is None else progress
-    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
-    plan = replace(build_plan(config, steps_per_epoch=steps, mesh=mesh), **changes)
-    dealt = batches or DealtOut(make_batches(max(steps, 1)), 1, mesh.dp_rank, mesh.sizes.dp)
-    done = train(
-        model,
-        optimizer,
-        schedule,
-        dealt,
-        to_device,
-        plan=plan,
-        progress=progress,
-        throughput=throughput,
-        hooks=hooks,
+    config = _with(
+        config,
+        compile={"enabled": compiled},
+        train={"log_every": log_every},
+        checkpoint={"every": save_every},
+        eval={"every": evaluate_every},
     )
-    return done, [whole(parameter.detach()) for parameter in model.parameters()]
+    sharded = build(config)
+    metrics = Recorder(sharded, on_log=on_log)
+    dealt = DealtOut(make_batches(max(steps, 1)), 1, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
+    return run_loop(sharded, dealt, metrics=metrics, **options), metrics
 
 
 # What happens when
@@ -449,34 +390,26 @@ def _events(
 ) -> tuple[list[str], Progress]:
     events: list[str] = []
 
-    def evaluated() -> dict[str, float]:
+    def evaluate() -> dict[str, float]:
         events.append("evaluate")
         return {"eval_loss": 1.0}
 
-    hooks = Hooks(
-        log=lambda record: events.append(f"log {record['step']}"),
-        save=lambda progress: events.append(f"save {progress.step}"),
-        evaluate=evaluated,
-        message=lambda text: None,
+    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
+    done, _ = _run(
+        folder,
+        steps=steps,
+        progress=progress,
+        on_log=lambda record: events.append(f"log {record['step']}"),
+        checkpoints=Saves(lambda step: events.append(f"save {step}")),
+        evaluate=evaluate,
+        **changes,
     )
-    done, _ = _run(folder, hooks=hooks, steps=steps, progress=progress, **changes)
     return events, done
 
 
-def test_epochs_are_turned_into_steps(pool: WorkerPool) -> None:
-    assert pool.run(1, _planned_steps) == [(12, 5)]
-
-
-def _planned_steps() -> tuple[int, int]:
-    from fsdp2kit import distributed
-    from fsdp2kit.parallel.mesh import build_mesh
-
-    plans = []
-    for train_section in ({"epochs": 3}, {"steps": 5}):
-        config = TrainingConfig.model_validate({"recipe": "none", "train": train_section})
-        mesh = build_mesh(config.mesh, config.fsdp, world=distributed.start())
-        plans.append(build_plan(config, steps_per_epoch=4, mesh=mesh).total_steps)
-    return plans[0], plans[1]
+def test_epochs_are_turned_into_steps() -> None:
+    assert TrainConfig(epochs=3).total_steps(4) == 12
+    assert TrainConfig(steps=5).total_steps(4) == 5
 
 
 # Errors on one rank
@@ -503,13 +436,14 @@ def test_a_row_that_one_rank_cannot_read_is_everyones_error(pool: WorkerPool) ->
 
 def _read_broken() -> list[str]:
     batches = make_batches(5)
-    batches[4].labels.fill_(IGNORED)
+    batches[4].labels.fill_(IGNORE)
     dealt = _Broken(batches, 1, dist.get_rank(), 2)
-    assert next_batch(dealt, 1, stop=False, cp_size=1).supervised_tokens == batches[1].targets
+    mesh = build_mesh(MeshConfig(), FSDPConfig(), world=distributed.start())
+    assert next_batch(dealt, 1, mesh=mesh).supervised_tokens == batches[1].targets
     found = []
     for index in (2, 3, 4):
         try:
-            next_batch(dealt, index, stop=False, cp_size=1)
+            next_batch(dealt, index, mesh=mesh)
         except (UserError, RunFailure, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -523,7 +457,7 @@ def test_counts_are_of_the_whole_job_once(pool: WorkerPool) -> None:
 
 def _counts() -> tuple[int, int, int, bool]:
     dealt = DealtOut(make_batches(1), 1, dist.get_rank() // 2, 2)  # two data-parallel ranks, cp = 2
-    batch = next_batch(dealt, 0, stop=False, cp_size=2)
+    batch = next_batch(dealt, 0, mesh=build_mesh(MeshConfig(cp=2), FSDPConfig(), world=distributed.start()))
     return batch.supervised_tokens, batch.input_tokens, batch.attention_pairs, batch.stop
 
 
@@ -535,8 +469,5 @@ def test_random_streams_differ_by_seed_step_and_rank_alone() -> None:
 
 
 def test_due() -> None:
-    plan = Plan(total_steps=7, seed=0)
-    due: Callable[[int, bool], list[int]] = lambda every, last: [  # noqa: E731
-        step for step in range(1, 8) if plan.is_due(every, step, also_last=last)
-    ]
-    assert (due(3, False), due(3, True), due(0, True)) == ([3, 6], [3, 6, 7], [])
+    assert [step for step in range(1, 8) if is_due(3, step)] == [3, 6]
+    assert not any(is_due(0, step) for step in range(8))

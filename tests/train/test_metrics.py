@@ -7,26 +7,40 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.flops import ModelFlops
+from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import Metrics, build_metrics, format_record, format_seconds, move_aside
 
-OFF = WandbConfig(mode="disabled")
 
-
-def build(run_dir: Path, *, resume_step: int = 0, is_main: bool = True, wandb_id: str | None = None) -> Metrics:
-    return build_metrics(
-        OFF,
+def build(
+    run_dir: Path,
+    *,
+    resume_step: int = 0,
+    is_main: bool = True,
+    wandb_id: str | None = None,
+    mode: str = "disabled",
+    total_steps: int = 100,
+) -> Metrics:
+    job: Any = SimpleNamespace(
         run_dir=run_dir,
         is_main=is_main,
-        config={},
-        total_steps=100,
-        resume_step=resume_step,
-        wandb_id=wandb_id,
+        world=SimpleNamespace(device=torch.device("cpu"), size=1),
+        closing=contextlib.ExitStack(),
     )
+    plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
+    config = TrainingConfig.model_validate({"recipe": "none", "wandb": {"mode": mode}})
+    progress = Progress(step=resume_step, wandb_id=wandb_id)
+    return build_metrics(config, job=job, plan=plan, progress=progress, total_steps=total_steps)
+
+
+NO_THROUGHPUT: Any = None  # for metrics that count no steps
 
 
 def read(path: Path) -> list[dict]:
@@ -63,7 +77,7 @@ def test_a_with_block_closes_and_passes_on_how_it_went(tmp_path: Path, fails: bo
             self.closed += (ok,)
 
     recorder = Recorder()
-    with contextlib.suppress(KeyError), Metrics(console=None, lines=None, wandb=recorder, wandb_id=None):
+    with contextlib.suppress(KeyError), Metrics(NO_THROUGHPUT, wandb=recorder):
         if fails:
             raise KeyError
     assert recorder.closed == (not fails,)
@@ -80,6 +94,18 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None
 
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=refuse) == {"step": 1, "loss": None}
+
+
+def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
+    class Fragile:
+        id = None
+
+        def log_samples(self, step: int, samples: list) -> None:
+            raise AssertionError("there is nothing to log")
+
+    metrics = Metrics(NO_THROUGHPUT, wandb=Fragile(), samples=tmp_path / "samples.jsonl")  # type: ignore[arg-type]
+    metrics.log_samples(1, [])
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

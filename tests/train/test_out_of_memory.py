@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.train import out_of_memory
-from fsdp2kit.train.out_of_memory import Alive, diagnosis, explained
+from fsdp2kit.train.out_of_memory import Alive, diagnosis, explain_out_of_memory
 
 GIB = 2**30
 
@@ -84,7 +84,7 @@ def test_an_out_of_memory_error_becomes_a_diagnosis(tmp_path: Path, monkeypatch:
     optimizer = torch.optim.SGD(model.parameters())
     with (
         pytest.raises(RunFailure, match=r"rank 3: CUDA out of memory\. Alive of 80 GiB.*Next: .*oom-00003\.pickle"),
-        explained(_config(), model, optimizer, trace_dir=tmp_path / "trace", rank=3),
+        explain_out_of_memory(_config(run={"dir": str(tmp_path)}), model, optimizer, rank=3),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
     assert (tmp_path / "trace" / "oom-00003.pickle").read_bytes() == b"snapshot"
@@ -94,7 +94,7 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with (
         pytest.raises(ValueError, match="no"),
-        explained(_config(), model, torch.optim.SGD(model.parameters()), trace_dir=tmp_path, rank=0),
+        explain_out_of_memory(_config(run={"dir": str(tmp_path)}), model, torch.optim.SGD(model.parameters()), rank=0),
     ):
         raise ValueError("no")
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
-from fsdp2kit.train.samples import generate
+from fsdp2kit.train.evaluation import generate
 from tests.parallel.jobs import Case
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
@@ -33,8 +33,8 @@ def answer(folder: Path, case: Case) -> list[int]:
         sharded.inputs,
         max_new_tokens=NEW,
         stops=(),
+        plan=sharded.plan,
         mesh=sharded.mesh,
-        method=sharded.path.method,
     )
 
 

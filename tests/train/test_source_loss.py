@@ -9,21 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp2kit import distributed
-from fsdp2kit.data.batch import Share
-from fsdp2kit.data.loader import Loader, build_mixed_loader, build_part
+from fsdp2kit.data.build import Prefetch
+from fsdp2kit.data.loader import Loader, Share, build_mixed_loader, build_part
 from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
-from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import load_plain, plain_logits
-from fsdp2kit.parity.rows import IGNORED, Rows
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import Hooks, train
-from fsdp2kit.train.optim import build_lr_schedule, build_optimizer
-from fsdp2kit.train.plan import build_plan
+from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
 from tests.data.test_properties import as_documents
-from tests.parallel.jobs import Case
+from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -47,24 +39,11 @@ def mixed_loader(*, micro: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
 
 def run(folder: Path, case: Case, steps: int) -> list[dict[str, Any]]:
     """What our loop logs of the mix on a mesh."""
-    config = case.config(folder, steps=steps, rows=GLOBAL)
-    sharded = Sharded(config, world=distributed.start())
-    mesh, model = sharded.mesh, sharded.model
-    loader = mixed_loader(micro=case.micro, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-    optimizer = build_optimizer(config.optimizer, model)
-    records: list[dict[str, Any]] = []
-    train(
-        model,
-        optimizer,
-        build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps),
-        loader,
-        build_shard_batch(model.config, path=sharded.path, mesh=mesh, device=sharded.world.device),
-        plan=build_plan(config, steps_per_epoch=loader.steps_per_epoch, mesh=mesh, source_names=loader.source_names),
-        progress=Progress(),
-        throughput=sharded.throughput,
-        hooks=Hooks(log=records.append, message=lambda text: None),
-    )
-    return records
+    sharded = build(case.config(folder, steps=steps, rows=GLOBAL))
+    loader = mixed_loader(micro=case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
+    metrics = Recorder(sharded)
+    run_loop(sharded, Prefetch(loader, ahead=0, stop=steps), metrics=metrics)
+    return metrics.records
 
 
 def expected_losses(path: Path, index: int) -> dict[str, float]:
@@ -73,8 +52,8 @@ def expected_losses(path: Path, index: int) -> dict[str, float]:
     assert batch.sources is not None
     with torch.no_grad():
         logits = plain_logits(load_plain(path), Rows(batch.input_ids, batch.labels, batch.position_ids))
-    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORED)
-    losses, targets = losses.view_as(batch.labels).double(), batch.labels != IGNORED
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE)
+    losses, targets = losses.view_as(batch.labels).double(), batch.labels != IGNORE
     found = {"loss": (losses.sum() / targets.sum()).item()}
     for source, name in enumerate(NAMES):
         rows = batch.sources == source

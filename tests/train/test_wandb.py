@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.config.wandb_login import check_wandb, has_login
 from fsdp2kit.errors import UserError
 from fsdp2kit.train import wandb_run
-from fsdp2kit.train.metrics import build_metrics
-from fsdp2kit.train.wandb_run import WandbRun, check_wandb, has_login, start_wandb
+from fsdp2kit.train.wandb_run import WandbRun, start_wandb
+from tests.train.test_metrics import build
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -194,15 +195,7 @@ def test_offline_run_resumes_under_its_id(tmp_path: Path, capfd: pytest.CaptureF
     """The real client, twice; nothing reaches the console but our own lines."""
     wandb_id = None
     for step in (1, 2):
-        metrics = build_metrics(
-            WandbConfig(mode="offline"),
-            run_dir=tmp_path,
-            is_main=True,
-            config={"train": {"steps": 2}},
-            total_steps=2,
-            resume_step=step - 1,
-            wandb_id=wandb_id,
-        )
+        metrics = build(tmp_path, mode="offline", resume_step=step - 1, total_steps=2, wandb_id=wandb_id)
         metrics.log({"step": step, "loss": 1.0, "mfu": None})
         metrics.close(ok=True)
         assert wandb_id in (None, metrics.wandb_id)

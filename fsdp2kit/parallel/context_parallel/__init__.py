@@ -1,7 +1,7 @@
 """Context parallelism: every rank runs the model on its part of each sequence; attention sees the whole.
 
 Everything in a transformer but attention treats tokens one by one, so a rank can run it on S/cp of them. For
-attention there are three ways, each in the module of its name (`choose` picks one):
+attention there are three methods (`choose` picks one, `exchange` does the communication):
 
 **ulysses** (arXiv:2309.14509) trades the split over the sequence for a split over the heads and back. Between the two
 exchanges any attention implementation of transformers runs on whole sequences, with whole masks.
@@ -20,19 +20,21 @@ computes with the block at hand into what it has.
     rank 3   q3 · kv3    q3 · kv2    q3 · kv1    q3 · kv0
 
 **allgather** (arXiv:2407.21783) lets every rank gather all keys and values, in one collective; few key/value heads
-make that cheap. Gradients of keys and values go home by reduce-scatter.
+make that cheap. Gradients of keys and values go back by reduce-scatter.
 
     rank 0   q0 · [kv0 kv1 kv2 kv3]
     rank 1   q1 · [kv0 kv1 kv2 kv3]   …
 
-Causal attention makes late tokens dear: token t looks at t + 1 keys. Were a sequence cut into cp stretches, the last
-rank would do nearly twice the average work, and the others wait for it. Ring and allgather therefore deal **zigzag**:
-2·cp chunks, of which a rank gets one from the head and its mirror image from the tail.
+Under causal attention late tokens cost more: token t looks at t + 1 keys. With the sequence cut into cp stretches,
+the last rank would do nearly twice the average work while the others wait. Ring and allgather therefore deal it out
+**zigzag**: 2·cp chunks, of which a rank gets one from the head and its mirror image from the tail.
 
     cp = 4, chunks       0    1    2    3    4    5    6    7
     held by rank         0    1    2    3    3    2    1    0
     keys that it sees    1    2    3    4    5    6    7    8      chunks: nine for each rank
 
-What a query may see (its own document, nothing after it, a window) is worked out on the host as rectangles
-(`segments`); what no query sees is not computed. `layout` puts gathered logits or hidden states back in order.
+The files, from data to kernel: `layout` says which tokens a rank holds; `segments` turns what a query may see (its
+own document, nothing after it, a window) into rectangles, on the host, so that nothing else is computed; `batch` cuts
+a micro-batch and gives it its masks or segments; `attention` is what transformers' layers call; `exchange` brings the
+keys, or trades heads; `kernels` computes one block of keys and merges it into the result.
 """

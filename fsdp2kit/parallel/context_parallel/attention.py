@@ -1,4 +1,4 @@
-"""Our attention, registered with transformers' attention interface."""
+"""Attention over segments as one operator, Ulysses' attention, and their registration with transformers."""
 
 from __future__ import annotations
 
@@ -7,25 +7,89 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_world_size
 from transformers import AttentionInterface, PreTrainedModel
 
-from fsdp2kit.parallel.context_parallel.blockwise import blockwise_attention
-from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
-from fsdp2kit.parallel.context_parallel.segments import SegmentTables
-from fsdp2kit.parallel.context_parallel.ulysses import (
+from fsdp2kit.parallel.context_parallel.exchange import (
     HeadShare,
+    attend_blocks,
+    attend_blocks_backward,
+    build_exchange,
     heads_to_sequence,
     sequence_to_heads,
     share_heads,
 )
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath
+from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
+from fsdp2kit.torch_compat import BackwardInputs
 
 _serial = itertools.count()
 
 # Options of the attention interface that change the scores in ways which segments do not express.
 _INEXPRESSIBLE = ("softcap", "s_aux", "position_bias")
+
+
+# An operator with a backward of its own: torch.compile and selective checkpointing see neither blocks nor exchanges.
+# Operators take tensors, numbers and strings only, hence the names of the exchange and its group.
+@torch.library.custom_op("fsdp2kit::blockwise_attention", mutates_args=())
+def blockwise_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, exchange: str, group: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys that ``segments`` name.
+
+    Args:
+        query: ``[B, H, s, D]``; key, value: ``[B, G, s, D]``, H a multiple of G.
+        segments: from `fsdp2kit.parallel.context_parallel.segments.plan_segments`, on the host.
+        exchange: "ring" or "allgather"; "none": all keys are here.
+        group: name of the process group to exchange with.
+
+    Returns:
+        ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
+    """
+    way = build_exchange(exchange, group)
+    partial = attend_blocks(query, (key, value), read_segments(segments), scale=scale, exchange=way)
+    return partial.out.to(query.dtype), partial.lse
+
+
+@blockwise_attention.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    out = query.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return out, query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
+
+
+@torch.library.custom_op("fsdp2kit::blockwise_attention_backward", mutates_args=())
+def blockwise_attention_backward(
+    inputs: list[Tensor], segments: Tensor, scale: float, exchange: str, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, in their dtypes; ``inputs`` are the fields of `BackwardInputs`."""
+    mine, way = BackwardInputs(*inputs), build_exchange(exchange, group)
+    grads = attend_blocks_backward(mine, read_segments(segments), scale=scale, exchange=way)
+    grad_query, grad_key, grad_value = (grad.to(mine.query.dtype).contiguous() for grad in grads)
+    return grad_query, grad_key, grad_value
+
+
+@blockwise_attention_backward.register_fake
+def _(inputs: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _grad_out, query, key, value, *_rest = inputs
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, segments, ctx.scale, ctx.exchange, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output, segments)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, segments = ctx.saved_tensors
+    grads = blockwise_attention_backward([grad_out, *tensors], segments, ctx.scale, ctx.exchange, ctx.group)
+    return (*grads, None, None, None, None)
+
+
+blockwise_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: ProcessGroup) -> None:
@@ -40,8 +104,7 @@ def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: Proce
     if path.method == "ulysses":
         use_attention(model, UlyssesAttention(group=group, attention=path.kernel))
     elif path.kernel == VARLEN:
-        exchange = path.method or "none"
-        use_attention(model, BlockwiseAttention(exchange=exchange, group=group.group_name))
+        use_attention(model, BlockwiseAttention(exchange=path.method or "none", group=group.group_name))
 
 
 def use_attention(model: PreTrainedModel, attention: Callable[..., tuple[Tensor, None]]) -> None:
@@ -53,7 +116,7 @@ def use_attention(model: PreTrainedModel, attention: Callable[..., tuple[Tensor,
 
 
 class BlockwiseAttention:
-    """Attention over the segments of `SegmentTables`, whatever exchange brings the keys."""
+    """Our own attention, over the segments of `SegmentTables`: alone, or with keys that a ring or allgather brings."""
 
     def __init__(self, *, exchange: str = "none", group: str = "") -> None:
         self.exchange, self.group = exchange, group
@@ -76,7 +139,7 @@ class BlockwiseAttention:
 
         Args:
             query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]`` with Dv ≤ D.
-            attention_mask: not looked at: the segments say it all.
+            attention_mask: ignored: the segments are the mask.
             segments: of this rank's part of the batch.
 
         Returns:
@@ -166,7 +229,7 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., tuple[Tens
 
 
 class _LocalHeads:
-    """The attention layer as its local heads see it: another number of query heads per key/value head."""
+    """Stands for the attention layer, but with the local number of query heads per key/value head."""
 
     def __init__(self, module: nn.Module, share: HeadShare) -> None:
         self._module = module

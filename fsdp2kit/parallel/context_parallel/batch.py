@@ -3,124 +3,167 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 
-from fsdp2kit.parallel.context_parallel.layout import chunks_of, take_chunks
-from fsdp2kit.parallel.context_parallel.masks import document_borders, full_masks, layer_windows, to_device
-from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
 from fsdp2kit.parallel.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class ShardedBatch:
-    """What the model's ``loss_sum`` is called with on this rank: ``model.loss_sum(**batch.inputs())``."""
-
-    input_ids: Tensor
-    """``[B, s]`` int64."""
-    labels: Tensor
-    """``[B, s]`` int64, shifted before the sequence was cut."""
-    position_ids: Tensor
-    """``[B, s]`` int64, restarting at 0 in every document."""
-    index: Tensor
-    """``[N]`` int64: flat places of the labels that are targets."""
-    groups: Tensor | None = None
-    """``[N]`` int64: of a mix, the source of each of these targets."""
-    num_groups: int = 0
-    """Sources of the mix."""
-    attention: dict[str, Any] = field(default_factory=dict)
-    """What the attention kernel wants: ``attention_mask`` of the whole sequence, ``segments`` of this rank's part of
-    it, or document borders; nothing where the model's own mask is right."""
-
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for ``loss_sum``."""
-        mix = ("groups", "num_groups") if self.groups is None else ()
-        named = {name: value for name, value in vars(self).items() if name not in ("attention", *mix)}
-        return {**named, **self.attention}
-
-
-def build_shard_batch(
-    config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh, device: torch.device
-) -> Callable[[Any], dict[str, Any]]:
+def build_shard_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
     """A function from a micro-batch of the loader to the arguments of ``model.loss_sum`` on this rank."""
-
-    def shard(batch: Any) -> dict[str, Any]:
-        return shard_batch(
-            batch.input_ids,
-            batch.labels,
-            batch.position_ids,
-            config=config,
-            path=path,
-            cp_rank=mesh.cp_rank,
-            cp_size=mesh.sizes.cp,
-            device=device,
-            sources=batch.sources,
-            num_sources=len(batch.tokens_by_source),
-        ).inputs()
-
-    return shard
+    return partial(shard_batch, config=config, path=path, cp_rank=mesh.cp_rank, cp=mesh.sizes.cp, device=mesh.device)
 
 
 def shard_batch(
-    input_ids: Tensor,
-    labels: Tensor,
-    position_ids: Tensor,
-    *,
-    config: PretrainedConfig,
-    path: AttentionPath,
-    cp_rank: int,
-    cp_size: int,
-    device: torch.device,
-    sources: Tensor | None = None,
-    num_sources: int = 0,
-) -> ShardedBatch:
-    """Cut ``[B, S]`` host tensors to this context-parallel rank's S/cp tokens and move them over.
+    batch: Any, *, config: PretrainedConfig, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
+) -> dict[str, Any]:
+    """Cut a micro-batch to this context-parallel rank's S/cp tokens of each row and move them to the device.
 
     Args:
+        batch: the loader's `Batch`, ``[B, S]`` on the host.
         config: the model's config, which says what its layers see.
-        path: the way that the model's attention goes.
-        sources: int64 ``[B]``, the source of each row of a mix of ``num_sources``.
+        path: the same that the model's attention was made for.
+
+    Returns:
+        The keyword arguments of the model's ``loss_sum``: ``input_ids``, ``labels`` and ``position_ids`` ``[B, s]``
+        int64; ``index`` ``[N]``, flat indices of the labels that are targets; of a mix, ``groups`` ``[N]``, each
+        target's source, and ``num_groups``; and what the attention kernel needs (`attention_inputs`).
     """
-    length = input_ids.shape[1]
-    chunks = chunks_of(cp_rank, cp=cp_size, length=length, method=path.method) if path.method else [range(length)]
-    local_labels = take_chunks(labels, chunks)
+    chunks = chunks_of(cp_rank, cp=cp, length=batch.input_ids.shape[1], method=path.method)
+    labels = take_chunks(batch.labels, chunks)
     # On the host: finding the targets on a CUDA device would synchronise it.
-    index = (local_labels.flatten() != -100).nonzero().squeeze(1)
-    attention: dict[str, Any] = {}
+    index = (labels.flatten() != -100).nonzero().squeeze(1)
+    local = {
+        "input_ids": take_chunks(batch.input_ids, chunks),
+        "labels": labels,
+        "position_ids": take_chunks(batch.position_ids, chunks),
+        "index": index,
+    }
+    mix = {}
+    if batch.sources is not None:
+        local["groups"] = batch.sources[index // labels.shape[1]]
+        mix["num_groups"] = len(batch.tokens_by_source)
+    attention = attention_inputs(batch.position_ids, config, path=path, cp_rank=cp_rank, cp=cp, device=device)
+    return {**{name: to_device(tensor, device) for name, tensor in local.items()}, **mix, **attention}
+
+
+def attention_inputs(
+    position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
+) -> dict[str, Any]:
+    """What attention needs beside its tensors: ``attention_mask`` of the whole sequence, ``segments`` of this rank's
+    part of it, or the documents' borders; nothing where the model's own mask is right.
+
+    Args:
+        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
+    """
     if path.kernel == VARLEN:
-        attention["segments"] = _segments(position_ids, config, path=path, cp_rank=cp_rank, cp_size=cp_size)
-    elif path.kernel.startswith("flash"):
-        attention = document_borders(position_ids, device=device)
-    elif path.method or path.masks_every_row:
-        mask = full_masks(
-            position_ids, config=config, attention=path.kernel, device=device, every_row=path.masks_every_row
-        )
-        attention = {"attention_mask": mask} if mask is not None else {}
-    return ShardedBatch(
-        input_ids=to_device(take_chunks(input_ids, chunks), device),
-        labels=to_device(local_labels, device),
-        position_ids=to_device(take_chunks(position_ids, chunks), device),
-        index=to_device(index, device),
-        groups=None if sources is None else to_device(sources[index // local_labels.shape[1]], device),
-        num_groups=num_sources,
-        attention=attention,
-    )
+        # Ulysses' ranks attend to whole sequences, each with some of the heads.
+        method = None if path.method == "ulysses" else path.method
+        starts, windows = document_starts(position_ids), set(layer_windows(config).values())
+        tables = {w: plan_segments(starts, method=method, rank=cp_rank, cp=cp, window=w) for w in windows}
+        return {"segments": SegmentTables(tables)}
+    if path.kernel.startswith("flash"):
+        return document_borders(position_ids, device=device)
+    if path.method is None and not path.masks_every_row:
+        return {}
+    mask = full_masks(position_ids, config, path=path, device=device)
+    return {} if mask is None else {"attention_mask": mask}
 
 
-def _segments(
-    position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, cp_rank: int, cp_size: int
-) -> SegmentTables:
-    starts = document_starts(position_ids)
-    # Ulysses' ranks attend to whole sequences, each with some of the heads.
-    method = None if path.method == "ulysses" else path.method
-    return SegmentTables(
-        {
-            window: plan_segments(starts, method=method, rank=cp_rank, cp=cp_size, window=window)
-            for window in set(layer_windows(config).values())
-        }
-    )
+def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str, Any]:
+    """Where documents begin in the flattened rows, as the keyword arguments that transformers' flash attention takes.
+
+    Without them it looks for borders in the positions, but only in a batch of one row: documents of larger batches
+    would silently see each other. Under context parallelism it would also see only a part of the positions.
+
+    Args:
+        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().squeeze(1)
+    borders = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+    longest = int(borders.diff().max())
+    on_device = to_device(borders.to(torch.int32), device)
+    return {
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, device: torch.device) -> Any:
+    """The whole sequence's mask as transformers makes it, for the kinds of layer that the model has.
+
+    Args:
+        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
+        path: with ``masks_every_row``, rows get a mask even where all of them are single documents; otherwise
+            transformers leaves the mask out where the attention implementation needs none.
+        device: where the mask is made.
+
+    Returns:
+        One mask (a tensor, a block mask, or None for plain causal attention) where all layers are alike, else a
+        dict of them by layer type, as transformers' models take it.
+    """
+    config = config.get_text_config()
+    # Given positions, transformers looks for documents on the device, and makes the host wait for the answer.
+    documents = find_packed_sequence_indices(position_ids)
+    if documents is None and path.masks_every_row:
+        documents = torch.zeros_like(position_ids)
+    arguments = {
+        "config": _StandInConfig(config, path.kernel),
+        # Mask functions read only the shape, dtype and device of the embeddings.
+        "inputs_embeds": torch.empty((*position_ids.shape, 1), device=device),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+    if documents is not None:
+        arguments["and_mask_function"] = packed_sequence_mask_function(to_device(documents, device))
+    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    kinds = sorted(set(layer_kinds(config)))
+    masks = {kind: makers[kind](**arguments) for kind in kinds}
+    return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The attention kind of each layer, in transformers' words: ``full_attention``, ``sliding_attention``, …"""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return list(layer_types)
+    # Models without layer types (Mistral) use their window in every layer where it is set.
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+
+
+def unknown_kinds(config: PretrainedConfig) -> set[str]:
+    """Kinds of layer that are not plain attention: they carry state along the sequence, or see it in chunks."""
+    return set(layer_kinds(config.get_text_config())) - {"full_attention", "sliding_attention"}
+
+
+def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:
+    """How many tokens a layer of each kind sees, itself included; None: all before it."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_kinds(config)))}
+
+
+class _StandInConfig:
+    """The model's config, but naming the attention implementation that runs on the whole sequence."""
+
+    def __init__(self, config: PretrainedConfig, attention: str) -> None:
+        self._config = config
+        self._attn_implementation = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)

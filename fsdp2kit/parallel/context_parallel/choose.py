@@ -1,37 +1,46 @@
-"""Which way attention goes: the context-parallel method, and the kernel."""
+"""Which path attention takes (method and kernel), and a trial of it on the model's tiny twin."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.twin import build_twin
-from fsdp2kit.parallel.context_parallel.layout import Method
-from fsdp2kit.parallel.context_parallel.masks import layer_windows, unknown_kinds
-from fsdp2kit.parallel.context_parallel.path import VARLEN, AttentionPath
-from fsdp2kit.parallel.context_parallel.trial import find_difference
+from fsdp2kit.model.inspect import Traits
+from fsdp2kit.parallel.context_parallel.attention import BlockwiseAttention, attend_with_share, use_attention
+from fsdp2kit.parallel.context_parallel.batch import attention_inputs, layer_windows, unknown_kinds
+from fsdp2kit.parallel.context_parallel.exchange import share_heads
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 
 LONG = 32_768
-"""Tokens a sequence from which a ring's computation hides its exchanges, and gathered keys are worth avoiding."""
+"""From so many tokens per sequence on, a ring's computation hides its exchanges and gathering all keys costs much."""
+
+_BYPASS = "its attention does not go through transformers' attention interface"
 
 Obstacle = tuple[str, str]
 """What stands in the way of a method, and what to do about it."""
 
 
-def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, device_type: str) -> AttentionPath:
+def choose_path(
+    config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, cp: int, device_type: str
+) -> AttentionPath:
     """The path that the config asks for, or the best one where it says "auto".
 
     Args:
         model: on meta, or real; before it is made parallel.
+        traits: `inspect_model`'s.
         device_type: where attention will run.
 
     Raises:
         UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
     if cp == 1:
-        kernel, why = _local_kernel(config, model, device_type=device_type)
-        return AttentionPath(None, kernel, "", why, _masks_every_row(config, model, kernel))
+        kernel, why = _local_kernel(config, model, traits, device_type=device_type)
+        return AttentionPath(None, kernel, "", why, _masks_every_row(config, model, traits, kernel))
     heads, kv_heads = _heads(model.config)
     if not heads:
         raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
@@ -45,15 +54,15 @@ def choose_path(config: TrainingConfig, model: PreTrainedModel, *, cp: int, devi
     method, reason = asked, "as asked for"
     if method == "auto":
         method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=seq_len, pack=config.data.pack)
-        if method != "ulysses" and not obstacles["ulysses"] and not _suits(model, VARLEN, pack=config.data.pack):
+        if method != "ulysses" and not obstacles["ulysses"] and not _suits(traits, pack=config.data.pack):
             method, reason = "ulysses", "auto: it leaves the model its own attention, which ours is not"
     if obstacle := obstacles[method]:
         possible = [f"context_parallel.method = {name!r}" for name, why in obstacles.items() if not why]
         what, todo = obstacle
         raise UserError(f"context_parallel.method {method!r}", what, " or ".join([todo, *possible]))
     if method == "ulysses":
-        own, why = _local_kernel(config, model, device_type=device_type)
-        return AttentionPath("ulysses", own, reason, why, _masks_every_row(config, model, own))
+        own, why = _local_kernel(config, model, traits, device_type=device_type)
+        return AttentionPath("ulysses", own, reason, why, _masks_every_row(config, model, traits, own))
     return AttentionPath(method, VARLEN, reason, f"as {method} needs")
 
 
@@ -96,7 +105,9 @@ def _divisible(seq_len: int, by: int) -> str:
     return "use " + " or ".join(str(length) for length in (below, below + by) if length)
 
 
-def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, device_type: str) -> tuple[str, str]:
+def _local_kernel(
+    config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, device_type: str
+) -> tuple[str, str]:
     """What computes attention over whole sequences, and why."""
     if config.model.attention != "auto":
         return config.model.attention, "as asked for"
@@ -106,28 +117,92 @@ def _local_kernel(config: TrainingConfig, model: PreTrainedModel, *, device_type
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    if dropout or unknown_kinds(model.config) or not _suits(model, VARLEN, pack=config.data.pack):
+    if dropout or unknown_kinds(model.config) or not _suits(traits, pack=config.data.pack):
         return own, "auto: the model's attention does what ours does not"
     return VARLEN, f"auto: {' and '.join(needs)} need no mask"
 
 
-def _masks_every_row(config: TrainingConfig, model: PreTrainedModel, kernel: str) -> bool:
+def _masks_every_row(config: TrainingConfig, model: PreTrainedModel, traits: Traits, kernel: str) -> bool:
     """Whether rows without documents to separate had better have a mask all the same; see `AttentionPath`."""
     if not config.compile.enabled or kernel not in ("sdpa", "eager") or config.data.format == "synthetic":
         return False  # synthetic rows are single documents without padding, all of them
-    if unknown_kinds(model.config) or (twin := build_twin(model)) is None:
-        return False
     # The masks are ours to make, then, in place of the model's: they must be the same.
-    return find_difference(twin, AttentionPath("ulysses", kernel), cp=1, pack=True) is None
+    return not unknown_kinds(model.config) and not try_path(traits, AttentionPath("ulysses", kernel), cp=1, pack=True)
 
 
-def _suits(model: PreTrainedModel, kernel: str, *, pack: bool) -> bool:
-    """Whether the kernel computes what the model's own attention does, tried on a tiny twin."""
-    twin = build_twin(model)
-    return twin is not None and find_difference(twin, AttentionPath(None, kernel), cp=1, pack=pack) is None
+def _suits(traits: Traits, *, pack: bool) -> bool:
+    """Whether our kernel computes what the model's own attention does."""
+    return try_path(traits, AttentionPath(None, VARLEN), cp=1, pack=pack) is None
+
+
+def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+    """What would be wrong with ``path`` for a model, or None; tried once on its tiny twin (`find_difference`)."""
+    ranks = cp if path.method == "ulysses" else 1  # the other methods share out no heads
+    return traits.once(
+        ("attention", path.method, path.kernel, ranks, pack),
+        lambda twin: (
+            find_difference(twin, path, cp=ranks, pack=pack) if twin else "no small copy of it could be tried"
+        ),
+    )
 
 
 def _heads(hf_config: PretrainedConfig) -> tuple[int, int]:
     text = hf_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     return heads, getattr(text, "num_key_value_heads", None) or heads
+
+
+def find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+    """What would be wrong with ``path`` for the model whose twin this is, or None: tried in one process.
+
+    A config does not say all of a model's attention: sinks, biases, soft caps and unusual masks show in the logits.
+
+    Args:
+        twin: in eval mode, with its own eager attention; it is given another.
+        pack: whether rows hold several documents; else the rows tried hold one.
+    """
+    lengths = (11, 13, 8) if pack else (32,)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    inputs = {"input_ids": torch.arange(2, 34)[None], "position_ids": positions, "use_cache": False}
+    called: list[int] = []
+    try:
+        with torch.no_grad():
+            expected = twin(**inputs).logits
+            found = _logits_on(twin, path, inputs, cp=cp, called=called)
+    except Exception as error:  # whatever the architecture raises: it does not run with this attention
+        first_line, *_ = [*str(error).splitlines(), ""]
+        failure = f"{type(error).__name__}: {first_line}"
+        return f"its attention does not run: {failure}" if called else f"{_BYPASS}, or fails before it: {failure}"
+    if len(called) < twin.config.get_text_config().num_hidden_layers:
+        return _BYPASS
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= 1e-4:
+        return f"its attention is not what the model's own is (logits of a small copy differ by {difference:.0e})"
+    return None
+
+
+def _logits_on(
+    twin: PreTrainedModel, path: AttentionPath, inputs: dict[str, Any], *, cp: int, called: list[int]
+) -> Tensor:
+    # Kernels that need a device are assumed to compute what eager does; whether heads may be split is tried.
+    kernel = VARLEN if path.kernel == VARLEN else "eager"
+    # One process has whole sequences, as Ulysses' ranks have between its exchanges.
+    ulysses, positions = AttentionPath("ulysses", kernel), inputs["position_ids"]
+    extra = attention_inputs(positions, twin.config, path=ulysses, cp_rank=0, cp=1, device=positions.device)
+    whole = BlockwiseAttention()
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
+        called.append(1)
+        if path.method != "ulysses":
+            return whole(module, query, key, value, attention_mask, **options)
+        shares = share_heads(query.shape[1], key.shape[1], min(cp, query.shape[1]))
+        outputs = []
+        for share in shares:
+            mine = share.of(query, key, value)
+            outputs.append(attend_with_share(kernel, module, *mine, attention_mask, share=share, **options))
+        return torch.cat(outputs, dim=2), None
+
+    use_attention(twin, attend)
+    return twin(**inputs, **extra).logits

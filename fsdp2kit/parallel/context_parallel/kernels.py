@@ -7,26 +7,44 @@ Over one block of keys, query i's scores s give o = Σ exp(s − l)·v with l = 
 so blocks may come in any order (arXiv:2205.14135). Backward needs no merging: with the final l and o, each block's
 probabilities exp(s − l) are those of the whole, and its gradients just add up (arXiv:2310.01889).
 
-Three kernels do a block: torch's flash attention on CUDA, over all segments of one band at once (`bands`); its CPU
-flash attention, a piece at a time, and plain tensor operations for what neither takes (`pieces`).
+A block is computed by one of three kernels: on CUDA by torch's variable-length flash attention, one call for all
+segments with the same diagonals; on the CPU by torch's flash attention for the CPU, one tile of a segment a call; by
+plain tensor operations, tile by tile as well, where CUDA's kernel does not take the dtype or the width of the heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsdp2kit.parallel.context_parallel import bands, pieces
+from fsdp2kit.parallel.context_parallel.layout import to_device
 from fsdp2kit.parallel.context_parallel.segments import Segment
+from fsdp2kit.torch_compat import (
+    BackwardInputs,
+    VarlenBounds,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
+
+TILE = 512
+"""Queries at a time where a mask is needed, so that no mask is larger than this times its keys."""
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, float32, tokens first in memory (`zeros_for`)."""
 
 
 class Partial:
     """Attention's output over the keys seen so far, and its log-sum-exp, both float32."""
 
-    def __init__(self, query: Tensor) -> None:
+    def __init__(self, query: Tensor, *, scale: float) -> None:
         """For ``query`` ``[B, H, s, D]``, before any key."""
+        self.query, self.scale = query, scale
         batch, heads, length, width = query.shape
         # Tokens first in memory, as the kernels and the layer after attention want them.
         self.out = query.new_zeros((batch, length, heads, width), dtype=torch.float32).transpose(1, 2)
@@ -34,38 +52,20 @@ class Partial:
         self.lse = query.new_full((batch, length, heads), float("-inf"), dtype=torch.float32).transpose(1, 2)
         """``[B, H, s]``."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], *, scale: float) -> None:
-        """Take in a block of keys.
-
-        Args:
-            query: ``[B, H, s, D]``; key, value: ``[B, G, m, D]``, H a multiple of G.
-            segments: where queries and keys meet.
-        """
-        attend = bands.attend if bands.is_usable(query) else pieces.attend
-        attend(self.out, self.lse, query, key, value, segments, scale=scale)
+    def attend(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
+        """Add a block of keys and values ``[B, G, m, D]`` (H a multiple of G), which ``segments`` index."""
+        attend = _attend_varlen if varlen_is_usable(self.query) else _attend_tiles
+        attend(self, key, value, segments)
 
 
-def attend_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Sequence[Segment],
-    *,
-    scale: float,
-) -> None:
-    """Add a block's part to the float32 gradients of query, key and value, in place.
+def attend_backward(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
+    """Add a block's part to the gradients of query, key and value, in place.
 
     Args:
-        grads: of ``[B, H, s, D]``, ``[B, G, m, D]`` and ``[B, G, m, D]``, tokens first in memory (`zeros_for`).
-        grad_out: ``[B, H, s, D]``.
-        out: ``[B, H, s, D]`` and lse: ``[B, H, s]`` float32, over all blocks.
+        inputs: key and value of the block, ``[B, G, m, D]``; all else is of this rank's queries, ``[B, H, s, …]``.
     """
-    backward = bands.attend_backward if bands.is_usable(query) else pieces.attend_backward
-    backward(grads, grad_out, query, key, value, out, lse, segments, scale=scale)
+    backward = _backward_varlen if varlen_is_usable(inputs.query) else _backward_tiles
+    backward(grads, inputs, segments, scale=scale)
 
 
 def zeros_for(tensor: Tensor) -> Tensor:
@@ -73,3 +73,217 @@ def zeros_for(tensor: Tensor) -> Tensor:
     return torch.zeros_like(
         tensor.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format
     ).transpose(1, 2)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the result over further keys into ``out`` ``[…, D]`` and ``lse`` ``[…]``, in place."""
+    merged = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - merged).exp().unsqueeze(-1)).add_(part * (part_lse - merged).exp().unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def _attend_tiles(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
+    """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
+    forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
+    for tile in _tiles(segments):
+        q, k, v = tile.queries_of(partial.query), tile.keys_of(key), tile.keys_of(value)
+        part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=partial.scale)
+        merge(tile.queries_of(partial.out), tile.queries_of(partial.lse), *part)
+
+
+def _backward_tiles(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
+    backward = cpu_flash_attention_backward if inputs.key.device.type == "cpu" else plain_attention_backward
+    for tile in _tiles(segments):
+        of_tile = _inputs_of(tile, inputs)
+        mask = _mask(tile, of_tile.query)
+        parts = backward(of_tile, causal=tile.is_causal_square, mask=mask, scale=scale)
+        for total, part, of in zip(grads, parts, (tile.queries_of, tile.keys_of, tile.keys_of), strict=True):
+            of(total).add_(part)
+
+
+def _inputs_of(part: Segment | _VarlenCall, inputs: BackwardInputs) -> BackwardInputs:
+    """What one kernel call is given of a block's inputs."""
+    (grad_out, query, key, value, out, lse), q, k = inputs, part.queries_of, part.keys_of
+    return BackwardInputs(q(grad_out), q(query), k(key), k(value), q(out), q(lse))
+
+
+def _tiles(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask."""
+    for s in segments:
+        if s.left < 0 and s.right == 0:
+            # Causal: all queries see the keys before the square at the end, and the kernel knows a causal square.
+            corner = s.k_stop - (s.q_stop - s.q_start)
+            if corner > s.k_start:
+                yield s._replace(k_stop=corner, right=-1)
+            yield s._replace(k_start=corner)
+        elif s.is_full:
+            yield s
+        else:
+            yield from _masked_tiles(s)
+
+
+def _masked_tiles(s: Segment) -> Iterator[Segment]:
+    """At most `TILE` queries each, with no more keys than these see."""
+    shift = s.k_stop - s.q_stop  # from a query's index to that of the key on its diagonal
+    for start in range(s.q_start, s.q_stop, TILE):
+        stop = min(start + TILE, s.q_stop)
+        first, last = s.k_start, s.k_stop
+        if s.left >= 0:
+            first = max(first, start + shift - s.left)
+        if s.right >= 0:
+            last = min(last, stop + shift + s.right)
+        # Bounds count from the corner where queries and keys end, and both ends have moved.
+        moved = (last - stop) - shift
+        left, right = (-1 if s.left < 0 else s.left + moved), (-1 if s.right < 0 else s.right - moved)
+        yield Segment(s.step, s.row, start, stop, first, last, left, right)
+
+
+def _mask(tile: Segment, query: Tensor) -> Tensor | None:
+    """``[n, m]`` of 0 and −inf in the query's dtype, or None for a tile that needs none."""
+    if tile.is_full or tile.is_causal_square:
+        return None
+    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    # How far each key lies past its query's diagonal.
+    past = torch.arange(keys, device=query.device) - torch.arange(queries, device=query.device)[:, None]
+    past -= keys - queries
+    hidden = torch.zeros_like(past, dtype=torch.bool)
+    if tile.right >= 0:
+        hidden |= past > tile.right
+    if tile.left >= 0:
+        hidden |= past < -tile.left
+    return torch.zeros_like(past, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output ``[1, H, n, D]`` and log-sum-exp ``[1, H, n]``, float32, in plain tensor operations."""
+    scores = _scores(query, key, causal=causal, mask=mask, scale=scale)
+    lse = scores.logsumexp(-1)
+    return _grouped_matmul((scores - lse.unsqueeze(-1)).exp(), value.float()), lse
+
+
+def plain_attention_backward(
+    inputs: BackwardInputs, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, float32, given the final output and log-sum-exp."""
+    grad_out, query, key, value, out, lse = (tensor.float() for tensor in inputs)
+    weights = (_scores(query, key, causal=causal, mask=mask, scale=scale) - lse.unsqueeze(-1)).exp()
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = weights * (_grouped_matmul(grad_out, value.transpose(-1, -2)) - delta) * scale
+    groups = key.shape[1]
+    return (
+        _grouped_matmul(grad_scores, key),
+        (grad_scores.transpose(-1, -2) @ query).unflatten(1, (groups, -1)).sum(2),
+        (weights.transpose(-1, -2) @ grad_out).unflatten(1, (groups, -1)).sum(2),
+    )
+
+
+def _scores(query: Tensor, key: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    scores = _grouped_matmul(query.float(), key.float().transpose(-1, -2)) * scale
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    return scores if mask is None else scores + mask
+
+
+def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``[1, H, a, b] @ [1, G, b, c]``, each of the G shared by H/G neighbours."""
+    return left @ right.repeat_interleave(left.shape[1] // right.shape[1], dim=1)
+
+
+def varlen_is_usable(query: Tensor) -> bool:
+    """Whether CUDA's kernel takes such queries: 16-bit, on CUDA, heads of at most 256 in steps of 8."""
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+
+
+def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
+    """All segments with the same diagonals in one kernel call, on CUDA."""
+    out, lse = _tokens(partial.out), _tokens(partial.lse)
+    for call in _varlen_calls(tuple(segments), partial.query.shape, key.shape, key.device):
+        q, k, v = call.queries_of(partial.query), call.keys_of(key), call.keys_of(value)
+        part = cuda_flash_attention(q, k, v, call.bounds, scale=partial.scale)
+        if call.queries is None:
+            merge(out, lse, *part)
+            continue
+        out_so_far, lse_so_far = out[call.queries], lse[call.queries]
+        merge(out_so_far, lse_so_far, *part)
+        out.index_copy_(0, call.queries, out_so_far)
+        lse.index_copy_(0, call.queries, lse_so_far)
+
+
+def _backward_varlen(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
+    for call in _varlen_calls(tuple(segments), inputs.query.shape, inputs.key.shape, inputs.key.device):
+        parts = cuda_flash_attention_backward(_inputs_of(call, inputs), call.bounds, scale=scale)
+        for total, part, index in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
+            if index is None:
+                _tokens(total).add_(part)
+            else:
+                _tokens(total).index_add_(0, index, part.to(total.dtype))
+
+
+class _VarlenCall(NamedTuple):
+    """Segments that one kernel call computes: they have the same bounds, and no query in common."""
+
+    queries: Tensor | None
+    """``[n]`` int64: the segments' queries, one segment after the other, by their index among the tokens of all rows;
+    None: all tokens, in order."""
+    keys: Tensor | None
+    """The same of the keys."""
+    bounds: VarlenBounds
+
+    def queries_of(self, tensor: Tensor) -> Tensor:
+        """``[n, H, …]`` of ``[B, H, s, …]``."""
+        return _tokens(tensor) if self.queries is None else _tokens(tensor)[self.queries]
+
+    def keys_of(self, tensor: Tensor) -> Tensor:
+        """``[n, G, …]`` of ``[B, G, m, …]``."""
+        return _tokens(tensor) if self.keys is None else _tokens(tensor)[self.keys]
+
+
+@lru_cache(maxsize=16)
+def _varlen_calls(
+    segments: tuple[Segment, ...], query: torch.Size, key: torch.Size, device: torch.device
+) -> list[_VarlenCall]:
+    """The kernel calls for the segments of queries ``[B, H, s, D]`` and a block of keys ``[B, G, m, D]``.
+
+    Every layer asks the same of one micro-batch, so the last answers are kept, on the device.
+    """
+    (rows, _, q_length, _), k_length = query, key[2]
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        for group in groups:
+            same_bounds = (group[0].left, group[0].right) == (segment.left, segment.right)
+            if same_bounds and not any(_share_a_query(segment, other) for other in group):
+                group.append(segment)
+                break
+        else:
+            groups.append([segment])
+    calls = []
+    for group in groups:
+        group.sort(key=lambda s: (s.row, s.q_start))
+        queries = [range(s.row * q_length + s.q_start, s.row * q_length + s.q_stop) for s in group]
+        keys = [range(s.row * k_length + s.k_start, s.row * k_length + s.k_stop) for s in group]
+        q_index, q_borders, q_longest = _join_ranges(queries, rows * q_length, device)
+        k_index, k_borders, k_longest = _join_ranges(keys, rows * k_length, device)
+        bounds = VarlenBounds(q_borders, k_borders, q_longest, k_longest, group[0].left, group[0].right)
+        calls.append(_VarlenCall(q_index, k_index, bounds))
+    return calls
+
+
+def _share_a_query(first: Segment, second: Segment) -> bool:
+    return first.row == second.row and first.q_start < second.q_stop and second.q_start < first.q_stop
+
+
+def _join_ranges(ranges: list[range], total: int, device: torch.device) -> tuple[Tensor | None, Tensor, int]:
+    """The ranges' indices one after the other (None: these are all ``total``, in order), borders and longest."""
+    index = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
+    borders = torch.tensor([0, *map(len, ranges)]).cumsum(0).to(torch.int32)
+    is_whole = torch.equal(index, torch.arange(total))
+    return None if is_whole else to_device(index, device), to_device(borders, device), max(map(len, ranges))
+
+
+def _tokens(tensor: Tensor) -> Tensor:
+    """``[B·s, H, …]`` of ``[B, H, s, …]``, a view where tokens come first in memory."""
+    return tensor.transpose(1, 2).flatten(0, 1)

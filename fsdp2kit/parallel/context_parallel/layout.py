@@ -1,7 +1,8 @@
-"""Which tokens of a sequence a context-parallel rank holds, and how they are put together again."""
+"""The path that attention takes, and which tokens of a sequence a context-parallel rank holds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,14 +14,40 @@ from fsdp2kit.torch_compat import all_gather_single, reduce_scatter_single
 
 Method = Literal["ulysses", "ring", "allgather"]
 
+VARLEN = "varlen"
+"""The kernel that is ours: attention over segments, in place of a transformers implementation."""
 
-def chunks_of(rank: int, *, cp: int, length: int, method: Method) -> list[range]:
+
+@dataclass(frozen=True)
+class AttentionPath:
+    """What computes attention. Chosen once (`choose_path`); the model's attention and its batches are made for it."""
+
+    method: Method | None
+    """None without context parallelism."""
+    kernel: str
+    """A transformers attention implementation, or "varlen"."""
+    reason: str = ""
+    """Why this method."""
+    kernel_reason: str = ""
+    masks_every_row: bool = False
+    """Whether rows of a single document get a mask too. They need none, but a compiled layer is compiled once for
+    inputs with a mask and once more for inputs without."""
+
+    def __str__(self) -> str:
+        words = [] if self.method is None else [f"context parallelism: {self.method} ({self.reason})"]
+        why = f" ({self.kernel_reason})" if self.kernel_reason else ""
+        return ", ".join([*words, f"attention: {self.kernel}{why}"])
+
+
+def chunks_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[range]:
     """The stretches of a sequence of ``length`` tokens that ``rank`` holds, in the order in which it holds them.
 
     Ulysses gives each rank one stretch. Ring and allgather deal out zigzag (head and tail): 2·cp chunks, of which
-    rank r has number r and number 2·cp − 1 − r. A causal query at place t looks at t + 1 keys, so one early and one
-    late chunk together are the same work for every rank.
+    rank r has number r and number 2·cp − 1 − r. A causal query at index t looks at t + 1 keys, so one early and one
+    late chunk together are the same work for every rank. Without a method there is one chunk, the whole sequence.
     """
+    if method is None:
+        return [range(length)]
     if method == "ulysses":
         size = length // cp
         return [range(rank * size, (rank + 1) * size)]
@@ -28,20 +55,19 @@ def chunks_of(rank: int, *, cp: int, length: int, method: Method) -> list[range]
     return [range(number * size, (number + 1) * size) for number in (rank, 2 * cp - 1 - rank)]
 
 
-def places_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[int]:
-    """The places in the sequence of a rank's tokens, in the order in which it holds them; all without a method."""
-    chunks = chunks_of(rank, cp=cp, length=length, method=method) if method else [range(length)]
-    return [place for chunk in chunks for place in chunk]
+def indices_of(rank: int, *, cp: int, length: int, method: Method | None) -> list[int]:
+    """The indices in the sequence of the tokens that ``rank`` holds, in the order in which it holds them."""
+    return [index for chunk in chunks_of(rank, cp=cp, length=length, method=method) for index in chunk]
 
 
 def take_chunks(tensor: Tensor, chunks: list[range], *, dim: int = 1) -> Tensor:
-    """Those stretches of ``tensor`` along ``dim``, one after the other."""
+    """Those chunks of ``tensor`` along ``dim``, one after the other."""
     parts = [tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim: int = 1) -> Tensor:
-    """The whole sequence, in order, of which every rank of ``group`` holds its chunks: logits, hidden states, ….
+    """The whole sequence in order, of which every rank of ``group`` holds its chunks: logits, hidden states, ….
 
     Differentiable: what flows back to a rank is the sum over all ranks of the gradients of its own part.
 
@@ -64,11 +90,18 @@ def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
 
 
 def by_rank(ordered: Tensor, *, cp: int, method: Method) -> Tensor:
-    """The way back from `in_order`."""
+    """The inverse of `in_order`."""
     if method == "ulysses" or cp == 1:
         return ordered
     parts = ordered.chunk(2 * cp)
     return torch.cat([part for rank in range(cp) for part in (parts[rank], parts[2 * cp - 1 - rank])])
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; to CUDA from pinned memory, so that the host does not wait for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 class _Gather(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """What a rank's queries may see, as rectangles: the sparse form of a causal, packed, windowed attention mask.
 
-A query sees the keys of its own document that are not after it and, in a sliding window of w, fewer than w tokens
-before it. Between a stretch of queries and a stretch of keys, each document leaves at most one rectangle, cut by at
-most two diagonals:
+A query sees the keys of its own document that are not after it and, with a sliding window of w tokens, less than w
+before it. Between a chunk of queries and a chunk of keys, each document leaves at most one rectangle, cut by at most
+two diagonals:
 
     keys →      k0          k1
            q0   ███████░░░░░        a segment: queries q0 … q1, keys k0 … k1
@@ -26,15 +26,15 @@ from torch import Tensor
 
 from fsdp2kit.parallel.context_parallel.layout import Method, chunks_of
 
-_FEWEST_LINES, _TOKENS_A_LINE = 64, 16
-"""A table has a line for so many tokens, and at least so many."""
+_MIN_LINES, _TOKENS_PER_LINE = 64, 16
+"""A table has one line per so many tokens, and at least so many lines."""
 
 
 class Segment(NamedTuple):
-    """Queries and keys that meet, in places of the rank's own queries and of the block of keys at hand."""
+    """Queries and keys that meet. Query indices are local to this rank, key indices to the block of keys at hand."""
 
     step: int
-    """The exchange after which these keys are at hand; 0: without any."""
+    """The number of the block of keys: a ring's step; 0 for this rank's own keys, or for all keys at once."""
     row: int
     q_start: int
     q_stop: int
@@ -43,10 +43,23 @@ class Segment(NamedTuple):
     left: int
     right: int
 
+    def queries_of(self, tensor: Tensor) -> Tensor:
+        """``[1, H, n, …]`` of ``[B, H, s, …]``: a view."""
+        return tensor[self.row : self.row + 1, :, self.q_start : self.q_stop]
+
+    def keys_of(self, tensor: Tensor) -> Tensor:
+        """``[1, G, n, …]`` of ``[B, G, m, …]``: a view."""
+        return tensor[self.row : self.row + 1, :, self.k_start : self.k_stop]
+
     @property
     def is_full(self) -> bool:
         """Whether every query sees every key."""
         return self.left < 0 and self.right < 0
+
+    @property
+    def is_causal_square(self) -> bool:
+        """Whether query i of n sees keys 0 … i of n."""
+        return self.left < 0 and self.right == 0 and self.q_stop - self.q_start == self.k_stop - self.k_start
 
 
 @dataclass(frozen=True)
@@ -90,23 +103,22 @@ def plan_segments(
 
     Args:
         starts: per row, where documents begin and the row's length (`document_starts`).
-        method: which exchange brings the keys; None: they are all here, and so are the queries.
+        method: "ring" or "allgather", which bring the keys; None: all keys and queries are here.
         window: how many tokens a query sees, itself included; None: its whole document.
 
     Returns:
-        ``[N, 8]`` int64 on the host, a `Segment` a line. N depends on the number and length of the rows, not on their
-        documents, unless these have fewer than 16 tokens each: the rest of the lines are empty. A compiled layer
-        is compiled for each N.
+        ``[N, 8]`` int64 on the host, one `Segment` per line and then empty lines. N depends on the number and length
+        of the rows and not on their documents, unless these have fewer than 16 tokens on average: a compiled layer
+        is compiled once more for every new N.
     """
     found = []
     for row, borders in enumerate(starts):
         length = borders[-1]
-        whole = [range(length)]
-        queries = whole if method is None else chunks_of(rank, cp=cp, length=length, method=method)
+        queries = chunks_of(rank, cp=cp, length=length, method=method)
         for step in range(cp if method == "ring" else 1):
-            owner = (rank - step) % cp
-            keys = chunks_of(owner, cp=cp, length=length, method=method) if method == "ring" else whole
-            found += _join([Segment(step, row, *places) for places in _meetings(queries, keys, borders, window)])
+            # A ring brings the keys of the rank before, then of the one before that; otherwise all are here.
+            keys = chunks_of((rank - step) % cp, cp=cp, length=length, method="ring" if method == "ring" else None)
+            found += _join([Segment(step, row, *shape) for shape in _rectangles(queries, keys, borders, window)])
     lines = _lines_for(len(found), tokens=sum(borders[-1] for borders in starts))
     table = torch.zeros((lines, len(Segment._fields)), dtype=torch.int64)
     table[: len(found)] = torch.tensor(found, dtype=torch.int64)
@@ -120,16 +132,16 @@ def read_segments(table: Tensor) -> list[Segment]:
 
 
 def _lines_for(segments: int, *, tokens: int) -> int:
-    lines = max(_FEWEST_LINES, math.ceil(tokens / _TOKENS_A_LINE))
+    lines = max(_MIN_LINES, math.ceil(tokens / _TOKENS_PER_LINE))
     while lines < segments:
         lines *= 2
     return lines
 
 
-def _meetings(
+def _rectangles(
     queries: list[range], keys: list[range], borders: Sequence[int], window: int | None
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Every document's rectangle between every stretch of queries and of keys, in local places."""
+    """Every document's rectangle between every chunk of queries and of keys: a `Segment` from ``q_start`` on."""
     q_offset = 0
     for q_chunk in queries:
         k_offset = 0
@@ -141,6 +153,7 @@ def _meetings(
                 seen = _visible(_overlap(q_chunk, document), _overlap(k_chunk, document), window)
                 if seen:
                     q0, q1, k0, k1, left, right = seen
+                    # from indices in the sequence to indices in what is held
                     q_move, k_move = q_offset - q_chunk.start, k_offset - k_chunk.start
                     yield q0 + q_move, q1 + q_move, k0 + k_move, k1 + k_move, left, right
             k_offset += len(k_chunk)
@@ -152,7 +165,7 @@ def _overlap(first: range, second: range) -> range:
 
 
 def _visible(queries: range, keys: range, window: int | None) -> tuple[int, int, int, int, int, int] | None:
-    """What of one document's queries and keys (places in the sequence) meets, or None."""
+    """The part of one document's queries and keys that meets, by indices in the sequence, with its bounds; or None."""
     k0, k1 = keys.start, min(keys.stop, queries.stop)
     q0, q1 = max(queries.start, k0), queries.stop
     if window is not None:
@@ -167,9 +180,9 @@ def _visible(queries: range, keys: range, window: int | None) -> tuple[int, int,
 
 
 def _join(segments: list[Segment]) -> list[Segment]:
-    """Neighbouring rectangles become one, for fewer and larger kernels."""
-    joined = _fold(sorted(segments, key=lambda s: (s.q_start, s.q_stop, s.k_start)), _beside)
-    return _fold(sorted(joined, key=lambda s: (s.k_start, s.q_start)), _below)
+    """Join neighbouring rectangles where the result is one rectangle, for fewer and larger kernel calls."""
+    joined = _fold(sorted(segments, key=lambda s: (s.q_start, s.q_stop, s.k_start)), _join_keys)
+    return _fold(sorted(joined, key=lambda s: (s.k_start, s.q_start)), _join_queries)
 
 
 def _fold(segments: Iterable[Segment], join: Callable[[Segment, Segment], Segment | None]) -> list[Segment]:
@@ -183,14 +196,16 @@ def _fold(segments: Iterable[Segment], join: Callable[[Segment, Segment], Segmen
     return result
 
 
-def _beside(first: Segment, second: Segment) -> Segment | None:
+def _join_keys(first: Segment, second: Segment) -> Segment | None:
+    """One segment over the keys of both, where both have the same queries and no diagonal runs between them."""
     same_queries = (first.q_start, first.q_stop) == (second.q_start, second.q_stop)
     if same_queries and first.k_stop == second.k_start and first.is_full and second.left < 0:
         return second._replace(k_start=first.k_start)
     return None
 
 
-def _below(first: Segment, second: Segment) -> Segment | None:
+def _join_queries(first: Segment, second: Segment) -> Segment | None:
+    """One segment over the queries of both, where both see all of the same keys or share a causal diagonal."""
     if first.q_stop != second.q_start or first.k_start != second.k_start or first.left >= 0 or second.left >= 0:
         return None
     both_full = first.is_full and second.is_full and first.k_stop == second.k_stop

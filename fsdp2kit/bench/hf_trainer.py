@@ -1,0 +1,268 @@
+"""transformers' Trainer and TRL's SFTTrainer as sides of a comparison: their own loops, run a step at a time.
+
+They are configured as their documentation says for FSDP2. What they then really run (accelerate on a CPU wraps in
+DistributedDataParallel instead, for example) is asked of the objects themselves when training has begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from fsdp2kit.bench.sides import Side, Work
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.loss_head import IGNORE
+
+
+class HFSide(Side):
+    """One of their trainers, whose loop runs in a thread and stands still after every optimizer step.
+
+    ``hf_trainer`` is given fsdp2kit's rows, which it tells into documents by their positions; ``hf_trainer_padded``
+    documents, one in a row of ``seq_len``; ``hf_trainer_longest`` documents, padded to the longest. ``trl`` packs,
+    and is otherwise as it comes, with activation checkpointing; ``trl_without_ac`` is without that, ``trl_padded``
+    without packing.
+
+    Args:
+        config: fsdp2kit's settings of the same run.
+        loader: of fsdp2kit's rows; but for ``hf_trainer`` of one document a row, whose order they take.
+        tokenizer: needed by all but ``hf_trainer``.
+        conversations: documents a rank takes at once where they are padded to the longest.
+    """
+
+    def __init__(
+        self, name: str, config: TrainingConfig, loader: Any, *, tokenizer: Any, conversations: int, world: World
+    ) -> None:
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
+        self._config, self._device, self._extra = config, world.device, ""
+        train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
+        accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
+        rows, self._batches = train.micro_batch_size, f"{train.micro_batch_size} a rank, in rows of {seq_len}"
+        if name in ("hf_trainer_longest", "trl_padded"):
+            rows, self._batches = conversations, f"{conversations} conversations a rank, padded to the longest"
+        self._arguments = _arguments(config, steps=steps, rows=rows, accumulation=accumulation, world=world)
+        self._given: dict[str, Any] = {"processing_class": tokenizer}
+        self._trainer_class, self._arguments_class = Trainer, TrainingArguments
+        if name.startswith("trl"):
+            self._use_trl(name, seq_len)
+            dataset = _documents(loader, loader.rows_per_epoch)  # TRL packs all of it before the first step
+        elif name == "hf_trainer":
+            dataset, self._given["data_collator"] = _rows(loader, steps), default_data_collator
+        else:
+            dataset = _documents(loader, steps * world.size * rows * accumulation)
+            padding = {"padding": "max_length", "max_length": seq_len} if name == "hf_trainer_padded" else {}
+            self._given["data_collator"] = DataCollatorForSeq2Seq(tokenizer, **padding)
+        self._given["train_dataset"] = dataset
+        self._trainer: Any = None
+        self._turns: Turns | None = None
+
+    def _use_trl(self, name: str, seq_len: int) -> None:
+        from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+        packs, recomputes = name != "trl_padded", name != "trl_without_ac"
+        self._trainer_class, self._arguments_class = SFTTrainer, SFTConfig
+        self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
+        # In random order, as it packs the longest first.
+        self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
+        if packs:
+            self._batches, self._extra = f"rows of {seq_len} packed by TRL", ", no attention_mask but position_ids"
+        self._extra += f", activation checkpointing {'on' if recomputes else 'off'}"
+
+    def build(self) -> None:
+        """Build the model and the trainer, which makes its optimizer in the first step."""
+        section, how = self._config.model, {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if section.weights == "random":
+            with self._device:
+                model = AutoModelForCausalLM.from_config(load_hf_config(section), **how)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
+        arguments = self._arguments_class(**self._arguments)
+        self._trainer = _recording(self._trainer_class)(model=model, args=arguments, **self._given)
+        self._turns = Turns(self._trainer.train)
+        self._trainer.add_callback(_Pause(self._turns))
+        self._trainer.remove_callback(PrinterCallback)
+
+    def step(self) -> None:
+        """From the end of one optimizer step to the end of the next."""
+        assert self._turns is not None, "build it first"
+        self._trainer.seen.clear()
+        self._turns.advance()
+
+    def outcome(self) -> Work:
+        """Losses and counts as their `training_step` had them, over all ranks.
+
+        Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
+        averaged.
+        """
+        mine = [(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen]
+        ranks = gather_objects(mine)
+        loss = sum(loss for rank in ranks for loss, _, _ in rank) / len(ranks)
+        counts = [seen for rank in ranks for seen in rank]
+        return Work(loss, sum(seen[1] for seen in counts), sum(seen[2] for seen in counts))
+
+    def describe(self) -> str:
+        wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
+        parameter = next(wrapped.parameters())
+        where = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
+        return (
+            f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in "
+            f"{str(parameter.dtype).removeprefix('torch.')}, mixed precision {accelerator.mixed_precision}, "
+            f"{self._batches}, attention {self._trainer.model.config._attn_implementation}{self._extra}"
+        )
+
+    def stop(self) -> None:
+        if self._turns is not None:
+            self._turns.stop()
+
+
+class Turns:
+    """Runs ``work`` in a thread of its own, which stands still wherever it calls `wait`.
+
+    One of the two threads runs at any time: the caller's outside `advance`, the other's inside it.
+
+    Args:
+        work: runs to its end; it calls `wait` on this object when a step is over, and comes to its end soon after
+            `wait` has returned False.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._stopping, self._thread = False, ThreadPoolExecutor(max_workers=1)
+        self._work = work
+        self._future: Future[object] | None = None
+
+    def advance(self) -> None:
+        """Let it run to its next `wait`.
+
+        Raises:
+            RuntimeError: it came to its end instead.
+            BaseException: what ``work`` raised.
+        """
+        if self._future is None:
+            self._future = self._thread.submit(self._work)
+            self._future.add_done_callback(lambda _: self._done.release())
+        else:
+            self._go.release()
+        self._done.acquire()
+        if self._future.done():
+            self._future.result()
+            if not self._stopping:
+                raise RuntimeError("the loop came to its end")
+
+    def wait(self) -> bool:
+        """Called by ``work`` between two steps; returns whether it should go on."""
+        self._done.release()
+        self._go.acquire()
+        return not self._stopping
+
+    def stop(self) -> None:
+        """Let it come to its end."""
+        self._stopping = True
+        if self._future is not None and not self._future.done():
+            self.advance()
+        self._thread.shutdown()
+
+
+class _Pause(TrainerCallback):
+    """Stands still after every optimizer step, and ends training when the comparison is over."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._turns.wait():
+            control.should_training_stop = True
+
+
+def _recording(base: Any) -> Any:
+    """A class of trainers whose ``seen`` gets loss, labels and attention mask of each of their training steps."""
+
+    class Recording(base):
+        def __init__(self, **arguments: Any) -> None:
+            # Counted later, for counting waits.
+            self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
+            super().__init__(**arguments)
+
+        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
+            given = inputs["labels"], inputs.get("attention_mask")
+            loss = super().training_step(model, inputs, *rest, **named)
+            self.seen.append((loss, *given))
+            return loss
+
+    return Recording
+
+
+def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: int, world: World) -> dict[str, Any]:
+    """Their arguments that say what fsdp2kit's config does."""
+    optimizer = config.optimizer
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": steps,  # it is stopped before the last
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": optimizer.lr,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": config.train.max_grad_norm,
+        "bf16": config.fsdp.param_dtype == "bfloat16",
+        "torch_compile": config.compile.enabled,
+        "fsdp": world.size > 1 or None,
+        "fsdp_config": {"version": 2, "reshard_after_forward": True} if world.size > 1 else None,
+        "use_cpu": world.device.type == "cpu",
+        "dataloader_pin_memory": world.device.type == "cuda",
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+
+
+def _rows(loader: Any, steps: int) -> Dataset:
+    """The rows of the first global batches, with labels as transformers wants them: not shifted."""
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for micro in (micro for index in range(steps) for micro in loader.batch(index)):
+        columns["input_ids"] += micro.input_ids.tolist()
+        columns["labels"] += torch.nn.functional.pad(micro.labels[:, :-1], (1, 0), value=IGNORE).tolist()
+        columns["position_ids"] += micro.position_ids.tolist()
+    return Dataset.from_dict(columns)
+
+
+def _documents(loader: Any, count: int) -> Dataset:
+    """The first ``count`` documents in the order of fsdp2kit's padded rows, with the same tokens supervised."""
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for number in range(count):
+        epoch, position = divmod(number, loader.rows_per_epoch)
+        for ids, supervised in loader.row(epoch, position).documents:
+            columns["input_ids"].append(ids.tolist())
+            columns["labels"].append([token if on else IGNORE for token, on in zip(ids, supervised, strict=True)])
+    return Dataset.from_dict(columns)
+
+
+def _count(labels: Tensor, mask: Tensor | None) -> tuple[int, int]:
+    """Supervised tokens and tokens without padding; a row's first token is nobody's target."""
+    supervised = int((labels[:, 1:] != IGNORE).sum())
+    return supervised, int(mask.sum()) if mask is not None else labels.numel()

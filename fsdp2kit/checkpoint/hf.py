@@ -1,0 +1,422 @@
+"""From a distributed checkpoint to a Hugging Face directory, a block at a time, on one process or many.
+
+`plan_export` decides on every rank alike what goes into which file. Then `begin_export` on one rank, `write_shards` on
+each, `publish_export` on one once all have written. On a disk everything is written beside the destination and moved
+there, whole. An object store has no renames: there the record, written last, is what completes an export.
+
+That record, ``.fsdp2kit-export.json``, names the checkpoint, its step, a digest of its manifest (and through it of
+every byte that was exported), the dtype, and the files that the export wrote: only those may be replaced by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp2kit import distributed
+from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, read_manifest
+from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
+from fsdp2kit.checkpoint.safetensors_file import SafetensorsWriter, TensorForm, file_size
+from fsdp2kit.checkpoint.state import MODEL_PREFIX, check_shape, find_weights
+from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files import replace_file, sha256, sync, sync_tree
+from fsdp2kit.model.names import conversion_groups, tied_names, to_file_names
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+RECORD = ".fsdp2kit-export.json"
+ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are converted together."""
+
+    keys: dict[str, str]
+    """Module name → key in the checkpoint."""
+    forms: dict[str, TensorForm]
+    """Name in the exported file → what is written there."""
+    is_copied: bool
+    """There is one tensor, and nothing but its name and dtype may change."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the exported file."""
+        return sum(form.size for form in self.forms.values())
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write; the same on every rank."""
+
+    checkpoint: Path
+    out: Path
+    config_dir: Path
+    dtype: str
+    files: dict[str, list[Group]]
+    """File name → what goes into it, in the order of its bytes."""
+    manifest: Manifest | None
+    """The checkpoint's; None for one that is not ours."""
+    architecture: str | None
+    """The model's class; None for one that transformers does not know itself."""
+
+    @property
+    def staging(self) -> Path:
+        """Where the directory is written: beside `out`, to be moved there; on an object store, `out` itself."""
+        return self.out if is_remote(self.out) else self.out.with_name(f".{self.out.name}.partial")
+
+    def forms(self, file: str) -> dict[str, TensorForm]:
+        """The tensors of a file by name, in the order of their bytes."""
+        return {name: form for group in self.files[file] for name, form in group.forms.items()}
+
+
+def dcp_to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config_dir: Path | None = None,
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
+
+    A rank holds a block of 16 MiB in memory, or a whole tensor where its pieces are no ranges of rows or where
+    transformers stores the model in other pieces than it runs it (fused experts).
+
+    Args:
+        out: a directory, or what `to_path` makes of a URL; only an earlier export is ever replaced.
+        dtype: of floating-point tensors. Default: the manifest's export dtype, else float32.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+        config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
+        group: of all ranks. Default: the default group.
+        check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
+
+    Raises:
+        UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
+        RunFailure: a file cannot be read, or a rank's files are not there.
+    """
+    rank, world_size = distributed.rank(), distributed.world_size()
+    settle = partial(distributed.agreement, group)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(in_use(checkpoint))
+        with settle():
+            if config_dir is None and is_remote(checkpoint):
+                config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
+            plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
+        with settle():
+            if rank == 0:
+                begin_export(plan)
+        with settle():
+            write_shards(plan, rank=rank, world_size=world_size, check=check)
+        with settle():
+            if rank == 0:
+                publish_export(plan)
+
+
+def ensure_export(checkpoint: Path, group: dist.ProcessGroup | None = None, *, out: Path, dtype: str) -> bool:
+    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective."""
+    # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+    stale = not is_export_of(checkpoint, out, dtype=dtype) if distributed.rank() == 0 else None
+    stale = bool(distributed.gather_objects(stale, group=group)[0])
+    if stale:
+        # A run has just written this checkpoint, or checked it before it resumed from it.
+        dcp_to_hf(checkpoint, out, dtype=dtype, group=group, check=False)
+    return stale
+
+
+def plan_export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config_dir: Path | None = None,
+) -> ExportPlan:
+    """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
+
+    Raises:
+        UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
+    """
+    manifest: Manifest | None = None
+    if is_complete(checkpoint) or not checkpoint.is_dir():
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest)
+    elif config_dir is None:
+        what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
+        todo = "give a complete checkpoint, or for one written by torch alone --config HF_DIR"
+        raise UserError(str(checkpoint), what, todo)
+    dtype = dtype or (manifest and manifest.export_dtype) or "float32"
+    if dtype not in DTYPES:
+        raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
+    config_dir = config_dir or checkpoint / "hf"
+    out = out.absolute()
+    check_replaceable(out)
+    model = model_on_meta(config_dir)
+    if model is None and manifest is None:
+        what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
+        raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
+    return ExportPlan(
+        checkpoint,
+        out,
+        config_dir,
+        dtype,
+        files=_pack(_groups(checkpoint, model, DTYPES[dtype]), max_shard_bytes),
+        manifest=manifest,
+        architecture=type(model).__name__ if model else None,
+    )
+
+
+def model_on_meta(config_dir: Path) -> PreTrainedModel | None:
+    """The model of ``config_dir/config.json`` without storage; None where transformers does not know the class itself.
+
+    Raises:
+        UserError: there is no config, or transformers cannot build the model from it.
+    """
+    path = config_dir / "config.json"
+    todo = "give a directory with the model's config.json as --config"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"cannot be read ({error})", todo) from error
+    architecture = next(iter(raw.get("architectures") or ()), None)
+    if "auto_map" in raw and not hasattr(transformers, architecture or ""):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
+        build: Callable[..., PreTrainedModel] = getattr(
+            transformers, architecture or "", AutoModelForCausalLM.from_config
+        )
+        with torch.device("meta"):
+            return build(config)
+    except Exception as error:  # transformers raises nearly anything on a config it does not like
+        what = f"transformers cannot build the model ({type(error).__name__}: {error})"
+        raise UserError(str(path), what, todo) from error
+
+
+def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
+    """Every tensor of the model, in the model's order, in groups that can be converted by themselves."""
+    stored = SafeReader(checkpoint).stored_tensors()
+    if model is None:
+        keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
+    else:
+        tied = tied_names(model)
+        expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        keys = find_weights(checkpoint, set(stored), names=expected, tied=tied)
+        for name, tensor in expected.items():
+            check_shape(checkpoint, keys[name], tuple(stored[keys[name]].size), tuple(tensor.shape))
+    tensors = {
+        name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
+        for name, key in keys.items()
+    }
+    groups = []
+    for names in conversion_groups(model, tensors):
+        converted = to_file_names(model, {name: tensors[name] for name in names})
+        forms = {
+            name: TensorForm(tuple(one.shape), dtype if one.dtype.is_floating_point else one.dtype)
+            for name, one in converted.items()
+        }
+        # transformers hands on the very tensor where it does no more than rename it.
+        is_copied = len(names) == len(converted) == 1 and tensors[names[0]] is next(iter(converted.values()))
+        groups.append(Group(keys={name: keys[name] for name in names}, forms=forms, is_copied=is_copied))
+    return groups
+
+
+def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
+    """Fill files of at most `max_bytes` in order (a larger group gets its own), under transformers' names."""
+    files: list[list[Group]] = []
+    room = 0
+    for group in groups:
+        if not files or group.size > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(group)
+        room -= group.size
+    for file in files:  # wider dtypes first, so that each tensor is aligned
+        file.sort(key=lambda group: -max(form.dtype.itemsize for form in group.forms.values()))
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
+
+
+def begin_export(plan: ExportPlan) -> None:
+    """Make an empty directory to write to; on an object store, take back the record of the export that is replaced.
+
+    On one rank only, before any rank writes.
+    """
+    if is_remote(plan.staging):
+        assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
+        plan.out.mkdir(parents=True, exist_ok=True)
+        # Not yet an export of anything, but all of it is ours and may be replaced.
+        _write_record(plan.out, {"files": sorted({*plan.files, INDEX, *assets, *_recorded_files(plan.out)})})
+        return
+    shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
+    plan.staging.mkdir(parents=True)
+
+
+def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
+    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``.
+
+    Raises:
+        UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
+        RunFailure: a file of the checkpoint cannot be read.
+    """
+    mine = list(plan.files)[rank::world_size]
+    if not check or plan.manifest is None:
+        _write_files(plan, mine)
+        return
+    check_share = partial(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
+    if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
+        check_share()
+        _write_files(plan, mine)
+        return
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        checked = beside.submit(check_share)
+        try:
+            _write_files(plan, mine)
+        finally:  # a damaged file may well be why it cannot be read, and then is what should be said
+            checked.result()
+
+
+def _write_files(plan: ExportPlan, files: list[str]) -> None:
+    stored = StoredTensors(SafeReader(plan.checkpoint))
+    is_converted = any(not group.is_copied for file in files for group in plan.files[file])
+    model = model_on_meta(plan.config_dir) if is_converted else None
+    for file in files:
+        with SafetensorsWriter(plan.staging / file, plan.forms(file)) as target:
+            for group in plan.files[file]:
+                if group.is_copied:
+                    target.write(*group.forms, blocks=stored.blocks(*group.keys.values()))
+                    continue
+                tensors = to_file_names(model, {name: stored.read(key) for name, key in group.keys.items()})
+                for name in group.forms:
+                    target.write(name, blocks=in_blocks(tensors[name]))
+
+
+def publish_export(plan: ExportPlan) -> None:
+    """Add assets, index and record to the written files, and move the directory to ``plan.out``. On one rank only.
+
+    Raises:
+        UserError: `out` has meanwhile come to hold something else.
+        RunFailure: a file of the plan is missing or cut short.
+    """
+    for file in plan.files:
+        path, size = plan.staging / file, file_size(plan.forms(file))
+        if not path.is_file() or path.stat().st_size != size:
+            raise RunFailure(f"{path}: was not written, or not whole ({size} bytes are expected)")
+    check_replaceable(plan.out)
+    written = {*plan.files, *fill(plan.staging, partial(_write_assets, plan))}
+    if is_remote(plan.out):
+        for stale in _recorded_files(plan.out) - written:
+            (plan.out / stale).unlink(missing_ok=True)
+    record = {
+        "checkpoint": str(plan.checkpoint),
+        "step": plan.manifest.step if plan.manifest else None,
+        "manifest": _manifest_digest(plan.checkpoint),
+        "dtype": plan.dtype,
+        "files": sorted(written),
+    }
+    _write_record(plan.staging, record)
+    if is_remote(plan.out):
+        return
+    sync_tree(plan.staging)
+    old = plan.out.with_name(f".{plan.out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if plan.out.exists():
+        plan.out.rename(old)
+    plan.staging.rename(plan.out)
+    sync(plan.out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_assets(plan: ExportPlan, folder: Path) -> None:
+    copy_assets(plan.config_dir, folder)
+    _describe_weights(folder / "config.json", dtype=plan.dtype, architecture=plan.architecture)
+    if len(plan.files) > 1:
+        weight_map = {name: file for file in plan.files for name in plan.forms(file)}
+        total = sum(group.size for groups in plan.files.values() for group in groups)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy everything but weights, their index and hidden files from one directory into another."""
+    for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
+        is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
+        if path.is_file() and is_asset and not path.name.startswith("."):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _describe_weights(path: Path, *, dtype: str, architecture: str | None) -> None:
+    """Make a ``config.json`` say in which dtype the weights are, and of which class the model is if it does not."""
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    # A model of several parts has configs within its config.
+    for part in (config, *(value for value in config.values() if isinstance(value, dict) and "model_type" in value)):
+        part.pop("torch_dtype", None)  # what transformers 4 called it
+        part["dtype"] = dtype
+    if architecture is not None:  # a config that never was a model's lacks it
+        config.setdefault("architectures", [architecture])
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def is_export_of(checkpoint: Path, out: Path, *, dtype: str) -> bool:
+    """Whether ``out`` holds the export of this very checkpoint in this dtype, and every file of it."""
+    record, digest = _read_record(out), _manifest_digest(checkpoint)
+    if digest is None or record.get("manifest") != digest or record.get("dtype") != dtype:
+        return False
+    return all((out / name).is_file() for name in record["files"])
+
+
+def check_replaceable(out: Path) -> None:
+    """Check that ``out`` is absent, empty, or holds nothing but an earlier export of ours.
+
+    Raises:
+        UserError: it holds something else; the error names it.
+    """
+    if not out.exists():
+        return
+    todo = "choose another directory, or move that away"
+    if not out.is_dir():
+        raise UserError(str(out), "is not a directory", todo)
+    present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+    if others := sorted(present - {RECORD} - _recorded_files(out)):
+        raise UserError(str(out), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)
+
+
+def _write_record(directory: Path, record: dict[str, Any]) -> None:
+    replace_file(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def _read_record(out: Path) -> dict[str, Any]:
+    """The record of an export; empty where there is none that can be read."""
+    try:
+        record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        return record if isinstance(record["files"], list) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _recorded_files(out: Path) -> set[str]:
+    """The files that exports of ours wrote to ``out``, or were about to."""
+    return set(_read_record(out).get("files", []))
+
+
+def _manifest_digest(checkpoint: Path) -> str | None:
+    return sha256(checkpoint / MANIFEST) if is_complete(checkpoint) else None

@@ -1,0 +1,331 @@
+"""Reading distributed checkpoints: without running what may be hidden in their pickles, and in blocks.
+
+``.metadata`` is a pickle, and `DefaultLoadPlanner.load_bytes` unpickles whatever was saved as an object. Here only
+tensors are read (torch reads those with ``weights_only=True``), and the metadata only through an allow-list.
+
+DCP's own reader holds two copies of a stored piece and more while it loads it. In a ``.distcp`` file every piece is
+what `torch.save` writes of one tensor: a zip archive with the bytes uncompressed in one entry. `StoredTensors` lets
+`torch.load` say, without reading those bytes, which tensor that is, and the zip's directory where they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import importlib
+import io
+import pickle
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from fsdp2kit.checkpoint.store import is_remote
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.torch_compat import FsspecReader
+
+BLOCK_BYTES = 1 << 24
+
+# Dataclasses and enums of these modules only hold data; nothing else that they define may be named by a pickle.
+DATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+)
+
+_Stream = io.BufferedReader | io.BytesIO
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds DCP's data classes and a few harmless values; refuses every other name."""
+
+    def find_class(self, module_name: str, name: str) -> Any:
+        if module_name in DATA_MODULES and name.isidentifier():
+            found = getattr(importlib.import_module(module_name), name, None)
+            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if is_data and found.__module__ == module_name:
+                return found
+        elif module_name == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        elif module_name.partition(".")[0] == "pathlib":  # pathlib._local on Python 3.13
+            return PurePosixPath
+        elif (module_name, name) in _HARMLESS:
+            return _HARMLESS[module_name, name]
+        raise pickle.UnpicklingError(f"it names {module_name}.{name}")
+
+
+def _layout(name: str) -> torch.layout:
+    """``"torch.strided"`` → `torch.strided`."""
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f"it names the layout {name}")
+    return layout
+
+
+def _enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    """A member of an enum by name: the one use that pickles of some Python versions make of `getattr`."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError("it calls getattr on something that is no enum")
+    return kind[name]
+
+
+_HARMLESS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _enum_member,
+}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """A `FileSystemReader` of one checkpoint whose metadata is read once, and through an allow-list."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        if is_remote(path):
+            remote = FsspecReader(str(path))
+            self.fs, self.path = remote.fs, remote.path
+        self.directory = path
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata.
+
+        Raises:
+            UserError: it is missing, damaged, or holds something that does not belong there.
+        """
+        if self._metadata is None:
+            self._metadata = _read_metadata(self.directory / ".metadata")
+        return self._metadata
+
+    def stored_tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Global shape, dtype and chunks of every tensor in the checkpoint, by key."""
+        stored = self.read_metadata().state_dict_metadata
+        return {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+
+
+class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
+    """The default load planner, without the unpickling of objects."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Refuse: an object in a checkpoint is a pickle that could run anything."""
+        raise RunFailure(f"{read_item.storage_index.fqn} is a pickled object, not a tensor; it is not loaded")
+
+
+def load_tensors(reader: SafeReader, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
+    """Fill `tensors`, keyed as in the checkpoint, in place; DTensors read their own shards.
+
+    Collective over the default process group, if there is one, unless `alone`. Names and shapes are the caller's to
+    check beforehand.
+
+    Raises:
+        RunFailure: a file cannot be read; on every rank.
+    """
+    alone = alone or not torch.distributed.is_initialized()
+    try:
+        with warnings.catch_warnings():
+            # dcp.load says so each time it works in one process, which here is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnlyPlanner(), no_dist=alone)
+    except dcp.CheckpointException as error:
+        raise RunFailure(f"{reader.directory}: cannot be read: {first_failure(error)}") from error
+
+
+def first_failure(error: BaseException) -> str:
+    """The cause of a failed save or load in one line; of DCP's own exception, that of the lowest rank."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank = min(error.failures)
+        return f"rank {rank}: {first_failure(error.failures[rank][0])}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _read_metadata(path: Path) -> Metadata:
+    todo = "give the directory of a distributed checkpoint that you trust"
+    try:
+        with path.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        # A relative path of a chunk must not lead out of the checkpoint.
+        outside = {info.relative_path for info in metadata.storage_data.values()} - {
+            entry.name for entry in path.parent.iterdir()
+        }
+    except FileNotFoundError:
+        raise UserError(str(path), "is missing", todo) from None
+    except pickle.UnpicklingError as error:
+        what = f"is not the metadata of a checkpoint, so it was not loaded: {error}"
+        raise UserError(str(path), what, todo) from error
+    except Exception as error:  # a damaged pickle may raise nearly anything
+        raise UserError(str(path), f"cannot be read ({type(error).__name__}: {error})", todo) from error
+    if outside:
+        raise UserError(str(path), f"names {sorted(outside)[0]}, which is not a file of the checkpoint", todo)
+    return metadata
+
+
+def in_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a tensor in order, as flat tensors of at most 16 MiB."""
+    return tensor.reshape(-1).split(BLOCK_BYTES // tensor.dtype.itemsize)
+
+
+class StoredTensors:
+    """Reads the tensors of the checkpoint that `reader` reads; keys are those of ``reader.stored_tensors()``."""
+
+    def __init__(self, reader: SafeReader) -> None:
+        self._reader = reader
+        self._stored = reader.stored_tensors()
+
+    def blocks(self, key: str) -> Iterator[Tensor]:
+        """The elements of a tensor in order, as flat tensors of at most 16 MiB.
+
+        A block is valid until the next is asked for. Only a tensor whose pieces are no ranges of rows is held whole.
+
+        Raises:
+            RunFailure: a file cannot be read, or does not hold what the metadata says.
+        """
+        dtype = self._stored[key].properties.dtype
+        pieces = self._row_ranges(key)
+        if pieces is None:
+            yield from in_blocks(self._assembled(key))
+            return
+        buffer = torch.empty(min(BLOCK_BYTES, max(piece.size for piece in pieces)), dtype=torch.uint8)
+        for piece in pieces:
+            with piece.opened() as stream:
+                for start in range(0, piece.size, BLOCK_BYTES):
+                    block = buffer[: piece.size - start]
+                    piece.fill(block, stream)
+                    yield block.view(dtype)
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor. Raises as `blocks`."""
+        stored = self._stored[key]
+        if self._row_ranges(key) is None:
+            return self._assembled(key)
+        whole, start = torch.empty(stored.size, dtype=stored.properties.dtype), 0
+        for block in self.blocks(key):
+            whole.view(-1)[start : start + len(block)] = block
+            start += len(block)
+        return whole
+
+    def _row_ranges(self, key: str) -> list[_Piece] | None:
+        """The pieces of a tensor from the first row to the last; None where they are something else."""
+        stored, pieces, row = self._stored[key], [], 0
+        places: dict[Any, Any] = self._reader.read_metadata().storage_data
+        for chunk in sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets)):
+            place = places[MetadataIndex(key, chunk.offsets)]
+            if getattr(place, "transform_descriptors", None):  # compressed, say
+                return None
+            if chunk.sizes.numel() == 0:  # of a rank that has no rows
+                continue
+            if chunk.sizes[1:] != stored.size[1:] or (chunk.sizes and chunk.offsets[0] != row):
+                return None
+            row += chunk.sizes[0] if chunk.sizes else 0
+            path = self._reader.directory / place.relative_path
+            pieces.append(_Piece(path, place.offset, place.length, chunk.sizes, stored.properties.dtype))
+        is_whole = sum(piece.shape.numel() for piece in pieces) == stored.size.numel()
+        return pieces if is_whole and pieces else None
+
+    def _assembled(self, key: str) -> Tensor:
+        stored = self._stored[key]
+        if sum(chunk.sizes.numel() for chunk in stored.chunks) < stored.size.numel():
+            raise RunFailure(f"{self._reader.directory}: holds only parts of {key}")
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        load_tensors(self._reader, {key: whole}, alone=True)
+        return whole
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of a tensor's rows, and where in a file its archive lies."""
+
+    path: Path
+    offset: int
+    length: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[_Stream]:
+        """A stream that stands at the first of the rows' bytes."""
+        with contextlib.ExitStack() as stack:
+            try:
+                if is_remote(self.path):  # where each seek would be a request
+                    file = stack.enter_context(self.path.open("rb"))
+                    file.seek(self.offset)
+                    archive: _Stream = io.BytesIO(file.read(self.length))
+                else:
+                    raw = stack.enter_context(self.path.open("rb", buffering=0))
+                    archive = io.BufferedReader(_Window(raw, self.offset, self.length))
+                stream = self._at_first_byte(archive)
+            except Exception as error:  # a damaged archive may raise nearly anything
+                raise RunFailure(f"{self.path}: cannot be read: {first_failure(error)}") from error
+            yield stream
+
+    def fill(self, block: Tensor, stream: _Stream) -> None:
+        """Read the next bytes of `stream` into a tensor of them."""
+        if stream.readinto(block.numpy().data) != len(block):
+            raise RunFailure(f"{self.path}: cannot be read: it ends too early")
+
+    def _at_first_byte(self, archive: _Stream) -> _Stream:
+        tensor = torch.load(archive, map_location="meta", weights_only=True)  # reads no values
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            raise ValueError(f"it holds something else than a {self.dtype} of shape {tuple(self.shape)}")
+        start = _data_start(archive)
+        if start is None or not tensor.is_contiguous():
+            archive.seek(0)
+            loaded: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            return io.BytesIO(loaded.contiguous().view(-1).view(torch.uint8).numpy().data)
+        archive.seek(start + int(tensor.storage_offset()) * self.dtype.itemsize)
+        return archive
+
+
+def _data_start(archive: _Stream) -> int | None:
+    """Where in an archive of `torch.save` the bytes of its one storage begin; None where they cannot be read as is."""
+    with zipfile.ZipFile(archive) as directory:
+        records = [entry for entry in directory.infolist() if entry.filename.split("/")[1:-1] == ["data"]]
+        order = next((entry for entry in directory.infolist() if entry.filename.endswith("/byteorder")), None)
+        byteorder = directory.read(order).decode() if order else "little"
+    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or byteorder != sys.byteorder:
+        return None
+    # A local header: 26 bytes, the lengths of name and extra field, name, extra field; the last is torch's padding.
+    archive.seek(records[0].header_offset + 26)
+    lengths = archive.read(4)
+    return archive.tell() + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(wanted)
+        self._position += count
+        return count

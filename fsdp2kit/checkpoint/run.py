@@ -1,0 +1,219 @@
+"""A run's checkpoints: where its values come from, what it saves and exports, and what makes it the same run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tomli
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.checkpoint.store import to_path
+from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.distributed import agreement
+from fsdp2kit.model.assets import config_digest, save_assets, weights_digest
+from fsdp2kit.model.build import ModelSource, source_of
+from fsdp2kit.model.weights import initialize, load_pretrained
+from fsdp2kit.progress import Progress
+
+
+def build_checkpoints(
+    config: TrainingConfig,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    *,
+    job: Any,
+    data: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Checkpoints:
+    """The checkpoints of a run. Collective.
+
+    Args:
+        model: materialised (and sharded), its values still anything.
+        job: has ``run_dir``, and ``environment`` (versions, mesh, …), which is kept with each checkpoint.
+        data: has a ``fingerprint``, which is part of what may not change when the run is resumed.
+        tokenizer: is part of an export; None: the export has none.
+
+    Raises:
+        UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace; the
+            model's directory cannot be fetched.
+    """
+    source = source_of(model)
+    with agreement():
+        identity = run_identity(config, source, data=data.fingerprint)
+    # `fully_shard` puts a class of its own in front of the model's.
+    architecture = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
+    manager = build_checkpoint_manager(
+        config.checkpoint,
+        run_dir=job.run_dir,
+        identity=identity,
+        write_assets=partial(
+            save_assets, config=source.config, architecture=architecture, tokenizer=tokenizer, source=source.directory
+        ),
+        export_dtype=source.dtype,
+        environment=job.environment,
+    )
+    return Checkpoints(manager, config, model, optimizer)
+
+
+class Checkpoints:
+    """The checkpoints of one run; every method is a collective, as those of the `CheckpointManager` it rests on.
+
+    As a context manager it ends when all that is under way is done.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        config: TrainingConfig,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+    ) -> None:
+        self.resumed: Path | None = None
+        """The checkpoint that `start` resumed from."""
+        self._manager = manager
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        # What the loop asks of an asynchronous save is the manager's own answer.
+        self.wait_until_staged = manager.wait_until_staged
+        self.has_failed = manager.has_failed
+        self.finish_save = manager.finish_save
+
+    def __enter__(self) -> Checkpoints:
+        self._manager.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._manager.__exit__(*exception)
+
+    def start(self) -> Progress:
+        """Fill model and optimizer from what ``run.resume`` means, else the model with what ``model.weights`` names.
+
+        Raises:
+            UserError: the checkpoint or the weights cannot be used; the error says what differs.
+        """
+        self.resumed = self._manager.resolve(self._config.run.resume)
+        if self.resumed:
+            return self._manager.restore(self.resumed, self._model, self._optimizer)
+        fill_weights(self._config.model, self._model, seed=self._config.run.seed)
+        return Progress()
+
+    def describe(self) -> list[str]:
+        """What a start has to say of them: where the run goes on and what is not as it was, if it was resumed."""
+        return (
+            [describe_resume(self.resumed, self._config, environment=self._manager.environment)]
+            if self.resumed
+            else []
+        )
+
+    def save(self, progress: Progress, *, is_over: bool = False) -> Path:
+        """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.
+
+        Args:
+            progress: with wandb's id and the state of the data, if there are any.
+            is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
+        """
+        return self._manager.save(self._model, self._optimizer, progress, is_exported=self._is_exported(is_over))
+
+    def export_resumed(self, *, is_over: bool) -> None:
+        """Export the checkpoint that was resumed from, where that is due and was not done.
+
+        A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
+        """
+        if self.resumed and self._is_exported(is_over):
+            self._manager.export(self.resumed)
+
+    def _is_exported(self, is_over: bool) -> bool:
+        when = self._config.checkpoint.export_hf
+        return when == "every" or (when == "final" and is_over)
+
+
+def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:
+    """Give a materialised (sharded) model the values that ``model.weights`` names. Collective.
+
+    Args:
+        seed: for "random".
+
+    Raises:
+        UserError: the weights cannot be read, or are another model's.
+    """
+    if section.weights == "random":
+        initialize(model, seed=seed)
+    elif section.weights == "pretrained":
+        directory = source_of(model).directory
+        assert directory is not None, "check_config refuses pretrained weights without a path"
+        with agreement():
+            # A model that was made shallower than its source leaves some of the source's tensors over.
+            load_pretrained(model, directory, allow_unexpected="num_hidden_layers" in section.config)
+    else:
+        with agreement():
+            path = to_path(section.weights)
+        load_weights(path, model)
+
+
+def run_identity(config: TrainingConfig, source: ModelSource, *, data: str) -> dict[str, str]:
+    """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
+
+    Args:
+        source: where the model comes from.
+        data: digest of the data.
+    """
+    weights = config.model.weights
+    if weights == "pretrained" and source.directory is not None:
+        weights = f"pretrained {weights_digest(source.directory)}"
+    return {
+        "model": config_digest(source.config),
+        "model.weights": weights,
+        "optimizer.name": config.optimizer.name,
+        "run.seed": str(config.run.seed),
+        # Before the data's digest, which depends on where documents were cut.
+        "data.seq_len": str(config.data.seq_len),
+        "data.pack": str(config.data.pack).lower(),
+        "data.shuffle": str(config.data.shuffle).lower(),
+        "train.global_batch_size": str(config.train.global_batch_size),
+        "data": data,
+    }
+
+
+def describe_resume(checkpoint: Path, config: TrainingConfig, *, environment: dict[str, Any]) -> str:
+    """One line that says where a run goes on, and what is not as it was: settings, mesh and versions.
+
+    Args:
+        checkpoint: the one that it resumes from, restored and so known to be whole.
+        environment: of this run, as `CheckpointManager` writes it into manifests.
+    """
+    manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
+    settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    before = {**_flat(settings), **_flat(_compared(manifest.environment))}
+    now = {**_flat(tomli.loads(dump_toml(config))), **_flat(_compared(environment))}
+    if not settings:  # nothing to compare with
+        now = {name: value for name, value in now.items() if name in before}
+    changed = [
+        f"{name} {_shown(before.get(name))} → {_shown(now.get(name))}"
+        for name in dict.fromkeys([*now, *before])
+        if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
+    ]
+    return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
+
+
+def _compared(environment: dict[str, Any]) -> dict[str, Any]:
+    return {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _shown(value: object) -> str:
+    return "default" if value is None else str(value)

@@ -1,0 +1,243 @@
+"""What a checkpoint holds: the model's tensors and the optimizer's, listed to be saved, or filled from one.
+
+On disk the tensors' keys are ``model.<name>`` and ``optimizer.state.<name>.<field>``, with Hugging Face names, so that
+plain `torch.distributed.checkpoint` can read them. Everything that is not a tensor is JSON, in the manifest. Whatever
+is filled is checked first: every name, shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
+from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
+from fsdp2kit.checkpoint.store import in_use, is_complete
+from fsdp2kit.distributed import agreement, gather_objects, rank, world_size
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import tied_names
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+_SAME_MODEL = "give a checkpoint of this model, or the model.path and model.config that the checkpoint was made with"
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by Hugging Face name, a tied parameter once, under its first name.
+
+    The tensors are detached and share the model's storage: loading into them loads the model. Sharded parameters are
+    DTensors of the global shape.
+    """
+    # A forward under no_grad may leave units unsharded, and their parameters would then be plain tensors.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the model's state, by name, detached."""
+    saved = model.state_dict().keys()
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by key ``state.<parameter name>.<field>``, e.g. ``state.lm_head.weight.exp_avg``.
+
+    A quantised moment is two tensors, e.g. ``….exp_avg.codes`` and ``….exp_avg.scale``.
+    State that does not exist yet is made first (`initialise_state`). The tensors share the optimizer's storage.
+    Hyper-parameters are left out: on resume they come from the config.
+    """
+    initialise_state(optimizer)
+    if not optimizer.state:  # every parameter is frozen
+        return {}
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    state = {key: value for key, value in flat.items() if key.startswith("state.") and isinstance(value, Tensor)}
+    return {name: part for key, value in state.items() for name, part in _plain_parts(key, value)}
+
+
+def _plain_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that ``value`` is made of, by key; they share its storage.
+
+    torchao's 8-bit moments hold codes and a scale a block. Blocks stay within rows (see ``adamw_8bit``), so both have
+    the rows of the moment, are sharded as it is, and can be read back onto another mesh. A third tensor in them, what
+    the codes stand for, is a constant.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if not hasattr(local, "codes"):
+        yield key, value
+        return
+    for name in ("codes", "scale"):
+        part = getattr(local, name).view(*local.shape[:-1], -1)
+        if isinstance(value, DTensor):
+            shape = torch.Size((*value.shape[:-1], part.shape[-1]))
+            stride = torch.empty(shape, device="meta").stride()
+            mesh, placements = value.device_mesh, value.placements
+            part = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+        yield f"{key}.{name}", part
+
+
+def initialise_state(optimizer: Optimizer) -> None:
+    """Create step-0 state for trainable parameters that have none.
+
+    The optimizer makes it itself, in a step with zero gradients and learning rate 0, whose count is then taken back.
+    Parameters, gradients, learning rates and existing state stay as they are. (torch's own initialisation leaves the
+    step counts at 1, drops the gradients and does nothing when only some parameters have state.)
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fresh = {p for p in parameters if p.requires_grad and p not in optimizer.state}
+    if not fresh:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter in fresh else None
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    for parameter in fresh:
+        if "step" in optimizer.state[parameter]:  # not every optimizer counts
+            optimizer.state[parameter]["step"].zero_()
+
+
+def check_together(path: Path) -> None:
+    """Check every byte of a checkpoint against its manifest, each rank its share of the files. Collective.
+
+    Raises:
+        UserError: it is incomplete or damaged; the error, the same on every rank, names the file.
+    """
+    with agreement():
+        check_contents(path, read_manifest(path), rank=rank(), world_size=world_size())
+
+
+def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective.
+
+    Raises:
+        UserError: a tensor is missing, left over, or of another shape or dtype; the error names it.
+        RunFailure: a file cannot be read.
+    """
+    with agreement():
+        reader = SafeReader(path)
+        stored = reader.stored_tensors()
+        _check_same_trained(path, wanted=set(wanted), stored=set(stored))
+        _check_same_names(path, wanted=set(wanted), stored=set(stored))
+        for key, tensor in wanted.items():
+            check_shape(path, key, tuple(stored[key].size), tuple(tensor.shape))
+            if stored[key].properties.dtype != tensor.dtype:
+                raise UserError(
+                    f"{path}: {key}",
+                    f"is {stored[key].properties.dtype} in the checkpoint and {tensor.dtype} in the run",
+                    "set fsdp.storage_dtype, fsdp.ignored_modules and (for those) fsdp.param_dtype "
+                    f"as they were when that was saved, or {_start_anew(path)}",
+                )
+    load_tensors(reader, wanted)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill a model's parameters and persistent buffers from a distributed checkpoint, and read no more. Collective.
+
+    The checkpoint is ours, or plain DCP of a Hugging Face state dict, with or without a ``model.`` before its names.
+    Values are cast to the model's dtypes. A tied parameter may be stored under any of its names. Where there is a
+    manifest, every byte is first checked against it.
+
+    Raises:
+        UserError: this is no checkpoint, it is damaged, or a tensor is missing, left over, or of another shape; the
+            error names the file or the tensor.
+        RunFailure: a file cannot be read.
+    """
+    with in_use(path):
+        if any(gather_objects(is_complete(path))):
+            check_together(path)
+        tensors = model_tensors(model)
+        with agreement():
+            reader = SafeReader(path)
+            stored = reader.stored_tensors()
+            keys = find_weights(path, set(stored), names=tensors, tied=tied_names(model))
+            for name, tensor in tensors.items():
+                check_shape(path, keys[name], tuple(stored[keys[name]].size), tuple(tensor.shape))
+        load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
+
+
+def find_weights(
+    path: Path, stored: set[str], *, names: Mapping[str, object], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """The checkpoint's key of every name in `names`, whether or not the keys carry a ``model.`` prefix.
+
+    Args:
+        stored: the keys of all tensors in the checkpoint.
+        names: the model's names, a tied parameter under the first of its own.
+        tied: every further name of a tied parameter → its first name.
+
+    Raises:
+        UserError: a name has no key, or a key of the model's part has no name.
+    """
+    # Hugging Face names may begin with "model." themselves, so the prefix is told by how many names it explains.
+    prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in names))
+    keys = {name: prefix + name for name in names}
+    for alias, name in tied.items():
+        if keys[name] not in stored and prefix + alias in stored:
+            keys[name] = prefix + alias
+    wanted = set(keys.values())
+    spare = {prefix + alias for alias in tied} - wanted
+    part = {key for key in stored if key.startswith(prefix) and (prefix or not key.startswith(OPTIMIZER_PREFIX))}
+    _check_same_names(path, wanted=wanted, stored=part - spare)
+    return keys
+
+
+def check_shape(path: Path, key: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Check a stored tensor's global shape.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if stored != shape:
+        raise UserError(
+            f"{path}: {key}", f"has shape {stored} in the checkpoint and {shape} in the model", _SAME_MODEL
+        )
+
+
+def _check_same_names(path: Path, *, wanted: set[str], stored: set[str]) -> None:
+    """Raise a `UserError` that names the first tensor, in alphabetic order, that is on one side only."""
+    if missing := sorted(wanted - stored):
+        raise UserError(str(path), f"has no tensor {missing[0]} ({len(missing)} missing in all)", _SAME_MODEL)
+    if unexpected := sorted(stored - wanted):
+        what = f"holds {unexpected[0]}, which the model has not ({len(unexpected)} such tensors in all)"
+        raise UserError(str(path), what, _SAME_MODEL)
+
+
+def _check_same_trained(path: Path, *, wanted: set[str], stored: set[str]) -> None:
+    """Raise a `UserError` where all that differs is which parameters have optimizer state, or in which format."""
+    differing = sorted(wanted ^ stored)
+    if not differing or not all(key.startswith(OPTIMIZER_PREFIX) for key in differing):
+        return
+    first = differing[0]
+    where = "the checkpoint and not in this run" if first in stored else "this run and not in the checkpoint"
+    parameter = first.partition(".exp_avg")[0]
+    what = "they train different parameters"
+    todo = "set model.freeze as it was when that was saved, or "
+    if all(any(key.startswith(f"{parameter}.exp_avg") for key in keys) for keys in (wanted, stored)):
+        what = "moments are stored in another format"
+        todo = (
+            "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many ranks as then, or "
+        )
+    what = f"{first} is in {where}: {what} ({len(differing)} such tensors in all)"
+    raise UserError(str(path), what, todo + _start_anew(path))
+
+
+def _start_anew(path: Path) -> str:
+    return f"choose another run.dir and start from the weights alone with model.weights = '{path}'"

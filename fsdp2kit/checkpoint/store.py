@@ -1,0 +1,362 @@
+"""Where checkpoints are kept, on a disk or an object store, and the one protocol by which they come and go.
+
+A save `begin`s a directory of its own, its files are written there, its manifest last, and `publish` makes it the
+step's checkpoint: a checkpoint is complete if and only if it has a manifest, and whatever a crash leaves half done is
+known as ours by its name or mark, and cleared by the next save. What is not known as ours is set aside, never deleted.
+One that is not kept any more is thrown away in one move, and `sweep` deletes it when nobody waits for that.
+
+Everything here is file work of one rank. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from upath import UPath
+
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.files import CHUNK_BYTES, sync
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step-(\d{6,})")
+OLD, TEMPORARY, TRASH = ".old-", ".tmp-", ".trash-"
+BEGUN = ".begun"
+
+
+def open_store(root: Path) -> CheckpointStore:
+    """The checkpoints under a directory, or under what `to_path` makes of a URL."""
+    return ObjectStore(root) if is_remote(root) else CheckpointStore(root)
+
+
+class CheckpointStore:
+    """Checkpoints ``step-000200`` in a directory on a disk.
+
+    One is written as ``.tmp-step-000200`` and renamed into place. An older one of the same step first moves to
+    ``.old-step-000200``, from where `recover` brings it back after a crash; what is thrown away is ``.trash-…``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        """The published checkpoint of a step."""
+        return self.root / f"step-{step:06d}"
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of a step is written."""
+        return self.root / f"{TEMPORARY}step-{step:06d}"
+
+    def published(self) -> list[tuple[int, Path]]:
+        """``(step, path)`` of every step directory, complete or not, oldest first."""
+        found = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            match = STEP.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append((int(match[1]), path))
+        return sorted(found)
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """``(step, path)`` of every step directory with a manifest, oldest first."""
+        return [(step, path) for step, path in self.published() if is_complete(path)]
+
+    def recover(self) -> None:
+        """Bring back a checkpoint whose replacement was cut short between the two renames of `publish`."""
+        for old in self.root.glob(f"{OLD}step-*"):
+            path = self.root / old.name.removeprefix(OLD)
+            if is_complete(path):
+                self._throw_away(old)
+            else:
+                self._set_incomplete_aside()
+                old.rename(path)
+                logger.warning("%s: brought back, since its replacement was not completed", path)
+
+    def begin(self, step: int, *, after: int = 0) -> None:
+        """Make an empty directory ``temporary(step)``; what earlier saves left unfinished is cleared.
+
+        Args:
+            after: the last step that this run has behind it; see `publish`.
+        """
+        self.recover()
+        for path in self.root.glob(f"{TEMPORARY}step-*"):
+            logger.warning("%s: removed, since it was never completed", path)
+            self._throw_away(path)
+        self._set_incomplete_aside()
+        if not self.root.is_dir():
+            logger.warning("%s: was deleted during the run, with all checkpoints in it, and is made again", self.root)
+        self.temporary(step).mkdir(parents=True)
+
+    def abandon(self, step: int) -> None:
+        """Free what a failed save took of the disk; what cannot be deleted now, the next save clears."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
+
+    def publish(self, step: int, *, after: int) -> None:
+        """Rename the completed temporary directory into place; checkpoints that it supersedes are set aside.
+
+        At every moment between, one complete checkpoint of the step is on the disk where `recover` finds it.
+
+        Args:
+            after: complete checkpoints of later steps than this belong to another history: the run started over, or
+                went back to an earlier one. The next automatic resume must not mistake one of them for its newest.
+        """
+        self._set_superseded_aside(after)
+        path, old = self.path(step), self.root / f"{OLD}step-{step:06d}"
+        if path.exists():
+            path.rename(old)
+        self.temporary(step).rename(path)
+        sync(self.root)
+        if old.exists():
+            self._throw_away(old)
+
+    def retain(self, keep: int, *, every: int = 0, best: int | None = None) -> None:
+        """Throw away all complete checkpoints but those that are kept. One that cannot be is reported, no more.
+
+        Args:
+            keep: so many of the newest stay.
+            every: those whose step is a multiple of this stay; 0: none for that reason.
+            best: that of this step stays.
+        """
+        for step, path in self.complete()[:-keep]:
+            if step == best or (every and step % every == 0):
+                continue
+            try:
+                with deletable(path) as is_free:
+                    if is_free:
+                        self._throw_away(path)
+                    else:
+                        logger.warning("%s: kept for now, since another process is reading it", path)
+            except OSError as error:
+                logger.warning("%s: an old checkpoint was not deleted: %s", path, error)
+
+    def sweep(self) -> None:
+        """Delete what was thrown away. It may take long, and may be cut short: the next sweep goes on with it."""
+        for path in self._trash():
+            try:
+                self._delete(path)
+            except Exception as error:  # every store has errors of its own
+                logger.warning("%s: an old checkpoint was not deleted: %s", path, error)
+
+    def _set_superseded_aside(self, after: int) -> None:
+        for step, path in self.complete():
+            if step > after:
+                base = f"superseded-{path.name}"
+                target = self._unused(lambda number, base=base: base if number == 1 else f"{base}-{number}")
+                self._move(path, target)
+                logger.warning("%s: set aside as %s, since the run was taken up before it", path, target.name)
+
+    def _set_incomplete_aside(self) -> None:
+        """Rename step directories without a manifest, so that no step's name is taken, and touch them no more."""
+        for _, path in self.published():
+            if not is_complete(path):
+                target = self._unused(lambda number, name=path.name: f"{name}.incomplete-{number}")
+                path.rename(target)
+                logger.warning("%s: set aside as %s, since it has no %s", path, target.name, MANIFEST)
+
+    def _throw_away(self, path: Path) -> None:
+        name = path.name.removeprefix(OLD).removeprefix(TEMPORARY)
+        path.rename(self._unused(lambda number: f"{TRASH}{number}-{name}"))
+
+    def _unused(self, name: Callable[[int], str]) -> Path:
+        """The first of ``name(1)``, ``name(2)``, … that nothing has yet."""
+        return next(path for n in itertools.count(1) if not (path := self.root / name(n)).exists())
+
+    def _move(self, path: Path, target: Path) -> None:
+        path.rename(target)
+
+    def _trash(self) -> list[Path]:
+        return list(self.root.glob(f"{TRASH}*"))
+
+    def _delete(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+class ObjectStore(CheckpointStore):
+    """Checkpoints behind an fsspec URL, where a directory cannot be renamed: the manifest alone publishes.
+
+    A save is written where it will stay, and begins with a mark there. A checkpoint that is thrown away first loses
+    its manifest. There are no locks: only one run at a time may save to a URL.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._thrown_away: list[Path] = []
+
+    def temporary(self, step: int) -> Path:
+        """Where it will stay."""
+        return self.path(step)
+
+    def recover(self) -> None:
+        """Note for deletion what earlier saves left unfinished."""
+        self._thrown_away += [p for _, p in self.published() if not is_complete(p) and (p / BEGUN).is_file()]
+
+    def begin(self, step: int, *, after: int = 0) -> None:
+        """Leave our mark in an empty ``temporary(step)``; complete checkpoints of steps later than `after` go first.
+
+        Raises:
+            RunFailure: there is something that no save of ours left.
+        """
+        self._set_superseded_aside(after)
+        directory = self.path(step)
+        if directory.exists() and any(directory.iterdir()):
+            if not (directory / BEGUN).is_file():
+                raise RunFailure(f"{directory}: holds files that no save left there; move them away")
+            self._delete(directory)
+        self._thrown_away = [path for path in self._thrown_away if path != directory]
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / BEGUN).write_text(f"step {step}\n")
+
+    def abandon(self, step: int) -> None:
+        """Delete what a failed save left, if it came so far as to leave its mark."""
+        if (self.path(step) / BEGUN).is_file():
+            self._delete(self.path(step))
+
+    def publish(self, step: int, *, after: int) -> None:
+        """Nothing is left to do: the manifest is there."""
+
+    def _throw_away(self, path: Path) -> None:
+        (path / MANIFEST).unlink()
+        self._thrown_away.append(path)
+
+    def _move(self, path: Path, target: Path) -> None:
+        store: Any = path
+        store.fs.copy(store.path, cast(Any, target).path, recursive=True)
+        (path / MANIFEST).unlink()
+        self._delete(path)
+
+    def _trash(self) -> list[Path]:
+        trash, self._thrown_away = self._thrown_away, []
+        return trash
+
+    def _delete(self, path: Path) -> None:
+        store: Any = path
+        if store.exists():
+            store.fs.rm(store.path, recursive=True)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a directory is a complete checkpoint of ours; says nothing of damage since."""
+    return (checkpoint / MANIFEST).is_file()
+
+
+def to_path(text: str) -> Path:
+    """A path, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+
+    Raises:
+        UserError: fsspec does not know the URL's scheme, or its package is not installed.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    if scheme in ("file", "local"):
+        return Path(rest)
+    try:
+        path = UPath(text)
+        path.exists()  # connects: a missing package or credentials show here
+    except ImportError as error:
+        raise UserError(text, str(error), "install that package") from None
+    except ValueError as error:
+        raise UserError(text, str(error), "use a URL that fsspec knows, e.g. s3://bucket/folder") from None
+    except Exception as error:  # every store has errors of its own
+        what = f"cannot be reached ({type(error).__name__}: {error})"
+        raise UserError(text, what, "check the URL and your credentials") from None
+    return cast(Path, path)
+
+
+def is_remote(path: Path) -> bool:
+    """Whether it is an object store's, without renames, locks and syncs."""
+    return not isinstance(path, Path)
+
+
+def check_writable(directory: Path, *, where: str) -> None:
+    """Make a directory, and a file in it for a moment.
+
+    Args:
+        where: what the user would mend, e.g. a TOML key.
+
+    Raises:
+        UserError: one of them cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{uuid.uuid4().hex}"  # ranks of several hosts do this at once
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = errno.errorcode.get(error.errno or 0, "error")
+        what = f"{directory} cannot be written ({error.strerror or error}, {reason})"
+        raise UserError(where, what, "choose a directory that every process can write") from error
+
+
+@contextlib.contextmanager
+def on_disk(folder: Path) -> Iterator[Path]:
+    """The folder, or a temporary copy on the disk of a remote one, where transformers can read it."""
+    if not is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                target = Path(name, path.relative_to(folder).as_posix())
+                target.parent.mkdir(exist_ok=True, parents=True)
+                with path.open("rb") as source, target.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, CHUNK_BYTES)
+        yield Path(name)
+
+
+def fill(folder: Path, write: Callable[[Path], object]) -> set[str]:
+    """Have `write`, which knows disks only, put small files into a folder on a disk or an object store.
+
+    Returns:
+        The names of its files, relative to the folder; on a disk of all files that are there now.
+    """
+    with contextlib.nullcontext(folder) if not is_remote(folder) else tempfile.TemporaryDirectory() as disk:
+        write(Path(disk))
+        files = {path.relative_to(disk).as_posix(): path for path in Path(disk).rglob("*") if path.is_file()}
+        for name, path in files.items() if is_remote(folder) else ():
+            target = folder / name
+            target.parent.mkdir(exist_ok=True, parents=True)
+            target.write_bytes(path.read_bytes())
+    return set(files)
+
+
+@contextlib.contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """While this lasts, `deletable` says no, to whatever process asks; on a file system without locks, no promise.
+
+    The lock is of the open manifest (flock), so that it is the kernel's to let go of, and several may hold it at once.
+    """
+    with contextlib.ExitStack() as stack:
+        if not is_remote(checkpoint):  # an object store has no locks
+            with contextlib.suppress(OSError):
+                stream = stack.enter_context((checkpoint / MANIFEST).open("rb"))
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def deletable(checkpoint: Path) -> Iterator[bool]:
+    """Whether nobody has the checkpoint `in_use`; while this lasts, nobody begins to."""
+    if is_remote(checkpoint):
+        yield True
+        return
+    with (checkpoint / MANIFEST).open("r+b") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # no locks on this file system
+            pass
+        yield True

@@ -1,0 +1,83 @@
+"""Whether Weights & Biases can be had as ``wandb.mode`` asks; nothing is started, sent or asked."""
+
+from __future__ import annotations
+
+import configparser
+import netrc
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fsdp2kit.config.schema import WandbConfig
+from fsdp2kit.errors import UserError
+
+# W&B's host; newer clients use another name for it and still accept a netrc entry for this one.
+_CLOUD_HOST = "api.wandb.ai"
+
+
+def check_wandb(section: WandbConfig) -> None:
+    """Refuse a ``wandb.mode`` that cannot work, before the run starts. Nothing is started, sent or asked.
+
+    Raises:
+        UserError: mode "online" without a login, or "online" / "offline" with a wandb that does not import.
+    """
+    if section.mode not in ("online", "offline"):
+        return
+    try:
+        import wandb  # noqa: F401
+    except Exception as error:  # a broken dependency of wandb raises anything
+        todo = "install wandb, or set wandb.mode = 'auto' or 'disabled'"
+        raise UserError("wandb.mode", f"{section.mode!r}, but wandb does not import ({error})", todo) from None
+    if section.mode == "online" and not has_login():
+        todo = "run `wandb login`, set WANDB_API_KEY, or set wandb.mode = 'auto' or 'offline'"
+        raise UserError("wandb.mode", "'online', but there is no Weights & Biases login", todo)
+
+
+def has_login() -> bool:
+    """Whether wandb would find credentials: in the environment, its settings file, or a netrc entry for its host.
+
+    `wandb.login` is not used, because it prompts or asks the network.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = _read_settings()
+    return bool(settings.get("api_key")) or _in_netrc(settings.get("base_url"))
+
+
+def _read_settings() -> dict[str, str]:
+    """wandb's settings files, the working directory's over the user's, with the environment's server on top."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read([user / "settings", Path("wandb") / "settings"], encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}  # wandb cannot read it either
+    settings = dict(parser["default"]) if parser.has_section("default") else {}
+    if server := os.environ.get("WANDB_BASE_URL"):
+        settings["base_url"] = server
+    return settings
+
+
+def _in_netrc(base_url: str | None) -> bool:
+    try:
+        entries = netrc.netrc(_netrc_path())
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return False
+    hosts = {urlsplit(base_url).netloc} if base_url else _default_hosts()
+    return any((entry := entries.authenticators(host)) and entry[2] for host in hosts)
+
+
+def _netrc_path() -> Path:
+    if path := os.environ.get("NETRC"):
+        return Path(path).expanduser()
+    unix, windows = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()
+    return windows if windows.exists() and not unix.exists() else unix
+
+
+def _default_hosts() -> set[str]:
+    try:
+        import wandb
+
+        return {_CLOUD_HOST, urlsplit(wandb.Settings().base_url).netloc}
+    except Exception:  # a broken wandb is reported where it is needed; this needs only the name
+        return {_CLOUD_HOST}

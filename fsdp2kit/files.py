@@ -1,0 +1,50 @@
+"""Files that survive a crash: synced, replaced whole, digested. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 22
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file so that, also after a crash, `path` is either as it was before or whole.
+
+    On a disk a temporary file is written beside it, synced, and renamed. An object store replaces files whole itself.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    if not isinstance(path, Path):
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's contents, or a directory's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(root: Path) -> None:
+    """`sync` every file and directory under `root`, and `root` itself; on an object store there is nothing to do."""
+    if isinstance(root, Path):
+        for path in (*root.rglob("*"), root):
+            sync(path)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's contents, read in blocks of 4 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(CHUNK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,235 @@
+"""A job: its process group, mesh, locked run directory, and a record of what was run.
+
+with start_job(config) as job:
+    ...
+    job.open_run_dir(dtypes=plan.ledger)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fsdp2kit
+from fsdp2kit import distributed
+from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.distributed import World, agreement
+from fsdp2kit.errors import UserError
+from fsdp2kit.files import replace_file
+from fsdp2kit.parallel.mesh import Mesh, build_mesh
+
+LOCK = ".lock"
+logger = logging.getLogger(__name__)
+
+# Errors of fcntl if another process has the lock; any other error means that the file system has no locks.
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+
+_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD)$", re.IGNORECASE)
+_URL_USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_SHORTEST_SECRET = 8  # shorter values ("true", "0") would match ordinary text
+_HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process's part in a job; see `start_job`."""
+
+    config: TrainingConfig
+    world: World
+    mesh: Mesh
+    environment: dict[str, Any]
+    """Versions, devices, mesh, git commit and, from `open_run_dir` on, the dtype ledger: ``environment.json``."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Closed when the job ends, in reverse order."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run.dir)
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.is_main
+
+    def open_run_dir(self, *, dtypes: Any = None) -> None:
+        """Create and lock the run directory, and write ``config.toml`` and ``environment.json``. Collective.
+
+        Call it after everything that may refuse the run, so that a refused start leaves no files.
+
+        Args:
+            dtypes: the plan's dtype ledger, a dataclass.
+
+        Raises:
+            UserError: another process has the run directory, or it cannot be written to.
+        """
+        self.environment["dtype_ledger"] = asdict(dtypes) if dtypes is not None else None
+        with agreement():
+            if self.is_main:
+                self.closing.enter_context(lock_run_dir(self.run_dir))
+                write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
+
+
+@contextlib.contextmanager
+def start_job(config: TrainingConfig) -> Iterator[Job]:
+    """Start the process group and build the mesh. Every rank calls this; at the end `Job.closing` is closed.
+
+    The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
+
+    Raises:
+        UserError: the config does not fit the world it runs in.
+    """
+    world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
+    with agreement():  # a login, or an optional package, may be on one machine alone
+        sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
+    mesh = build_mesh(config.mesh, config.fsdp, world=world)
+    job = Job(config, world, mesh, describe_environment(world_size=world.size, mesh=asdict(sizes)))
+    with job.closing:
+        yield job
+
+
+@contextlib.contextmanager
+def lock_run_dir(path: Path) -> Iterator[None]:
+    """Create the run directory and lock it against other jobs.
+
+    The kernel releases the lock when the process ends, so a killed job can be resumed at once. The file ``.lock``
+    stays and names the process that had it last.
+
+    Raises:
+        UserError: another process has the run directory, or it cannot be created.
+    """
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # POSIX locks, not flock: children do not inherit them, and over NFS they hold between machines.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            owner = _owner(handle)
+            os.close(handle)
+            todo = "wait for it or stop it, or choose another run.dir"
+            raise UserError("run.dir", f"{path} is in use by {owner}", todo) from None
+        logger.warning("%s: its file system has no locks (%s); start no other job in it", path, error.strerror)
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_record(path: Path, *, config_text: str, environment: Mapping[str, Any]) -> None:
+    """Write ``config.toml`` and ``environment.json`` into a run directory.
+
+    A different ``config.toml`` of an earlier start is kept as ``config.<n>.toml``, the oldest as 1.
+
+    Raises:
+        UserError: the directory cannot be created or written to, or is a file.
+    """
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        config, text = path / "config.toml", without_secrets(config_text)
+        if not config.exists() or config.read_bytes() != text.encode():
+            if config.exists():
+                config.rename(free_path(path, "config", ".toml", first=1))
+            replace_file(config, text)
+        replace_file(path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+
+
+def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """What is needed to repeat the run, as plain values for JSON.
+
+    Args:
+        world_size: number of processes.
+        mesh: size of each mesh dimension by name.
+    """
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "command": shlex.join(map(without_secrets, sys.orig_argv)),
+        "versions": {
+            "fsdp2kit": fsdp2kit.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "transformers", "datasets", "safetensors")},
+            "cuda": torch.version.cuda,
+        },
+        "devices": devices or [platform.processor() or platform.machine()],
+        "world_size": world_size,
+        "mesh": dict(mesh),
+        "git": _git_state(),
+    }
+
+
+def without_secrets(text: str) -> str:
+    """Text with ``***`` for user names in URLs and for the values of variables like ``HF_TOKEN`` in this process."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, _HIDDEN)
+    return _URL_USER.sub(f"{_HIDDEN}@", text)
+
+
+def free_path(folder: Path, stem: str, suffix: str, *, first: int) -> Path:
+    """``folder/stem.<n>suffix`` with the lowest n ≥ first that no file has."""
+    number = first
+    while (path := folder / f"{stem}.{number}{suffix}").exists():
+        number += 1
+    return path
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into `UserError`."""
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError):
+        raise UserError("run.dir", f"{path} is a file, or lies under one", "choose another run.dir") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError("run.dir", f"{path} cannot be written to ({reason})", "choose another run.dir") from None
+
+
+def _owner(handle: int) -> str:
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+        return f"process {found['pid']} on {found['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not yet written its name
+        return "another process"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """The working directory's commit and whether files differ from it; None without a repository or without git."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "modified": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,111 @@
+"""From what other trainers save to a checkpoint of its weights, a tensor at a time, on one process.
+
+Two kinds are read: a state dict written with `torch.save` (FSDP1's ``FULL_STATE_DICT``), and a directory written with
+`torch.distributed.checkpoint` (FSDP1's ``SHARDED_STATE_DICT``, or anyone's). Neither is ever unpickled beyond tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2kit.checkpoint.from_hf import model_of, write_weights
+from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
+from fsdp2kit.checkpoint.state import check_shape, find_weights
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.weights import StoredTensor
+
+# What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+# Tables of positions, which transformers computes now and kept in state dicts before its version 4.31.
+_COMPUTED = ".rotary_emb.inv_freq"
+
+
+def torch_to_dcp(source: Path, out: Path, *, config_dir: Path | None = None) -> None:
+    """Write the weights of a state dict, or of a DCP directory, as a checkpoint for ``model.weights``.
+
+    The names are those of the model's modules, under any prefix (``model.``, ``module.``, …) and with or without what
+    FSDP1, activation checkpointing and `torch.compile` put between. Everything else there, an optimizer say, is left
+    out. Dtypes are kept. Beyond that as `hf_to_dcp`.
+
+    Args:
+        source: a file of `torch.save`, or a directory with a ``.metadata``.
+        config_dir: a Hugging Face directory for config, tokenizer, …. Default: where the source lies.
+
+    Raises:
+        UserError: the source is damaged, is none of these, or of another model; there is no config; `out` is taken.
+        RunFailure: `out` cannot be written.
+    """
+    stored = {_WRAPPERS.sub("", key): one for key, one in (_in_folder if source.is_dir() else _in_file)(source)}
+    config_dir = config_dir or _folder_with_config(source)
+    model = model_of(config_dir)
+    tied = tied_names(model)
+    names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    part = _part_of_model(source, stored, names)
+    keys = find_weights(source, set(part), names=names, tied=tied)
+    for name, tensor in names.items():
+        check_shape(source, keys[name], tuple(part[keys[name]].shape), tuple(tensor.shape))
+    weights = {name: part[key] for name, key in keys.items()}
+    write_weights(weights, out, model=model, config_dir=config_dir)
+
+
+def _in_folder(source: Path) -> Iterator[tuple[str, StoredTensor]]:
+    reader = SafeReader(source)
+    stored = StoredTensors(reader)
+    for key, one in reader.stored_tensors().items():
+        yield key, StoredTensor(one.size, one.properties.dtype, partial(stored.read, key))
+
+
+def _in_file(source: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged file may raise nearly anything
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        what = f"cannot be read as a state dict of tensors ({reason})"
+        raise UserError(str(source), what, "save the model's state dict alone, with torch.save") from error
+    if not isinstance(content, Mapping):
+        what = f"holds a {type(content).__name__} and no state dict"
+        raise UserError(str(source), what, "save the model's state dict alone, with torch.save")
+    for key, tensor in _flat(content):
+        yield key, StoredTensor(tensor.shape, tensor.dtype, partial(Tensor.contiguous, tensor))
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested mappings, by their keys joined with dots, as DCP has them."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+
+
+def _part_of_model(
+    source: Path, stored: Mapping[str, StoredTensor], names: Mapping[str, object]
+) -> dict[str, StoredTensor]:
+    """What lies under the prefix that explains most of the model's names, the shortest of several, without it."""
+    if flat := next((key for key in stored if key.endswith("_flat_param")), None):
+        what = f"holds {flat}, a rank's piece of many parameters at once"
+        raise UserError(str(source), what, "save it as FULL_STATE_DICT or SHARDED_STATE_DICT")
+    prefixes = {key.removesuffix(name) for name in names for key in stored if key.endswith(name)}
+    prefix = max(
+        sorted(prefixes, key=lambda one: (len(one), one)),
+        key=lambda one: sum(one + name in stored for name in names),
+        default="",
+    )
+    part = {key.removeprefix(prefix): one for key, one in stored.items() if key.startswith(prefix)}
+    return {key: one for key, one in part.items() if not key.startswith("optim") and not key.endswith(_COMPUTED)}
+
+
+def _folder_with_config(source: Path) -> Path:
+    folders = [source, source / "hf", source.parent] if source.is_dir() else [source.parent]
+    found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    if found is None:
+        raise UserError(str(source), "has no config.json beside it", "give the model's directory as --config HF_DIR")
+    return found

@@ -1,0 +1,173 @@
+"""Model FLOPs of a step, and the peak of a device: what MFU (arXiv:2204.02311, appendix B) is the quotient of.
+
+FLOPs are those of the model, not of the hardware: what activation checkpointing recomputes does not count.
+
+- Matrices: 2 FLOPs a token for each parameter that multiplies in forward, and twice that in backward (gradients of
+  inputs and of weights): 6 × parameters × tokens (arXiv:2001.08361, section 2.1). Embedding look-ups multiply
+  nothing; an output head does, and counts once when it is tied to the embedding. Norm scales and biases are left out.
+- Experts: the share that one token visits, ``num_experts_per_tok`` ÷ number of experts. Shared experts count in full.
+- Attention: QKᵀ and AV are 2 FLOPs each for every query-key pair, head and channel; causality leaves half of the
+  len² pairs of a document; backward is twice the forward. So 3 × 2 × (qk + v channels) × heads × layers × Σ len² ÷ 2.
+  Sliding-window and sparse attention count as full attention, so their MFU comes out too high; the state updates of
+  linear attention and Mamba layers (beside their matrices) are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Layer types (transformers' names) that have no softmax attention.
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+
+# transformers has no single name for these; the first that a config has is taken.
+_EXPERT_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+
+# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of a figure "with sparsity"). All words
+# of a row must be in the device's name; the first row that fits is taken, so narrower rows stand first.
+_PEAK_TERAFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("GB300",), 2500),
+    (("GB200",), 2500),
+    (("B300",), 2250),
+    (("B200",), 2250),
+    (("GH200",), 989.4),
+    (("H200", "NVL"), 835),
+    (("H200",), 989.4),
+    (("H100", "NVL"), 835),
+    (("H100", "PCIe"), 756),
+    (("H100",), 989.4),
+    (("H800", "PCIe"), 756),
+    (("H800",), 989.4),
+    (("H20",), 148),
+    (("A100",), 312),
+    (("A800",), 312),
+    (("A10",), 125),
+    (("A10G",), 70),
+    (("A40",), 149.7),
+    (("A30",), 165),
+    (("A6000",), 154.8),
+    (("L40S",), 362),
+    (("L40",), 181),
+    (("L20",), 119.5),
+    (("L4",), 121),
+    (("6000", "Ada"), 364.2),
+    (("RTX", "5090"), 209.5),
+    (("RTX", "4090"), 165.2),
+    (("RTX", "3090"), 71),
+    (("MI355X",), 2516.6),
+    (("MI350X",), 2306.9),
+    (("MI325X",), 1307.4),
+    (("MI300X",), 1307.4),
+    (("MI250X",), 191.5),  # one of its two dies, which torch shows as a device each
+)
+
+# Variants of the devices above with other, unlisted peaks.
+_OTHER_VARIANTS = {"MIG", "Laptop", "Max-Q", "D"}
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a model's FLOPs depend on, read off it once: a step then costs a multiplication.
+
+    Attributes:
+        parameters: parameters that multiply each token, experts by their active share (NaN if that is unknown).
+        attention_per_pair: forward FLOPs of all layers' attention for one query-key pair.
+    """
+
+    parameters: float
+    attention_per_pair: float
+
+
+def count_model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Read the counts off a transformers causal LM; it may be on the meta device or sharded."""
+    config = model.config.get_text_config()
+    per_pair = math.fsum(_layer_flops_per_pair(layer) for layer in _attention_layers(config))
+    return ModelFlops(_active_parameters(model, config), per_pair)
+
+
+def flops_per_batch(counts: ModelFlops, *, tokens: int, attention_pairs: int) -> float:
+    """Model FLOPs, forward and backward, of a batch (the formula stands at the top of this file).
+
+    Args:
+        counts: of `count_model_flops`.
+        tokens: input tokens, without padding.
+        attention_pairs: Σ len² over the documents of the batch (not halved).
+
+    Returns:
+        FLOPs; NaN for a mixture of experts whose config does not say how many experts a token visits.
+    """
+    return 6 * counts.parameters * tokens + 3 * counts.attention_per_pair * attention_pairs / 2
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of a device in FLOP/s; None for the CPU and for a device that the table does not know."""
+    if device.type != "cuda":
+        return None
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """`device_peak_flops` by the name that the driver gives, e.g. ``NVIDIA H100 80GB HBM3``."""
+    words = set(name.replace("-", " ").split()) | set(name.split())
+    if words & _OTHER_VARIANTS:
+        return None
+    for needed, teraflops in _PEAK_TERAFLOPS:
+        if words.issuperset(needed):
+            return teraflops * 1e12
+    return None
+
+
+def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> float:
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        looked_up.discard(id(head.weight))  # tied: it is looked up and multiplies
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    experts = _first(config, _EXPERT_COUNT)
+    dense, routed = 0, 0
+    for name, parameter in model.named_parameters():  # names a tied parameter once
+        if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in looked_up:
+            continue
+        # Fused experts are one parameter (experts, out, in); some models keep them outside a module called "experts".
+        fused = parameter.ndim == 3 and parameter.shape[0] == experts and id(parameter) not in convolutions
+        if fused or "experts" in name.split("."):
+            routed += parameter.numel()
+        else:
+            dense += parameter.numel()
+    if not routed:
+        return dense
+    visited = _first(config, _EXPERTS_PER_TOKEN)
+    if not (isinstance(visited, int) and isinstance(experts, int)):
+        return math.nan  # a guess would be reported as if it were a measurement
+    return dense + routed * visited / experts
+
+
+def _attention_layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """What each layer with softmax attention is configured by; in Gemma 4, for one, their heads differ."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = kinds or ["full_attention"] * config.num_hidden_layers
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
+    return [layer for layer, kind in zip(each, kinds, strict=True) if kind not in _WITHOUT_ATTENTION]
+
+
+def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return 0.0  # Mamba, RWKV
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Latent attention (DeepSeek) has other widths for keys than for values.
+    qk_dim = getattr(config, "qk_head_dim", None) or head_dim
+    v_dim = getattr(config, "v_head_dim", None) or head_dim
+    return 2.0 * (qk_dim + v_dim) * heads
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

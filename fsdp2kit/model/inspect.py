@@ -1,0 +1,341 @@
+"""What a model does, tried on one tiny twin of it rather than believed from its config; and what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fsdp2kit.errors import UserError
+
+T = TypeVar("T")
+
+# Sizes that make a twin small. What is not named here (head counts' ratios, norms, scalings, caps) is kept.
+_SMALL = {
+    "vocab_size": 128,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_LAYERS, _HEAD_DIM = 2, 16
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, eq=False)
+class Traits:
+    """Facts about a model's architecture, found once by `inspect_model`. It keeps the twin in memory.
+
+    Attributes:
+        causal: no logit depends on a later token; None: could not be tried.
+        separates_packed: a packed document's logits are those of the document alone, given only position ids that
+            restart; None: could not be tried.
+        linear_head: logits are ``hidden @ weightᵀ`` and nothing else. Where that could not be tried the answer is no,
+            which is always right and only slower.
+        has_position_table: it cannot run beyond ``max_position_embeddings``, learned or computed beforehand.
+        uncalled_modules: names of modules that are never called: the module around them reads their parameters.
+            Convolutions are named untried: fast kernels of Mamba and its like, which a twin on the CPU does not run,
+            take their weights.
+    """
+
+    causal: bool | None
+    separates_packed: bool | None
+    linear_head: bool
+    has_position_table: bool
+    uncalled_modules: frozenset[str]
+    _twin: PreTrainedModel | None = field(repr=False)
+    _outcomes: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, trial: Callable[[PreTrainedModel | None], T]) -> T:
+        """The outcome of trying something on a copy of the twin (None where there is none), remembered by ``key``."""
+        if key not in self._outcomes:
+            self._outcomes[key] = trial(self.twin())
+        return self._outcomes[key]
+
+    def twin(self) -> PreTrainedModel | None:
+        """A copy of the twin to try something on (see `build_twin`), as new each time; None where there is none."""
+        return copy.deepcopy(self._twin)
+
+
+def inspect_model(model: PreTrainedModel) -> Traits:
+    """Build the tiny twin of ``model`` and try everything that this package wants to know of its architecture.
+
+    Args:
+        model: on meta or real, before it is made parallel; it is not changed.
+
+    Raises:
+        UserError: the model is not a decoder with a head on it.
+    """
+    twin = build_twin(model)
+    return Traits(
+        causal=_try(is_causal, twin),
+        separates_packed=_try(separates_packed_documents, twin),
+        linear_head=_has_linear_head(model, copy.deepcopy(twin)),
+        has_position_table=_has_position_table(copy.deepcopy(twin)),
+        uncalled_modules=_uncalled_modules(model, copy.deepcopy(twin)),
+        _twin=twin,
+    )
+
+
+def backbone_name(model: PreTrainedModel) -> str:
+    """Name of the child that turns tokens into hidden states, beside the head.
+
+    Raises:
+        UserError: the model is not a decoder with a head on it.
+    """
+    children = dict(model.named_children())
+    for decoder in (model.base_model, model.get_decoder()):
+        for name, child in children.items():
+            if child is decoder:
+                return name
+    # Some models name their backbone otherwise than their class says; beside the head it is the only one.
+    others = [name for name, child in children.items() if child is not model.get_output_embeddings()]
+    if len(others) == 1:
+        return others[0]
+    what = "is not a decoder with an output head"
+    raise UserError(f"model {type(model).__name__}", what, "use a causal language model")
+
+
+def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> None:
+    """Refuse rows longer than a model's table of positions.
+
+    A config does not say whether its ``max_position_embeddings`` is a table's size or only what the model was trained
+    on; ``traits`` does.
+
+    Raises:
+        UserError: ``seq_len`` is beyond the table.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and seq_len > limit and traits.has_position_table:
+        what = f"{seq_len} is beyond the {limit} positions of {type(model).__name__}, which has a table of them"
+        raise UserError("data.seq_len", what, f"use at most {limit}")
+
+
+def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
+    """Refuse RoPE whose frequencies follow the longest sequence at hand, for rows long enough that they would.
+
+    "dynamic" and "longrope" look at the largest position of a forward pass: that of a micro-batch's longest document,
+    or of a rank's part of it. The same token would be rotated differently on another mesh, and "dynamic" remembers.
+
+    Raises:
+        UserError: ``seq_len`` is beyond the length from which on they do.
+    """
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    for kind in kinds:
+        name = kind.get("rope_type")
+        if name not in ("dynamic", "longrope"):
+            continue
+        original = (name == "longrope" and kind.get("original_max_position_embeddings")) or (
+            getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+        )
+        if seq_len > original:
+            what = (
+                f"{seq_len} is beyond {original}, from where on {name!r} RoPE changes with the longest sequence a "
+                "rank sees, so results would depend on the mesh and the micro-batch"
+            )
+            todo = f"use at most {original}, or another rope_type (such as yarn) in model.config.rope_parameters"
+            raise UserError("data.seq_len", what, todo)
+
+
+def check_attention(attention: str, *, device: torch.device) -> None:
+    """Refuse an attention that cannot train on this device.
+
+    Raises:
+        UserError: FlexAttention on a CPU, where torch has no backward for it.
+    """
+    if device.type == "cpu" and attention == "flex_attention":
+        what = "'flex_attention' has no backward on a CPU"
+        raise UserError("model.attention", what, "use 'sdpa' or 'eager', or a CUDA device")
+
+
+def _try(question: Callable[[PreTrainedModel], bool], twin: PreTrainedModel | None) -> bool | None:
+    try:
+        return None if twin is None else question(twin)
+    except Exception:  # an architecture that does not run on these inputs tells nothing
+        return None
+
+
+@torch.no_grad()
+def is_causal(twin: PreTrainedModel) -> bool:
+    """Whether no logit depends on a later token."""
+    tokens, changed = _tokens(), _tokens()
+    changed[:, -1] += 1
+    before, after = (twin(input_ids=ids, use_cache=False).logits for ids in (tokens, changed))
+    return _same(before[:, :-1], after[:, :-1])
+
+
+@torch.no_grad()
+def separates_packed_documents(twin: PreTrainedModel) -> bool:
+    """Whether a packed document's logits are those of the document alone, given only restarting positions."""
+    tokens = _tokens()
+    half = tokens.shape[1] // 2
+    positions = torch.cat([torch.arange(half), torch.arange(half)])[None]
+    packed = twin(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    alone = [twin(input_ids=part, use_cache=False).logits for part in (tokens[:, :half], tokens[:, half:])]
+    return _same(packed, torch.cat(alone, dim=1))
+
+
+@torch.no_grad()
+def _has_linear_head(model: PreTrainedModel, twin: Any) -> bool:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or twin is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for parameter in twin.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
+    hidden = getattr(twin, backbone_name(twin))(input_ids=tokens, use_cache=False)[0]
+    logits = twin(input_ids=tokens, use_cache=False).logits
+    expected = F.linear(hidden, twin.get_output_embeddings().weight)
+    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def _has_position_table(twin: PreTrainedModel | None) -> bool:
+    size = twin and getattr(twin.config.get_text_config(), "max_position_embeddings", None)
+    # XLNet's is −1: no limit.
+    return isinstance(size, int) and size > 0 and _runs(twin, size) and not _runs(twin, size + 1)
+
+
+@torch.no_grad()
+def _runs(twin: Any, length: int) -> bool:
+    positions = torch.arange(length)[None]
+    try:
+        twin(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
+    except Exception:  # past the end of an embedding, or of a buffer; whatever an architecture raises then
+        return False
+    return True
+
+
+def _uncalled_modules(model: PreTrainedModel, twin: PreTrainedModel | None) -> frozenset[str]:
+    """The twin's layers stand for all layers of their kind."""
+    convolutions = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
+    if twin is None:
+        return convolutions
+    called: set[str] = set()
+    for name, module in twin.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(_any_layer(name)))
+    try:
+        with torch.no_grad():
+            twin(input_ids=_tokens(), use_cache=False)
+    except Exception:  # as in `_try`
+        return convolutions
+    uncalled = {_any_layer(name) for name, _ in twin.named_modules()} - called
+    return convolutions | {name for name, _ in model.named_modules() if _any_layer(name) in uncalled}
+
+
+def _any_layer(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _tokens() -> Tensor:
+    return torch.arange(2, 14)[None]
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-4, atol=1e-4)
+
+
+# The twin
+
+
+def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: bool = False) -> PretrainedConfig:
+    """A copy of ``config`` with few, narrow layers; heads keep their number of groups where they can.
+
+    Args:
+        config: a decoder's config.
+        narrow: shrink the width as well; otherwise heads and hidden size stay.
+        keep_heads: as many heads as before, each narrower.
+    """
+    small = copy.deepcopy(config)
+    for part in {id(part): part for part in (small, small.get_text_config())}.values():
+        _shrink(part, narrow=narrow, keep_heads=keep_heads)
+    return small
+
+
+def _shrink(config: PretrainedConfig, *, narrow: bool, keep_heads: bool) -> None:
+    for key, value in _SMALL.items():
+        if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
+            setattr(config, key, value)
+    for key in _TOKEN_IDS:
+        if getattr(config, key, None) is not None:
+            setattr(config, key, None)
+    depth = min(_LAYERS, config.num_hidden_layers)
+    layer_types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = depth
+    if layer_types:
+        # Every kind of layer must be there: alternating local and global layers need one of each.
+        kinds = list(dict.fromkeys(layer_types))
+        config.num_hidden_layers = depth = max(depth, len(kinds))
+        config.layer_types = (kinds + layer_types)[:depth]
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and narrow:
+        given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        groups = max(1, heads // given_kv_heads)
+        kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
+        config.num_attention_heads = groups * kv_heads
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = kv_heads
+        if hasattr(config, "qk_rope_head_dim"):  # latent attention: what is rotated has a width of its own
+            config.head_dim = config.qk_rope_head_dim
+            config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        elif getattr(config, "head_dim", None) is not None:
+            config.head_dim = _HEAD_DIM
+        config.hidden_size = config.num_attention_heads * _HEAD_DIM
+
+
+def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A small twin of ``model`` on the CPU in eval mode, or None where its architecture does not shrink.
+
+    Few layers of small width; where the widths depend on one another in ways of the architecture's own, few layers
+    of the model's width.
+    """
+    return _try_twin(model, narrow=True) or _try_twin(model, narrow=False)
+
+
+@torch.no_grad()
+def _spread(twin: torch.nn.Module) -> None:
+    """Weights under which every token matters to every score: at the usual 0.02, attention is all but uniform, and
+    what leaks between documents drowns in rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in twin.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _try_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                config = shrink_config(model.config, narrow=narrow)
+                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+                _spread(twin)
+                twin.eval()
+                with torch.no_grad():
+                    twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+        except Exception:  # whatever an unforeseen architecture raises, the answer is: no twin
+            return None
+    return twin

@@ -1,0 +1,161 @@
+"""A model's tensors as its modules name them, and as Hugging Face's files do; both ways.
+
+transformers 5 stores some models under other names, or in other pieces, than it runs them (the experts of a mixture
+become one fused parameter). Loading applies its conversion mapping one target at a time; exports revert it group by
+group, so that no whole model need be in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.random_init import build_skeleton
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """``{alias: canonical name}`` for every parameter that is known under more than one name."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
+
+
+@dataclass
+class Source:
+    """The stored tensors that make one tensor of a model; or several, where a stored tensor is split."""
+
+    name: str
+    """Of the model's tensor; the first of several."""
+    converter: WeightConverter | None
+    """transformers' recipe; None where a tensor is stored as the model has it, but for its name."""
+    stored: list[tuple[str, str]] = field(default_factory=list)
+    """Stored name, and the pattern of the converter that it matches."""
+
+    def targets(self, names: Iterable[str]) -> set[str]:
+        """Those of the model's ``names`` that this makes."""
+        if self.converter is None or len(self.converter.target_patterns) == 1:
+            return {self.name}
+        first, *_ = patterns = self.converter.target_patterns
+        return {self.name, *({self.name.replace(first, pattern) for pattern in patterns} & set(names))}
+
+    def tensors(self, model: PreTrainedModel, slices: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Name in the model and value of each target: something sliceable with a shape, read when it is sliced.
+
+        Args:
+            slices: safetensors slices by stored name.
+        """
+        if self.converter is None:
+            yield self.name, slices[self.stored[0][0]]
+            return
+        converter = copy.deepcopy(self.converter)
+        for stored, pattern in self.stored:
+            read: Any = partial(getitem, slices[stored], ...)
+            converter.add_tensor(self.name, stored, pattern, read)
+        for target, tensor in converter.convert(self.name, model=model, config=model.config).items():
+            yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], list[str]]:
+    """What each of the model's tensors is made of, a tied one once; and the stored names that it has no use for.
+
+    Args:
+        model: on any device, sharded or not.
+        stored: all names in its files.
+    """
+    mapping = get_model_conversion_mapping(build_skeleton(model))  # some entries go by the class, which FSDP changes
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    targets = model.state_dict()
+    found: dict[str, Source] = {}
+    unexpected = []
+    for key in sorted(stored, key=_natural):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = key, None
+        if name not in targets:
+            unexpected.append(key)
+            continue
+        source = found.setdefault(name, Source(name, None if pattern is None else by_pattern[pattern]))
+        source.stored.append((key, pattern or key))
+    # A tied parameter may be stored under either name, or both: one source is kept, under the canonical name.
+    for alias, name in tied_names(model).items():
+        source = found.pop(alias, None)
+        if source is not None and name not in found:
+            source.name = name
+            found[name] = source
+    return list(found.values()), unexpected
+
+
+def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A group of tensors by the model's names → the same, named and converted as `save_pretrained` writes them.
+
+    Args:
+        model: of its own class, not `fully_shard`'s (`build_skeleton` gives one); None: nothing is converted.
+        tensors: a group that can be converted by itself; see `conversion_groups`.
+    """
+    return tensors if model is None else revert_weight_conversion(model, dict(tensors))
+
+
+def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> list[list[str]]:
+    """The finest of three groupings of ``tensors`` that converts to the same names and shapes as all of them at once.
+
+    Tried in turn are every tensor by itself, the tensors of one module, and those of one decoder layer.
+
+    Args:
+        model: as for `to_file_names`.
+        tensors: meta tensors by the model's names.
+
+    Raises:
+        UserError: transformers needs more than a decoder layer at a time to convert this architecture.
+    """
+    expected = _shapes(to_file_names(model, tensors))
+    for group_of in (str, _module_of, _layer_of):
+        groups: dict[str, list[str]] = {}
+        for name in tensors:
+            groups.setdefault(group_of(name), []).append(name)
+        converted: dict[str, tuple[int, ...]] = {}
+        try:
+            for names in groups.values():
+                converted.update(_shapes(to_file_names(model, {name: tensors[name] for name in names})))
+        except Exception:  # an incomplete group makes a conversion fail in any way it likes; try a larger one
+            continue
+        if converted == expected:
+            return list(groups.values())
+    kind = type(model).__name__
+    what = f"the export of {kind} is not supported yet: its tensors cannot be converted a decoder layer at a time"
+    raise UserError("export", what, f"load the checkpoint into a {kind} and call save_pretrained")
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key in which expert 10 follows expert 9; converters stack pieces in this order."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,0 +1,143 @@
+"""Optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.optim.host_state import keep_state_on_host, local_part, sharded_like
+from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
+from fsdp2kit.optim.rounded_adamw import RoundedAdamW
+
+
+def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host: bool = False) -> Optimizer:
+    """The optimizer of ``section.name`` over the trainable parameters.
+
+    Norms and biases (fewer than two dimensions) are not decayed. Build it after the model is sharded and its
+    parameters are where they stay.
+
+    Args:
+        state_on_host: keep the moments in pinned host memory (`keep_state_on_host`), where parameters are not.
+
+    Raises:
+        UserError: the optimizer is torchao's, and that is not installed.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if section.name == "muon":
+        matrices = hidden_matrices(model)
+        inside = {id(matrix) for matrix in matrices}
+        optimizer: Optimizer = MuonAdamW(
+            _groups(matrices, section),
+            _groups([parameter for parameter in trainable if id(parameter) not in inside], section),
+            lr=section.lr,
+            momentum=section.muon_momentum,
+            betas=section.betas,
+            eps=section.eps,
+        )
+    elif section.name == "adamw":
+        optimizer = torch.optim.AdamW(
+            _groups(trainable, section),
+            lr=section.lr,
+            betas=section.betas,
+            eps=section.eps,
+            fused=True,  # one kernel over all shards, on CPU and CUDA alike
+        )
+    elif section.name == "adamw_bf16":
+        optimizer = RoundedAdamW(_groups(trainable, section), lr=section.lr, betas=section.betas, eps=section.eps)
+    elif section.name == "adamw_8bit":
+        return _build_adamw_8bit(section, _groups(trainable, section))
+    else:
+        raise ValueError(f"no optimizer is built for optimizer.name = {section.name!r}")
+    if state_on_host and any(parameter.device.type != "cpu" for parameter in trainable):
+        keep_state_on_host(optimizer)
+    return optimizer
+
+
+def _groups(parameters: Sequence[nn.Parameter], section: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups, the decayed and then the others, without empty ones."""
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    exempt = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _build_adamw_8bit(section: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """torchao's ``AdamW8bit`` (arXiv:2110.02861) with all its state made: codes into a table, and scales of blocks.
+
+    torchao's blocks depend on the mesh; here none leaves a row of the whole tensor, and checkpoints fit any mesh.
+    """
+    try:
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+        from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        what = f"'adamw_8bit' is torchao's, which cannot be imported ({error})"
+        raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'") from None
+    optimizer = AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        state = optimizer.state[parameter] = {"step": torch.tensor(0.0)}
+        shard, block = local_part(parameter), block_size(parameter)
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            if block is None:
+                state[name] = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                zeros = OptimState8bit.zeros(shard.shape, signed, block, shard.device, dtype=shard.dtype)
+                state[name] = sharded_like(parameter, zeros)
+    if all(parameter.device.type == "cpu" for parameter in optimizer.state):
+        compiled_step = optimizer.step  # on a CPU compiling takes a C++ compiler and many seconds a shape
+
+        def step(_optimizer: Optimizer, closure: None = None) -> None:
+            with torch.compiler.set_stance("force_eager"):
+                compiled_step()
+
+        optimizer.step = MethodType(step, optimizer)
+    return optimizer
+
+
+def block_size(parameter: torch.Tensor) -> int | None:
+    """Elements that share a scale: the largest power of two that divides the rows, or None: keep float32 moments.
+
+    Vectors and small tensors are not quantised, nor is one of which a rank has no row: torchao cannot keep that.
+    """
+    block = math.gcd(parameter.shape[-1], 256) if parameter.ndim >= 2 else 1
+    if isinstance(parameter, DTensor):
+        for placement, shards in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            rows = parameter.shape[placement.dim] if isinstance(placement, Shard) else None
+            if rows is not None and -(-rows // shards) * (shards - 1) >= rows:
+                return None
+    return block if block >= 32 and parameter.numel() >= 4096 else None
+
+
+def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_steps: int, step: int = 0) -> LambdaLR:
+    """A transformers schedule, positioned at ``step``: the next optimizer step uses the rate of that step.
+
+    The position is a number, not saved state, so a resumed run may change the schedule or the peak rate.
+
+    Args:
+        total_steps: length of the whole run in optimizer steps.
+        step: optimizer steps already taken.
+    """
+    decay = {"num_decay_steps": section.decay_steps or max(1, total_steps // 10), "min_lr_ratio": section.min_lr_ratio}
+    name, options = {
+        "constant": ("constant_with_warmup", {}),
+        "linear": ("linear", {}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": section.min_lr_ratio}),
+        "wsd": ("warmup_stable_decay", decay),
+    }[section.name]
+    schedule: Any = get_scheduler(
+        name, optimizer, section.warmup_steps, total_steps, scheduler_specific_kwargs=options
+    )
+    schedule.last_epoch = step
+    for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(step)
+    return schedule

@@ -1,0 +1,154 @@
+"""Muon for matrices that are sharded by rows, and AdamW for everything else, as one optimizer.
+
+Muon's update is the momentum of a matrix made orthogonal (Jordan et al., https://kellerjordan.github.io/posts/muon),
+which takes the whole matrix. torch's own Muon takes sharded ones too and is right up to rounding, but in a row of 12
+to 16 collectives a matrix, and where rows outnumber columns it sums bfloat16 products across ranks. Here as many
+matrices as there are shards are handled at a time: one all-to-all brings each whole matrix to one rank, that rank runs
+torch's own iteration on it, and another takes the rows back. So every rank orthogonalises its share of the matrices
+once, and the result is that of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from fsdp2kit.optim.host_state import local_part
+from fsdp2kit.torch_compat import orthogonalize
+
+ParameterGroup = dict[str, Any]
+
+
+class MuonAdamW(Optimizer):
+    """`torch.optim.Muon` with Nesterov momentum on some groups, `torch.optim.AdamW` on the others.
+
+    Every rank of the parameters' mesh must call `step`, with gradients for the same parameters.
+
+    Muon's updates are scaled to the root mean square that AdamW's have, by 0.2 · sqrt(max(rows, columns))
+    (arXiv:2502.16982, torch's ``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both.
+
+    Args:
+        matrices: parameter groups of Muon, two-dimensional, whole or sharded over their first dimension.
+        others: parameter groups of AdamW.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[ParameterGroup],
+        others: Iterable[ParameterGroup],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._adamw: torch.optim.AdamW | None = None
+        groups = [{"lr": lr, "momentum": momentum, **group} for group in matrices]
+        if others := list(others):
+            self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+            groups += self._adamw.param_groups
+        super().__init__(groups, {"weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        if self._adamw is not None:
+            # The same dicts and tensors, looked up anew because loading a state dict replaces them.
+            self._adamw.param_groups = [group for group in self.param_groups if "betas" in group]
+            self._adamw.state = self.state
+            self._adamw.step()
+        for group in self.param_groups:
+            if "momentum" in group:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: ParameterGroup) -> None:
+        matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+        matrices.sort(key=lambda matrix: matrix.shape)  # those handled together are then of one size, or nearly
+        at_once = max((_shards(matrix)[0] for matrix in matrices), default=1)
+        for start in range(0, len(matrices), at_once):
+            batch = matrices[start : start + at_once]
+            updates = [self._momentum(matrix, matrix.grad, group["momentum"]) for matrix in batch]
+            for matrix, update in zip(batch, orthogonal(batch, updates), strict=True):
+                rate = group["lr"] * (0.2 * math.sqrt(max(matrix.shape)))
+                local = local_part(matrix)
+                local.mul_(1 - group["lr"] * group["weight_decay"])
+                local.add_(update, alpha=-rate)
+
+    def _momentum(self, matrix: Tensor, gradient: Tensor, momentum: float) -> Tensor:
+        """Nesterov's: this rank's rows, in bfloat16, which torch's iteration computes in anyhow."""
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        rows, buffer = local_part(gradient), local_part(state["momentum_buffer"])
+        buffer.lerp_(rows, 1 - momentum)
+        return rows.lerp(buffer, momentum).bfloat16()
+
+
+def orthogonal(matrices: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's rows of each matrix made orthogonal.
+
+    Args:
+        matrices: at most as many as each has shards, with their global shapes; only their layout is looked at.
+        parts: this rank's rows of them, in bfloat16.
+    """
+    shards, group = _shards(matrices[0])
+    if shards == 1:
+        return [orthogonalize(part) for part in parts]
+    rank = dist.get_rank(group)
+    # What each rank has of the matrix that this one sees whole, and this one of all.
+    whole = _sizes(matrices[rank], shards) if rank < len(matrices) else [0] * shards
+    own = [part.numel() for part in parts] + [0] * (shards - len(parts))
+    collected = parts[0].new_empty(sum(whole))
+    dist.all_to_all_single(collected, torch.cat([part.flatten() for part in parts]), whole, own, group=group)
+    if rank < len(matrices):
+        collected = orthogonalize(collected.view(matrices[rank].shape)).flatten()
+    returned = parts[0].new_empty(sum(own))
+    dist.all_to_all_single(returned, collected, own, whole, group=group)
+    pieces = returned.split(own)
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=False)]
+
+
+def _sizes(matrix: Tensor, shards: int) -> list[int]:
+    """Elements of each rank's rows: as `Shard(0)` cuts them, the last ranks may have fewer, or none."""
+    rows, columns = matrix.shape
+    most = -(-rows // shards)
+    return [columns * max(0, min(most, rows - rank * most)) for rank in range(shards)]
+
+
+def _shards(matrix: Tensor) -> tuple[int, dist.ProcessGroup | None]:
+    """Over how many ranks the rows are spread, and their group."""
+    if not isinstance(matrix, DTensor):
+        return 1, None
+    mesh, placements = matrix.device_mesh, matrix.placements
+    spread = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
+    if not spread:
+        return 1, None
+    if len(spread) > 1 or placements[spread[0]] != Shard(0):
+        raise NotImplementedError(f"Muon wants matrices sharded by rows over one mesh dimension, not {placements}")
+    return mesh.size(spread[0]), mesh.get_group(spread[0])
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable weights that Muon is meant for: those of linear maps inside the model.
+
+    They are the two-dimensional parameters named ``weight``, without embeddings and the output head (which the authors
+    leave to AdamW). Three-dimensional weights, such as experts in one tensor, are not among them: torch's Muon takes
+    two dimensions only.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()  # names a tied one once
+        if name.endswith(".weight")
+        and parameter.ndim == 2
+        and parameter.requires_grad
+        and id(parameter) not in outside
+    ]

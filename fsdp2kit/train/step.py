@@ -1,0 +1,260 @@
+"""A step: read a global batch, accumulate its gradients, clip them, update the parameters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.distributed import agree, gather_objects
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.parallel.fsdp import reshards_after_forward
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.train.throughput import PhaseMemory
+
+Objective = Callable[[Any, dict[str, Any]], tuple[Tensor, Tensor | None]]
+"""Takes the model and a micro-batch's inputs on the device; returns the loss summed over this rank's targets (a
+float32 scalar for backward) and, for a mix, the detached sum of each source (float64 ``[G]``), otherwise None. See
+docs/recipes.md."""
+
+
+def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The `Objective` of supervised training: next-token cross-entropy on the model's own head."""
+    loss = model.loss_sum(**inputs)
+    return loss if isinstance(loss, tuple) else (loss, None)
+
+
+class HeldOut(Protocol):
+    """What an evaluation calls of a loader."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def source_names(self) -> tuple[str, ...]: ...
+
+    def batch(self, index: int, /) -> Sequence[Any]:
+        """This data-parallel rank's micro-batches of a global batch."""
+        ...
+
+
+class Batches(HeldOut, Protocol):
+    """What the loop calls of a loader."""
+
+    def state(self, index: int, /) -> dict[str, Any] | None:
+        """A stream's state from which batch ``index`` can be made again; None for data that is not a stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of a global batch, and the token counts of the whole global batch."""
+
+    micro_batches: Sequence[Any]
+    supervised_tokens: int
+    input_tokens: int
+    attention_pairs: int
+    capacity: int
+    """Tokens including padding."""
+    tokens_by_source: Mapping[str, int]
+    """Supervised tokens of each source of a mix."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+    save_failed: bool
+    """Whether a save failed on any rank."""
+    seconds: float
+    """How long this rank waited for the data."""
+
+
+def next_batch(
+    batches: HeldOut, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
+) -> GlobalBatch:
+    """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
+
+    Args:
+        stop: whether this rank was asked to stop.
+        save_failed: whether a save failed on this rank.
+
+    Raises:
+        UserError: a rank could not read its rows, or the batch has no supervised token.
+    """
+    start = time.perf_counter()
+    micro_batches: Sequence[Any] = []
+    error: Exception | None = None
+    try:
+        micro_batches = batches.batch(index)
+    except Exception as problem:
+        error = problem
+    seconds = time.perf_counter() - start
+    names = ("supervised_tokens", "input_tokens", "attention_pairs", "capacity")
+    counts = [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
+    # A rank whose batch failed sends as many numbers.
+    for number in range(len(batches.source_names)):
+        counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
+    (failed, stops, failed_saves), sums = mesh.sum_over_rows(
+        [float(error is not None), float(stop), float(save_failed)], counts
+    )
+    if failed:
+        agree(error)
+    supervised, inputs, pairs, capacity, *by_source = sums
+    if not supervised:
+        raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
+    named = dict(zip(batches.source_names, by_source, strict=True))
+    return GlobalBatch(
+        micro_batches, supervised, inputs, pairs, capacity, named, bool(stops), bool(failed_saves), seconds
+    )
+
+
+def train_step(
+    model: Any,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
+    batch: GlobalBatch,
+    *,
+    objective: Objective,
+    shard: Callable[[Any], dict[str, Any]],
+    config: TrainingConfig,
+    mesh: Mesh,
+    step: int,
+    before_update: Callable[[], None] = lambda: None,
+    memory: PhaseMemory,
+) -> dict[str, float]:
+    """One optimizer step on one global batch. Collective.
+
+    Args:
+        shard: from a micro-batch on the host to this rank's inputs of ``objective``, on the device.
+        before_update: called before the optimizer's step, which changes what a save may still be copying.
+        memory: its `end` is called after each phase of the step.
+
+    Returns:
+        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
+        that source's supervised tokens, if it has any in this batch.
+    """
+    memory.start()
+    local_loss = accumulate_gradients(
+        model,
+        batch,
+        objective=objective,
+        shard=shard,
+        fsdp=config.fsdp,
+        mesh=mesh,
+        end_phase=memory.end,
+    )
+    norm = gradient_norm(model)
+    if config.train.max_grad_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.max_grad_norm, norm)
+    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
+    loss, *parts, norm_value = _read(mesh.sum_loss(local_loss.clone()), norm)
+    record = {"loss": loss, "grad_norm": norm_value, "lr": lr}
+    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
+        if tokens:
+            record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
+    if is_finite(record):
+        before_update()
+        optimizer.step()
+    elif config.train.on_nonfinite == "stop":
+        raise_nonfinite(local_loss, norm_value, step=step)
+    schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    memory.end("optimizer")
+    return record
+
+
+def accumulate_gradients(
+    model: Any,
+    batch: GlobalBatch,
+    *,
+    objective: Objective,
+    shard: Callable[[Any], dict[str, Any]],
+    fsdp: FSDPConfig,
+    mesh: Mesh,
+    end_phase: Callable[[str], None] = lambda phase: None,
+) -> Tensor:
+    """Forward and backward over this rank's micro-batches, one at a time on the device.
+
+    Gradients are reduced once, with the last micro-batch, unless ``fsdp.reduce_every_micro_batch``. Units that are not
+    freed after forward stay gathered until then: their parameters do not change within a step.
+
+    Args:
+        model: a sharded model.
+        shard: from a micro-batch on the host to this rank's inputs of ``objective``, on the device.
+        end_phase: called with "forward" and "backward" when each is over.
+
+    Returns:
+        This rank's summed loss ÷ the global batch's supervised tokens, a float32 scalar on the device, to be summed
+        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it.
+    """
+    keeps_units = reshards_after_forward(fsdp) is False
+    scale = mesh.gradient_ranks / batch.supervised_tokens  # FSDP2 averages gradients over these ranks
+    total = None
+    for number, micro in enumerate(batch.micro_batches, start=1):
+        last = number == len(batch.micro_batches)
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or fsdp.reduce_every_micro_batch)
+        model.set_reshard_after_backward(last or not keeps_units)
+        loss, parts = objective(model, shard(micro))
+        end_phase("forward")
+        (loss * scale).backward()
+        end_phase("backward")
+        found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
+        total = found if total is None else total + found
+    assert total is not None, "a data-parallel rank has at least one micro-batch"
+    return total / batch.supervised_tokens
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The global L2 norm of all gradients, before clipping: a float32 scalar, the same on every rank."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if any(gradient.device.type == "cpu" for gradient in gradients):
+        # On a CPU torch's float32 norm adds squares one by one: for 28 million of them the error is 1e-4, and another
+        # one for each sharding.
+        norm = torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients])).float()
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """The L2 norm, a float64 scalar: float32 within rows, which are short enough for it, and float64 over the rows.
+
+    float64 throughout would copy all elements to float64: 5 % of the time of a step of SmolLM2 with 8 layers.
+    """
+    rows = torch.linalg.vector_norm(gradient, dim=-1) if gradient.ndim > 1 else gradient
+    return torch.linalg.vector_norm(rows, dtype=torch.float64)
+
+
+def is_finite(record: Mapping[str, float]) -> bool:
+    """Whether loss and gradient norm of a step are finite; if not, the step changed no parameter."""
+    return math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+
+
+def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
+    """Name the step and the ranks with a non-finite loss.
+
+    Raises:
+        RunFailure: always, on every rank.
+    """
+    ranks = [
+        rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.flatten()[0].item()))) if not finite
+    ]
+    if ranks:
+        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+    else:
+        what = f"the gradient norm is {norm} although every rank's loss is finite"
+    raise RunFailure(
+        f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
+        'or set train.on_nonfinite = "skip"'
+    )
+
+
+def _read(*figures: Tensor) -> Sequence[float]:
+    """Copy device scalars and vectors to the host, waiting once."""
+    return torch.cat([figure.detach().to(figures[0].device, torch.float64).flatten() for figure in figures]).tolist()

@@ -1,0 +1,81 @@
+"""A run that an earlier version wrote (two ranks, commit 971095b) is verified, resumed, started from and exported.
+
+``fixtures/run-of-0.1.tar.gz`` holds its TOML, its metrics, the checkpoints of steps 2 and 4 and the export of step 4.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp2kit.checkpoint.__main__ import main
+from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
+from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.model.assets import config_digest
+from fsdp2kit.run import load
+from tests.workers import WorkerPool
+
+FIXTURE = Path(__file__).parent / "fixtures" / "run-of-0.1.tar.gz"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    return tmp_path / "old"
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_is_verified(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4):
+        assert main(["verify", str(checkpoint(old, step))]) == 0
+        assert f"whole: step {step}, 6 files" in capsys.readouterr().out
+
+
+def test_it_is_exported_to_the_same_files_and_its_export_is_known(old: Path, tmp_path: Path) -> None:
+    dcp_to_hf(checkpoint(old, 4), tmp_path / "out")
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (old / "hf" / name).read_bytes()
+    assert not ensure_export(checkpoint(old, 4), out=old / "hf", dtype="float32")
+    assert ensure_export(checkpoint(old, 2), out=old / "hf", dtype="float32")
+
+
+def test_its_weights_start_another_run(old: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(old / "hf"))
+    load_weights(checkpoint(old, 4), model)
+    exported = load_file(old / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], parameter) for name, parameter in model.named_parameters())
+
+
+def resume(toml: str, run_dir: str) -> None:
+    recipe, config = load(toml, [f"run.dir='{run_dir}'"])
+    recipe.main(config)
+
+
+def test_it_is_resumed_and_ends_as_it_did(pool: WorkerPool, old: Path) -> None:
+    expected = metrics(old)
+    digest = config_digest(AutoConfig.from_pretrained(old / "hf"))  # depends on transformers' version
+    for path in (old / "checkpoints").glob("step-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["identity"]["model"] = digest
+        path.write_text(json.dumps(manifest))
+    checkpoint(old, 4).rename(old / "of step 4")
+    pool.run(2, resume, str(old / "run.toml"), str(old))
+    assert [line["step"] for line in metrics(old)] == [1, 2, 3, 4]
+    for ours, theirs in zip(metrics(old)[2:], expected[2:], strict=True):
+        for key in ("loss", "grad_norm", "lr", "tokens_total"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+    assert main(["verify", str(checkpoint(old, 4))]) == 0

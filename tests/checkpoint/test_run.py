@@ -1,0 +1,101 @@
+"""The checkpoints of a run: where it starts from, what is saved, and which saves are exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
+from fsdp2kit.model.build import build_model, source_of
+from fsdp2kit.progress import Progress
+from tests.checkpoint import jobs
+
+
+def checkpoints_of(run_dir: Path, **section: Any) -> Checkpoints:
+    return jobs.checkpoints_of(run_dir, jobs.tiny_llama(), **section)
+
+
+def exported_step(out: Path) -> int | None:
+    record = out / ".fsdp2kit-export.json"
+    return json.loads(record.read_text())["step"] if record.is_file() else None
+
+
+@pytest.mark.parametrize(
+    ("when", "steps"), [("every", [2, 3]), ("final", [None, 3]), ("never", [None, None])], ids=lambda value: str(value)
+)
+def test_saves_are_exported_when_the_section_says(tmp_path: Path, when: str, steps: list[int | None]) -> None:
+    checkpoints = checkpoints_of(tmp_path, export_hf=when)
+    for step, expected in zip((2, 3), steps, strict=True):
+        checkpoints.save(jobs.progress_at(step), is_over=step == 3)
+        assert exported_step(tmp_path / "hf") == expected
+    manifest = read_manifest(tmp_path / "checkpoints" / "step-000003")
+    assert manifest.progress["wandb_id"] == jobs.progress_at(3).wandb_id
+
+
+def test_an_export_goes_where_the_section_says(tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(tmp_path / "run", export_dir=str(tmp_path / "elsewhere"), export_dtype="float32")
+    checkpoints.save(jobs.progress_at(3), is_over=True)
+    assert not (tmp_path / "run" / "hf").exists()
+    found = load_file(tmp_path / "elsewhere" / "model.safetensors")["model.norm.weight"]
+    assert (found == jobs.tiny_llama().model.norm.weight).all()
+
+
+def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(tmp_path)
+    checkpoints.export_resumed(is_over=True)  # nothing was resumed from
+    for step in (2, 3):
+        checkpoints.save(jobs.progress_at(step), is_over=step == 3)
+    shutil.rmtree(tmp_path / "hf")
+    resumed = checkpoints_of(tmp_path)
+    assert resumed.start() == jobs.progress_at(3)
+    assert resumed.resumed == tmp_path / "checkpoints" / "step-000003"
+    resumed.export_resumed(is_over=False)
+    assert exported_step(tmp_path / "hf") is None
+    resumed.export_resumed(is_over=True)
+    assert exported_step(tmp_path / "hf") == 3
+
+
+def test_they_are_built_alone_from_a_config(tmp_path: Path) -> None:
+    """A source, a fresh start from its weights, a save, and a resume that says what has changed."""
+    source = jobs.tiny_llama().bfloat16()
+    source.save_pretrained(tmp_path / "source")
+    job = SimpleNamespace(run_dir=tmp_path / "run", environment={"world_size": 1, "versions": {"torch": "1"}})
+    data = SimpleNamespace(fingerprint="of the data")
+
+    def built(model: torch.nn.Module, **settings: Any) -> Checkpoints:
+        config = TrainingConfig(recipe="sft", model=ModelConfig(path=str(tmp_path / "source")), **settings)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        vars(model)["_fsdp2kit_source"] = source_of(build_model(config.model))
+        return build_checkpoints(config, model, jobs.adamw(model), job=job, data=data, tokenizer=None)
+
+    fresh = jobs.tiny_llama(seed=1)
+    with built(fresh) as checkpoints:
+        assert checkpoints.start() == Progress()
+        assert checkpoints.describe() == []
+        assert torch.equal(fresh.model.norm.weight, source.model.norm.weight.float())
+        path = checkpoints.save(jobs.progress_at(1), is_over=True)
+    manifest = read_manifest(path)
+    assert manifest.identity["data"] == "of the data"
+    assert manifest.environment == job.environment
+    exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert (exported["dtype"], exported["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+
+    job.environment = {"world_size": 2, "versions": {"torch": "1"}}
+    again = jobs.tiny_llama(seed=1)
+    with built(again) as checkpoints:
+        assert checkpoints.start() == jobs.progress_at(1)
+        assert checkpoints.describe() == ["resumed from step 1; changed since: world_size 1 → 2"]
+        assert torch.equal(again.model.norm.weight, fresh.model.norm.weight)
+    never = RunConfig(resume="never")
+    with built(again, run=never, checkpoint=CheckpointConfig(export_hf="never")) as checkpoints:
+        assert checkpoints.start() == Progress()

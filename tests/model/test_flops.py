@@ -1,0 +1,187 @@
+"""Model FLOPs against counts done by hand, and the table of device peaks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp2kit.model import flops
+from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch, peak_flops_of
+
+# 2 layers, hidden 32, 4 heads of 8, 2 key-value heads of 8, MLP 48, vocabulary 64.
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ATTENTION = 32 * 32 + 2 * 32 * 16 + 32 * 32  # q, k and v, o
+MLP = 3 * 32 * 48
+HEAD = 32 * 64
+TOKENS, PAIRS = 10, 4**2 + 6**2  # two documents
+
+
+def model_on_meta(model_type: str, **overrides: object) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **{**TINY, **overrides})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def estimate_flops(model: PreTrainedModel, *, tokens: int, attention_pairs: int) -> float:
+    return flops_per_batch(count_model_flops(model), tokens=tokens, attention_pairs=attention_pairs)
+
+
+def attention_flops(*, channels: int = 8 + 8, layers: int = 2) -> float:
+    forward = 2 * channels * 4 * (PAIRS / 2) * layers  # QKᵀ and AV over half of the pairs, 4 heads
+    return 3 * forward
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_counts_the_head_once_and_no_lookup(tied: bool) -> None:
+    model = model_on_meta("llama", tie_word_embeddings=tied)
+    expected = 6 * (2 * (ATTENTION + MLP) + HEAD) * TOKENS + attention_flops()
+    assert estimate_flops(model, tokens=TOKENS, attention_pairs=PAIRS) == expected
+
+
+def test_an_independent_reference_counts_the_same_matrices() -> None:
+    """torch's own counter sees every matmul that really runs; it counts all len² pairs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = AutoConfig.for_model("llama", **TINY, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    ours = estimate_flops(model, tokens=TOKENS, attention_pairs=2 * TOKENS**2)  # eager attention skips no pair
+    # Not equal: some versions of transformers compute the angles of RoPE with a matmul (1e-4 of the whole here).
+    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_head_dim_of_its_own() -> None:
+    model = model_on_meta("llama", head_dim=16)
+    wide = 32 * 64 + 2 * 32 * 32 + 64 * 32
+    expected = 6 * (2 * (wide + MLP) + HEAD) * TOKENS + attention_flops(channels=16 + 16)
+    assert estimate_flops(model, tokens=TOKENS, attention_pairs=PAIRS) == expected
+
+
+def test_latent_attention_has_two_widths() -> None:
+    model = model_on_meta(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=2,
+    )
+    assert count_model_flops(model).attention_per_pair == 2 * (12 + 6) * 4 * 2
+
+
+def test_heads_of_two_widths() -> None:
+    """Gemma 4's full attention has wider heads than its windows; torch's counter sees what really runs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **TINY,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=4,
+        attn_implementation="eager",
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    widths = [layer.self_attn.q_proj.weight.shape[0] // 4 for layer in model.model.layers]
+    assert widths[0] < widths[1]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    counts = count_model_flops(model)
+
+    assert counts.attention_per_pair == sum(2 * 2 * width * 4 for width in widths)
+    ours = estimate_flops(model, tokens=TOKENS, attention_pairs=2 * TOKENS**2)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
+
+
+def test_experts_count_by_the_share_a_token_visits() -> None:
+    mixtral = model_on_meta("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    router = 32 * 4
+    expected = 2 * (ATTENTION + router + 2 * MLP) + HEAD
+    assert count_model_flops(mixtral).parameters == expected
+
+
+def test_sparse_and_dense_layers_mixed() -> None:
+    qwen = model_on_meta(
+        "qwen3_moe",
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[1],
+    )
+    sparse = 32 * 8 + 2 * (3 * 32 * 16)
+    assert count_model_flops(qwen).parameters == 2 * ATTENTION + sparse + MLP + HEAD
+
+
+def test_shared_experts_count_in_full() -> None:
+    qwen = model_on_meta(
+        "qwen2_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    )
+    layer = ATTENTION + 32 * 8 + 2 * (3 * 32 * 16) + 3 * 32 * 24 + 32  # router, routed, shared, shared gate
+    assert count_model_flops(qwen).parameters == 2 * layer + HEAD
+
+
+def test_experts_outside_a_module_of_that_name() -> None:
+    granite = model_on_meta("granitemoe", num_local_experts=4, num_experts_per_tok=2)
+    assert count_model_flops(granite).parameters == 2 * (ATTENTION + 32 * 4 + 2 * MLP) + HEAD
+
+
+def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtral = model_on_meta("mixtral", num_local_experts=4)
+    monkeypatch.setattr(flops, "_EXPERTS_PER_TOKEN", ("a_name_of_its_own",))
+    assert math.isnan(estimate_flops(mixtral, tokens=TOKENS, attention_pairs=PAIRS))
+
+
+def test_layers_without_attention() -> None:
+    model = model_on_meta("llama")
+    model.config.layer_types = ["linear_attention", "sliding_attention"]
+    assert count_model_flops(model).attention_per_pair == 2 * (8 + 8) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA T4", None),
+    ],
+)
+def test_device_peaks(name: str, teraflops: float | None) -> None:
+    assert peak_flops_of(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_the_cpu_has_no_known_peak() -> None:
+    assert device_peak_flops(torch.device("cpu")) is None

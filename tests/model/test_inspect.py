@@ -1,0 +1,195 @@
+"""Tiny twins, what is found out on them, and the limits of a model: those where plain transformers fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model import inspect
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import (
+    build_twin,
+    check_attention,
+    check_positions,
+    check_rope,
+    inspect_model,
+    is_causal,
+    separates_packed_documents,
+    shrink_config,
+)
+from tests.reference import TINY, tiny_model
+
+
+def on_attention(model: PreTrainedModel) -> tuple[bool | None, bool | None]:
+    """Whether it is causal, and whether it separates packed documents."""
+    traits = inspect_model(model)
+    return traits.causal, traits.separates_packed
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_usual_models_are_causal_and_separate_documents(kind: str) -> None:
+    assert on_attention(tiny_model(kind)) == (True, True)
+
+
+def test_a_bidirectional_model_is_recognised() -> None:
+    model = AutoModelForCausalLM.from_config(shrink_config(AutoConfig.for_model("gemma3_text")))
+    model.config.use_bidirectional_attention = True
+    assert inspect_model(model).causal is False
+
+
+def test_a_recurrent_model_does_not_separate_documents() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2))
+    assert on_attention(model) in [(None, None), (True, False)]
+
+
+def test_both_probes_can_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = build_twin(tiny_model("smollm2"))
+    assert isinstance(twin, LlamaForCausalLM)
+    original = twin.forward
+
+    def shuffled(input_ids: torch.Tensor, position_ids: Any = None, **options: Any) -> Any:
+        return original(input_ids=input_ids.flip(1), **options)  # positions are ignored, order is turned
+
+    monkeypatch.setattr(twin, "forward", shuffled)
+    assert not is_causal(twin)
+    assert not separates_packed_documents(twin)
+
+
+def test_a_model_that_has_no_twin_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "build_twin", lambda model: None)
+    traits = inspect_model(tiny_model("smollm2"))
+    assert (traits.causal, traits.separates_packed, traits.linear_head) == (None, None, False)
+    assert traits.twin() is None
+
+
+def test_what_is_done_to_a_twin_stays_with_it() -> None:
+    traits, tokens = inspect_model(tiny_model("llama3")), torch.arange(8)[None]
+    twin, other = traits.twin(), traits.twin()
+    assert twin is not None
+    assert other is not None
+    logits = twin(input_ids=tokens, use_cache=False).logits
+    twin.config.eos_token_id = 5
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    twin.get_input_embeddings().register_forward_hook(lambda *_: pytest.fail("it is another's"))
+    again = traits.twin()
+    assert again is not None
+    for each in (other, again):
+        assert each.config.eos_token_id is None
+        assert torch.equal(each(input_ids=tokens, use_cache=False).logits, logits)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mixtral", "phi3", "olmo2", "gpt2"]
+)
+def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    before, state = model.config.to_dict(), torch.random.get_rng_state()
+    twin = build_twin(model)
+    assert twin is not None
+    assert type(twin) is type(model)
+    assert not twin.training
+    assert sum(parameter.numel() for parameter in twin.parameters()) < 500_000
+    assert model.config.to_dict() == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_every_kind_of_layer_is_in_the_twin() -> None:
+    config = shrink_config(AutoConfig.for_model("gemma3_text"))
+    assert sorted(config.layer_types) == ["full_attention", "sliding_attention"]
+
+
+# Limits
+
+SMALL = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
+    "gpt_bigcode": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
+    "gptj": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "rotary_dim": 4},
+    "opt": {
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 24,
+    },
+    "llama": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "max_position_embeddings": 24},
+    "mistral": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_what_is_refused_is_what_transformers_cannot_run(kind: str) -> None:
+    config = AutoConfig.for_model(kind, vocab_size=32, **SMALL[kind])
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    section = ModelConfig(
+        config={"model_type": kind, "vocab_size": 32, **SMALL[kind]}, weights="random", attention="eager"
+    )
+    ours = build_model(section)
+    traits = inspect_model(ours)
+    for length in (24, 25):
+        positions = torch.arange(length)[None]
+        try:
+            plain(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
+        except (IndexError, RuntimeError):
+            with pytest.raises(UserError, match=r"data\.seq_len: 25 is beyond the 24 positions of .*; use at most 24"):
+                check_positions(ours, traits, seq_len=length)
+        else:
+            check_positions(ours, traits, seq_len=length)
+            assert length == 24 or kind in ("llama", "mistral")
+
+
+def test_no_positions_in_a_config_are_no_table() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shrink_config(AutoConfig.for_model("xlnet")))
+    assert model.config.max_position_embeddings == -1
+    check_positions(model, inspect_model(model), seq_len=4096)
+
+
+def test_flex_attention_trains_on_cuda_alone() -> None:
+    check_attention("flex_attention", device=torch.device("cuda"))
+    check_attention("sdpa", device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"model\.attention: .* no backward on a CPU"):
+        check_attention("flex_attention", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 32,
+            },
+            32,
+        ),
+    ],
+)
+def test_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_limit(
+    parameters: dict, limit: int
+) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters)
+    check_rope(config, seq_len=limit)
+    with pytest.raises(UserError, match=f"beyond {limit}.*use at most {limit}"):
+        check_rope(config, seq_len=limit + 1)
+
+
+def test_other_frequencies_have_no_limit() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    for parameters in (None, yarn):
+        check_rope(LlamaConfig(max_position_embeddings=64, rope_parameters=parameters), seq_len=4096)

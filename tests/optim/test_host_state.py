@@ -1,0 +1,83 @@
+"""State that is brought and taken away part by part gives the optimizer's own updates, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import get_constant_schedule_with_warmup
+
+from fsdp2kit.optim.host_state import HostState, in_batches, keep_state_on_host, largest_shard
+
+
+def _parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, 3, generator=generator)) for size in (5, 1, 7, 2)]
+
+
+def _gradients(step: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(step)
+    gradients: list[Tensor | None] = [torch.randn(size, 3, generator=generator) for size in (5, 1, 7, 2)]
+    if step == 1:
+        gradients[1] = None  # not every parameter has one in every step
+    return gradients
+
+
+@pytest.mark.parametrize("elements", [1, 16, 21, 1000])
+def test_updates_are_those_of_one_whole_step(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    to_device = HostState.to_device
+
+    def counting(self: HostState, batch: list[Tensor]) -> None:
+        seen.extend(parameter.numel() for parameter in batch)
+        to_device(self, batch)
+
+    monkeypatch.setattr(HostState, "to_device", counting)
+    runs = []
+    for hosted in (False, True):
+        parameters = _parameters()
+        optimizer = torch.optim.AdamW(
+            [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}], lr=1e-2, fused=True
+        )
+        if hosted:
+            keep_state_on_host(optimizer, elements_at_once=elements)
+        schedule = get_constant_schedule_with_warmup(optimizer, 2)
+        for step in range(4):
+            for parameter, gradient in zip(parameters, _gradients(step), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            schedule.step()
+            assert [p.grad is None for p in parameters] == [g is None for g in _gradients(step)]
+        runs.append((parameters, [optimizer.state[parameter] for parameter in parameters]))
+    (plain, plain_state), (hosted_parameters, hosted_state) = runs
+    assert all(torch.equal(a, b) for a, b in zip(plain, hosted_parameters, strict=True))
+    for ours, theirs in zip(hosted_state, plain_state, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(seen) == 15, "four parameters in four steps, but for one gradient"
+
+
+def test_a_part_holds_no_more_than_asked_for() -> None:
+    parameters = _parameters()
+    for elements, sizes in ((1, [1, 1, 1, 1]), (18, [2, 1, 1]), (27, [2, 2]), (1000, [4])):
+        batches = list(in_batches(parameters, largest_shard, largest=elements))
+        assert [len(batch) for batch in batches] == sizes
+        assert [id(parameter) for batch in batches for parameter in batch] == [id(p) for p in parameters]
+
+
+def test_all_state_goes_to_the_host_and_comes_back() -> None:
+    parameters = _parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for parameter, gradient in zip(parameters, _gradients(0), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    before = [dict(optimizer.state[parameter]) for parameter in parameters]
+    host = HostState(optimizer)
+    for _ in range(2):
+        host.to_host()
+        host.wait()
+        addresses = [optimizer.state[parameter]["exp_avg"].data_ptr() for parameter in parameters]
+        assert not {state["exp_avg"].data_ptr() for state in before} & set(addresses)
+        host.to_device()
+        for parameter, state in zip(parameters, before, strict=True):
+            assert all(torch.equal(optimizer.state[parameter][name], state[name]) for name in state)

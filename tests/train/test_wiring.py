@@ -1,0 +1,247 @@
+"""What the loop and a job wire together: figures by arithmetic, seeds, the ledger, saves, the profiler, wandb's id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.data.loader import Batch
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.job import start_job
+from fsdp2kit.model.build import build_model
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.parity.engine import DealtOut
+from fsdp2kit.progress import Progress
+from fsdp2kit.train import loop
+from fsdp2kit.train.loop import NoCheckpoints
+from fsdp2kit.train.metrics import build_metrics
+from tests.parallel.jobs import Case, Recorder, Saves, build, run_loop
+from tests.reference import make_batches, tiny_model_dir
+from tests.workers import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("smollm2", tmp_path_factory.mktemp("models")).parent
+
+
+def config_of(folder: Path, case: Case, *, steps: int = 2, **sections: dict[str, Any]) -> TrainingConfig:
+    config = case.config(folder, steps=steps, rows=4)
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
+class Padded(DealtOut):
+    """Rows of which the loader says that a third of their tokens is padding."""
+
+    def batch(self, index: int) -> list[Batch]:
+        return [replace(batch, input_tokens=batch.input_ids.numel() * 2 // 3) for batch in super().batch(index)]
+
+
+# Figures
+
+
+def figures(folder: Path, case: Case) -> tuple[dict[str, Any], float, float]:
+    """A record of a step of padded rows, the model's FLOPs by parameters and by pairs."""
+    sharded = build(config_of(folder, case, steps=1))
+    metrics = Recorder(sharded)
+    run_loop(sharded, Padded(make_batches(1), 1, sharded.mesh.dp_rank, sharded.mesh.sizes.dp), metrics=metrics)
+    flops = sharded.plan.flops
+    return metrics.records[0], flops.parameters, flops.attention_per_pair
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2)])
+def test_speeds_and_flops_are_of_input_tokens_and_of_one_device(
+    dp: int, cp: int, pool: WorkerPool, models: Path
+) -> None:
+    rows = make_batches(1)[0]
+    batch = rows.as_batch()
+    tokens, capacity = rows.input_ids.numel() * 2 // 3, rows.input_ids.numel()
+    for record, parameters, per_pair in pool.run(dp * cp, figures, models, Case("smollm2", dp, cp)):
+        seconds = record["step_seconds"]
+        assert record["input_tokens"] == tokens
+        assert record["packing_efficiency"] == pytest.approx(tokens / capacity)
+        assert record["tokens_per_second"] * seconds == pytest.approx(tokens)
+        assert record["supervised_tokens_per_second"] * seconds == pytest.approx(batch.supervised_tokens)
+        flops = 6 * parameters * tokens + 3 * per_pair * batch.attention_pairs / 2
+        assert record["tflops_per_device"] * seconds * 1e12 * dp * cp == pytest.approx(flops)
+
+
+def flops_of_a_job(run_dir: Path, model: Path) -> tuple[float, float]:
+    """FLOPs of one step a device, as the metrics of a job have them, and as they should be."""
+    values = {"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, "train": {"steps": 1}}
+    config = TrainingConfig.model_validate({"recipe": "x", "wandb": {"mode": "disabled"}, **values})
+    with start_job(config) as job:
+        built = build_model(config.model)
+        plan = plan_parallel(built, config, job.mesh.sizes)
+        job.open_run_dir()
+        metrics = build_metrics(config, job=job, plan=plan, progress=Progress(), total_steps=1)
+        metrics.throughput.add(1000, 10, 0, 0.0)
+        record = metrics.throughput.record()
+    return record["tflops_per_device"] * record["step_seconds"] * 1e12, 6000 * plan.flops.parameters / job.world.size
+
+
+def test_the_metrics_of_a_job_divide_by_its_ranks(pool: WorkerPool, models: Path, tmp_path: Path) -> None:
+    for found, expected in pool.run(2, flops_of_a_job, tmp_path / "run", models / "smollm2"):
+        assert found == pytest.approx(expected)
+
+
+# Random streams
+
+
+def draws(folder: Path, case: Case, first: int) -> list[float]:
+    """What a rank draws in each step from ``first`` to the fourth."""
+    sharded = build(config_of(folder, case, steps=4))
+    drawn: list[float] = []
+    torch.manual_seed(dist.get_rank() + 17)  # whatever this process drew before
+
+    def objective(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None]:
+        drawn.append(torch.rand(()).item())
+        return model.loss_sum(**inputs), None
+
+    dealt = DealtOut(make_batches(4), 4 // sharded.mesh.sizes.dp, sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
+    run_loop(sharded, dealt, metrics=Recorder(sharded), objective=objective, progress=Progress(step=first))
+    return drawn
+
+
+def test_a_steps_draws_depend_on_the_seed_the_step_and_the_dp_rank_alone(pool: WorkerPool, models: Path) -> None:
+    first, second = pool.run(2, draws, models, Case("smollm2", 2), 0)
+    assert len({*first, *second}) == 8, "no two steps or ranks draw alike"
+    assert pool.run(2, draws, models, Case("smollm2", 2), 2) == [first[2:], second[2:]], (
+        "a resume draws as it would have"
+    )
+    assert pool.run(2, draws, models, Case("smollm2", 1, 2), 0) == [first, first], "ranks of a row draw alike"
+
+
+# The ledger
+
+
+def train_under_another_ledger(folder: Path) -> str:
+    sharded = build(config_of(folder, Case("smollm2"), steps=1))
+    sharded.plan = replace(sharded.plan, ledger=replace(sharded.plan.ledger, gradients="float16"))
+    try:
+        run_loop(sharded, DealtOut(make_batches(1), 1), metrics=Recorder(sharded))
+    except RunFailure as failure:
+        return str(failure)
+    return ""
+
+
+def test_a_run_whose_dtypes_are_not_the_ledgers_stops_at_its_first_step(pool: WorkerPool, models: Path) -> None:
+    (said,) = pool.run(1, train_under_another_ledger, models)
+    assert said == "dtype ledger: gradients should be float16, but torch.float32 was found"
+
+
+# Saves
+
+
+class FailsOnRankOne(NoCheckpoints):
+    """Background saves of which one rank alone learns that one has failed, after the second step."""
+
+    def __init__(self) -> None:
+        self.staged = 0
+
+    def wait_until_staged(self) -> None:
+        self.staged += 1
+
+    def has_failed(self) -> bool:
+        return dist.get_rank() == 1 and self.staged == 2
+
+    def finish_save(self) -> None:
+        raise RunFailure(f"after {self.staged} updates")
+
+
+def train_until_a_save_fails(folder: Path) -> str:
+    sharded = build(config_of(folder, Case("smollm2", 2), steps=5))
+    dealt = DealtOut(make_batches(5), 1, sharded.mesh.dp_rank, 2)
+    try:
+        run_loop(sharded, dealt, metrics=Recorder(sharded), checkpoints=FailsOnRankOne())
+    except RunFailure as failure:
+        return str(failure)
+    return "trained on"
+
+
+def test_a_save_that_one_rank_knows_has_failed_stops_all_at_the_same_step(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(2, train_until_a_save_fails, models) == ["after 2 updates"] * 2
+
+
+class Positions(Saves):
+    """The progress of every save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[Progress] = []
+
+    def save(self, progress: Progress, *, is_over: bool) -> None:
+        self.saved.append(progress)
+
+
+class FromAStream(DealtOut):
+    def state(self, index: int) -> Any:
+        return {"position": index}
+
+
+def saved_positions(folder: Path) -> list[tuple[str | None, Any]]:
+    sharded = build(config_of(folder, Case("smollm2"), steps=2, checkpoint={"every": 1}))
+    metrics, saves = Recorder(sharded), Positions()
+    metrics.wandb_id = "abc123"
+    run_loop(sharded, FromAStream(make_batches(2), 1), metrics=metrics, checkpoints=saves)
+    return [(progress.wandb_id, progress.data) for progress in saves.saved]
+
+
+def test_a_save_knows_the_wandb_run_and_where_the_data_stand(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(1, saved_positions, models) == [[("abc123", {"position": 1}), ("abc123", {"position": 2})]]
+
+
+# The profiler
+
+
+def profiler_of_a_resumed_run(folder: Path) -> tuple[int, int]:
+    """Which step of the run the profiler is told that it starts with, and how many it is told to expect."""
+    told: list[tuple[int, int]] = []
+    original = loop.build_profiler
+
+    def record(*args: Any, steps: int, first_step: int, **options: Any) -> Any:
+        told.append((first_step, steps))
+        return original(*args, steps=steps, first_step=first_step, **options)
+
+    loop.build_profiler = record
+    try:
+        sharded = build(config_of(folder, Case("smollm2"), steps=4))
+        run_loop(sharded, DealtOut(make_batches(4), 1), metrics=Recorder(sharded), progress=Progress(step=3))
+    finally:
+        loop.build_profiler = original
+    return told[0]
+
+
+def test_the_profiler_of_a_resumed_run_knows_its_steps(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(1, profiler_of_a_resumed_run, models) == [(4, 1)]
+
+
+# The job
+
+
+def determinism(folder: Path, wanted: bool) -> bool:
+    values: dict[str, Sequence[Any] | dict[str, Any] | str] = {
+        "recipe": "x",
+        "model": {"path": "m"},
+        "train": {"steps": 1},
+        "run": {"dir": str(folder), "deterministic": wanted},
+    }
+    try:
+        with start_job(TrainingConfig.model_validate(values)):
+            return torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_deterministic_run_is_torchs_setting(wanted: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, determinism, tmp_path, wanted) == [wanted]
