@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,12 +14,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.checkpoint.hf import copy_assets, model_on_meta
-from fsdp2kit.checkpoint.manifest import Manifest, record_files, write_manifest
+from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
-from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights
+from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
 from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sync, sync_tree
+from fsdp2kit.files import sync
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
@@ -81,44 +79,24 @@ def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTr
         raise UserError(str(out), "exists", "choose another directory, or move that away")
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
+    placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
+    dtypes = [str(one.dtype).removeprefix("torch.") for one in stored.values()]
     try:
-        _write_tensors(stored, staging)
-        dtypes = [str(one.dtype).removeprefix("torch.") for one in stored.values()]
+        save_tensors({"model": placeholders}, staging, planner=_ReadingPlanner(stored), alone=True)
         (staging / "hf").mkdir()
         copy_assets(config_dir, staging / "hf")
-        manifest = Manifest(
-            step=0,
-            progress=asdict(Progress()),
-            identity={},
-            tied=tied_names(model),
-            export_dtype=max(sorted(set(dtypes)), key=dtypes.count),
-            files=record_files(staging, [path for path in staging.rglob("*") if path.is_file()]),
-        )
-        sync_tree(staging)
-        write_manifest(staging, manifest)
+        export_dtype = max(sorted(set(dtypes)), key=dtypes.count)
+        progress, tied = asdict(Progress()), tied_names(model)
+        write_manifest(staging, Manifest(0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}))
         staging.rename(out)
         sync(out.parent)
-    except OSError as error:
+    except (OSError, dcp.CheckpointException) as error:
+        cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)
+        if isinstance(cause, UserError):
+            raise cause from error
         raise RunFailure(f"{out}: was not written: {first_failure(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_tensors(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    placeholders: dict[str, Any] = {
-        "model": {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
-    }
-    with warnings.catch_warnings():
-        # dcp.save says so each time it works in one process, which here is what was asked for.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            writer = dcp.FileSystemWriter(directory)
-            dcp.save(placeholders, storage_writer=writer, planner=_ReadingPlanner(stored), no_dist=True)
-        except dcp.CheckpointException as error:
-            cause = next((failure for failure, _ in error.failures.values()), error)
-            if isinstance(cause, UserError):
-                raise cause from error
-            raise RunFailure(f"{directory}: was not written: {first_failure(error)}") from error
 
 
 def compare_logits(checkpoint: Path, hf_dir: Path) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
-from fsdp2kit.checkpoint.safetensors_file import SafetensorsWriter, TensorForm, file_size
+from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, check_shape, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk
 from fsdp2kit.errors import RunFailure, UserError
@@ -48,18 +50,18 @@ class Group:
 
     keys: dict[str, str]
     """Module name → key in the checkpoint."""
-    forms: dict[str, TensorForm]
-    """Name in the exported file → what is written there."""
+    forms: dict[str, Tensor]
+    """Name in the exported file → a meta tensor like what is written there."""
     is_copied: bool
     """There is one tensor, and nothing but its name and dtype may change."""
 
     @property
     def size(self) -> int:
         """Bytes in the exported file."""
-        return sum(form.size for form in self.forms.values())
+        return sum(form.nbytes for form in self.forms.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExportPlan:
     """What an export will write; the same on every rank."""
 
@@ -71,15 +73,15 @@ class ExportPlan:
     """File name → what goes into it, in the order of its bytes."""
     manifest: Manifest | None
     """The checkpoint's; None for one that is not ours."""
-    architecture: str | None
-    """The model's class; None for one that transformers does not know itself."""
+    model: PreTrainedModel | None
+    """On meta; None for one that transformers does not know itself."""
 
     @property
     def staging(self) -> Path:
         """Where the directory is written: beside `out`, to be moved there; on an object store, `out` itself."""
         return self.out if is_remote(self.out) else self.out.with_name(f".{self.out.name}.partial")
 
-    def forms(self, file: str) -> dict[str, TensorForm]:
+    def forms(self, file: str) -> dict[str, Tensor]:
         """The tensors of a file by name, in the order of their bytes."""
         return {name: form for group in self.files[file] for name, form in group.forms.items()}
 
@@ -178,7 +180,7 @@ def plan_export(
         dtype,
         files=_pack(_groups(checkpoint, model, DTYPES[dtype]), max_shard_bytes),
         manifest=manifest,
-        architecture=type(model).__name__ if model else None,
+        model=model,
     )
 
 
@@ -227,10 +229,7 @@ def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype)
     groups = []
     for names in conversion_groups(model, tensors):
         converted = to_file_names(model, {name: tensors[name] for name in names})
-        forms = {
-            name: TensorForm(tuple(one.shape), dtype if one.dtype.is_floating_point else one.dtype)
-            for name, one in converted.items()
-        }
+        forms = {name: one.to(dtype) if one.is_floating_point() else one for name, one in converted.items()}
         # transformers hands on the very tensor where it does no more than rename it.
         is_copied = len(names) == len(converted) == 1 and tensors[names[0]] is next(iter(converted.values()))
         groups.append(Group(keys={name: keys[name] for name in names}, forms=forms, is_copied=is_copied))
@@ -239,19 +238,16 @@ def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype)
 
 def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
     """Fill files of at most `max_bytes` in order (a larger group gets its own), under transformers' names."""
-    files: list[list[Group]] = []
-    room = 0
-    for group in groups:
-        if not files or group.size > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(group)
-        room -= group.size
-    for file in files:  # wider dtypes first, so that each tensor is aligned
-        file.sort(key=lambda group: -max(form.dtype.itemsize for form in group.forms.values()))
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
+    split = split_state_dict_into_shards_factory(
+        {str(number): group for number, group in enumerate(groups)},
+        get_storage_size=lambda group: group.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    files = {name: [groups[int(number)] for number in numbers] for name, numbers in split.filename_to_tensors.items()}
+    for file in files.values():  # wider dtypes first, so that each tensor is aligned
+        file.sort(key=lambda group: -max(form.itemsize for form in group.forms.values()))
+    return files
 
 
 def begin_export(plan: ExportPlan) -> None:
@@ -263,7 +259,7 @@ def begin_export(plan: ExportPlan) -> None:
         assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
         plan.out.mkdir(parents=True, exist_ok=True)
         # Not yet an export of anything, but all of it is ours and may be replaced.
-        _write_record(plan.out, {"files": sorted({*plan.files, INDEX, *assets, *_recorded_files(plan.out)})})
+        _write_record(plan.out, {*plan.files, INDEX, *assets, *_recorded_files(plan.out)}, {})
         return
     shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
     plan.staging.mkdir(parents=True)
@@ -276,36 +272,26 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
         UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
         RunFailure: a file of the checkpoint cannot be read.
     """
-    mine = list(plan.files)[rank::world_size]
-    if not check or plan.manifest is None:
-        _write_files(plan, mine)
-        return
-    check_share = partial(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
-    if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
-        check_share()
-        _write_files(plan, mine)
-        return
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        checked = beside.submit(check_share)
-        try:
-            _write_files(plan, mine)
-        finally:  # a damaged file may well be why it cannot be read, and then is what should be said
-            checked.result()
+    with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as checked:
+        if check and plan.manifest is not None:
+            share = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
+            # Said in any case: a damaged file may well be why it cannot be read.
+            checked.callback(share.result)
+            if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
+                share.result()
+        stored = StoredTensors(SafeReader(plan.checkpoint))
+        for file in list(plan.files)[rank::world_size]:
+            write_safetensors(plan.staging / file, plan.forms(file), _tensors_of(plan, file, stored))
 
 
-def _write_files(plan: ExportPlan, files: list[str]) -> None:
-    stored = StoredTensors(SafeReader(plan.checkpoint))
-    is_converted = any(not group.is_copied for file in files for group in plan.files[file])
-    model = model_on_meta(plan.config_dir) if is_converted else None
-    for file in files:
-        with SafetensorsWriter(plan.staging / file, plan.forms(file)) as target:
-            for group in plan.files[file]:
-                if group.is_copied:
-                    target.write(*group.forms, blocks=stored.blocks(*group.keys.values()))
-                    continue
-                tensors = to_file_names(model, {name: stored.read(key) for name, key in group.keys.items()})
-                for name in group.forms:
-                    target.write(name, blocks=in_blocks(tensors[name]))
+def _tensors_of(plan: ExportPlan, file: str, stored: StoredTensors) -> Iterator[Iterable[Tensor]]:
+    """The tensors of a file as flat blocks."""
+    for group in plan.files[file]:
+        if group.is_copied:
+            yield stored.blocks(*group.keys.values())
+            continue
+        tensors = to_file_names(plan.model, {name: stored.read(key) for name, key in group.keys.items()})
+        yield from (in_blocks(tensors[name]) for name in group.forms)
 
 
 def publish_export(plan: ExportPlan) -> None:
@@ -321,19 +307,18 @@ def publish_export(plan: ExportPlan) -> None:
             raise RunFailure(f"{path}: was not written, or not whole ({size} bytes are expected)")
     check_replaceable(plan.out)
     written = {*plan.files, *fill(plan.staging, partial(_write_assets, plan))}
-    if is_remote(plan.out):
-        for stale in _recorded_files(plan.out) - written:
-            (plan.out / stale).unlink(missing_ok=True)
-    record = {
+    facts = {
         "checkpoint": str(plan.checkpoint),
         "step": plan.manifest.step if plan.manifest else None,
         "manifest": _manifest_digest(plan.checkpoint),
         "dtype": plan.dtype,
-        "files": sorted(written),
     }
-    _write_record(plan.staging, record)
     if is_remote(plan.out):
+        for stale in _recorded_files(plan.out) - written:
+            (plan.out / stale).unlink(missing_ok=True)
+        _write_record(plan.out, written, facts)
         return
+    _write_record(plan.staging, written, facts)
     sync_tree(plan.staging)
     old = plan.out.with_name(f".{plan.out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -345,13 +330,22 @@ def publish_export(plan: ExportPlan) -> None:
 
 
 def _write_assets(plan: ExportPlan, folder: Path) -> None:
+    """Config, tokenizer, …, where the config says what the weights are; and the index where they are several files."""
     copy_assets(plan.config_dir, folder)
-    _describe_weights(folder / "config.json", dtype=plan.dtype, architecture=plan.architecture)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # A model of several parts has configs within its config.
+    for part in (config, *(value for value in config.values() if isinstance(value, dict) and "model_type" in value)):
+        part.pop("torch_dtype", None)  # what transformers 4 called it
+        part["dtype"] = plan.dtype
+    if plan.model is not None:  # a config that never was a model's lacks it
+        config.setdefault("architectures", [type(plan.model).__name__])
+    _write_json(folder / "config.json", config)
     if len(plan.files) > 1:
         weight_map = {name: file for file in plan.files for name in plan.forms(file)}
         total = sum(group.size for groups in plan.files.values() for group in groups)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(
+            folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
 
 
 def copy_assets(source: Path, target: Path) -> None:
@@ -360,20 +354,8 @@ def copy_assets(source: Path, target: Path) -> None:
         is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
         if path.is_file() and is_asset and not path.name.startswith("."):
             copy = target / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(exist_ok=True, parents=True)
             shutil.copyfile(path, copy)
-
-
-def _describe_weights(path: Path, *, dtype: str, architecture: str | None) -> None:
-    """Make a ``config.json`` say in which dtype the weights are, and of which class the model is if it does not."""
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    # A model of several parts has configs within its config.
-    for part in (config, *(value for value in config.values() if isinstance(value, dict) and "model_type" in value)):
-        part.pop("torch_dtype", None)  # what transformers 4 called it
-        part["dtype"] = dtype
-    if architecture is not None:  # a config that never was a model's lacks it
-        config.setdefault("architectures", [architecture])
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def is_export_of(checkpoint: Path, out: Path, *, dtype: str) -> bool:
@@ -400,8 +382,12 @@ def check_replaceable(out: Path) -> None:
         raise UserError(str(out), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)
 
 
-def _write_record(directory: Path, record: dict[str, Any]) -> None:
-    replace_file(directory / RECORD, json.dumps(record, indent=2) + "\n")
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def _write_record(directory: Path, files: Iterable[str], facts: dict[str, Any]) -> None:
+    _write_json(directory / RECORD, {**facts, "files": sorted(files)})
 
 
 def _read_record(out: Path) -> dict[str, Any]:

@@ -7,11 +7,9 @@ leaves the complete checkpoints as they were, and never a new one that looks com
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -28,15 +26,20 @@ from torch.optim import Optimizer
 from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
-from fsdp2kit.checkpoint.state import check_together, load_all, model_tensors, optimizer_tensors, persistent_buffers
+from fsdp2kit.checkpoint.state import (
+    check_together,
+    load_all,
+    model_tensors,
+    optimizer_tensors,
+    persistent_buffers,
+    save_tensors,
+)
 from fsdp2kit.checkpoint.store import CheckpointStore, check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sync_tree
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
-from fsdp2kit.torch_compat import FsspecWriter
 
 logger = logging.getLogger(__name__)
 
@@ -84,65 +87,6 @@ def build_checkpoint_manager(
     )
 
 
-class BackgroundSave:
-    """Copies tensors to host memory, in a thread, and hands the copy to a function in another.
-
-    The order that keeps it right: `start` after an optimizer step, `wait_until_staged` before the next one,
-    `finish` before the next `start`. Host memory of the size of the shards is kept from one save to the next.
-
-    Args:
-        group: of all ranks, and used by nothing but what runs in these threads.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        on_device = torch.accelerator.is_available()
-        # Its own stream for copies from a device is made here, on the main thread, as torch asks.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_device,
-                use_shared_memory=False,
-                use_async_staging=True,
-                use_non_blocking_copy=on_device,
-            )
-        )
-        self._group = group
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-save")
-        self._staged: Future[Tensors] | None = None
-        self._saved: Future[object] | None = None
-
-    def start(self, tensors: Tensors, save: Callable[[Tensors], object]) -> None:
-        """Begin to copy `tensors` and then to `save` the copy, and return at once. Nothing else may be under way."""
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # the copying stream does not wait for the optimizer's kernels by itself
-        staged = cast("Future[Tensors]", self._stager.stage(tensors))
-        self._staged, self._saved = staged, self._thread.submit(lambda: save(self.collect(staged)))
-
-    def wait_until_staged(self) -> None:
-        """Return when parameters and optimizer state may change. What went wrong is told by `finish`."""
-        if self._staged is not None:
-            wait([self._staged])
-
-    def has_failed(self) -> bool:
-        """Whether the save is over and failed, as far as this rank knows."""
-        return self._saved is not None and self._saved.done() and self._saved.exception() is not None
-
-    def finish(self) -> None:
-        """Wait for the save under way, if any.
-
-        Raises:
-            RunFailure: it failed; on every rank.
-        """
-        saved, self._saved, self._staged = self._saved, None, None
-        if saved is not None:
-            saved.result()
-
-    def collect(self, staged: Future[Tensors]) -> Tensors:
-        """The copy, once it is made on every rank. Collective."""
-        with agreement(self._group):
-            tensors = staged.result()
-        return tensors
-
-
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager:
     """Saves, resolves, restores and exports; made by `build_checkpoint_manager`. A context manager that `finish`es."""
@@ -161,11 +105,26 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
         self._reached = 0
-        # Of a background save's own collectives; None: the default group.
-        self._group = background_group() if self.section.async_save else None
-        self._background = BackgroundSave(self._group) if self.section.async_save else None
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
         self._sweep: Future[None] | None = None
+        # A background save copies tensors to host memory, in the stager's thread, and writes the copy in another.
+        # Host memory of the size of the shards is kept from one save to the next.
+        self._group: dist.ProcessGroup | None = None  # of its collectives, and of nothing else
+        self._stager: DefaultStager | None = None
+        self._staged: Future[Tensors] | None = None
+        self._saved: Future[object] | None = None
+        if self.section.async_save:
+            self._group = background_group()
+            on_device = torch.accelerator.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_device,
+                    use_shared_memory=False,
+                    use_async_staging=True,
+                    use_non_blocking_copy=on_device,
+                )
+            )
+            self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-save")
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -194,12 +153,15 @@ class CheckpointManager:
         self.finish_save()
         tensors = self.stage(model, optimizer)
         carry_out = partial(self._carry_out, progress=progress, tied=tied_names(model), is_exported=is_exported)
-        if self._background is None:
+        if self._stager is None:
             carry_out(tensors)
         else:
             # A forward pass may change buffers, and the next one begins before the copy of the others is made.
             tensors["model"].update({name: buffer.clone() for name, buffer in persistent_buffers(model).items()})
-            self._background.start(tensors, carry_out)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the copying stream does not wait for the optimizer's kernels
+            staged = self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
+            self._saved = self._saver.submit(lambda: carry_out(self.collect(staged)))
         return self.store.path(progress.step)
 
     def stage(self, model: nn.Module, optimizer: Optimizer) -> Tensors:
@@ -211,23 +173,33 @@ class CheckpointManager:
             tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         return tensors
 
+    def collect(self, staged: Future[Tensors]) -> Tensors:
+        """A background save's copy, once it is made on every rank. Collective."""
+        with agreement(self._group):
+            tensors = staged.result()
+        return tensors
+
     def wait_until_staged(self) -> None:
-        """Return when parameters and optimizer state may change: to be called before each optimizer step."""
-        if self._background is not None:
-            self._background.wait_until_staged()
+        """Return when parameters and optimizer state may change: to be called before each optimizer step.
+
+        What went wrong is told by `finish_save`.
+        """
+        if self._staged is not None:
+            wait([self._staged])
 
     def has_failed(self) -> bool:
-        """Whether an asynchronous save has failed, as far as this rank knows; `finish_save` then raises."""
-        return self._background is not None and self._background.has_failed()
+        """Whether a background save is over and failed, as far as this rank knows; `finish_save` then raises."""
+        return self._saved is not None and self._saved.done() and self._saved.exception() is not None
 
     def finish_save(self) -> None:
-        """Wait for an asynchronous save, if one is under way. Collective.
+        """Wait for a background save, if one is under way. Collective.
 
         Raises:
             RunFailure: it failed; on every rank, with the cause.
         """
-        if self._background is not None:
-            self._background.finish()
+        saved, self._saved, self._staged = self._saved, None, None
+        if saved is not None:
+            saved.result()
 
     def finish(self) -> None:
         """Wait for all that is under way: a save, and the deletion of old checkpoints. Raises as `finish_save`."""
@@ -299,29 +271,31 @@ class CheckpointManager:
         ensure_export(checkpoint, self._group, out=self.out, dtype=self.export_dtype or "float32")
 
     def _carry_out(self, tensors: Tensors, *, progress: Progress, tied: dict[str, str], is_exported: bool) -> None:
-        """Write and publish a checkpoint, throw away what is not kept, and export it if that was asked for."""
-        with self._all_or_nothing(progress.step):
+        """Write and publish a checkpoint, throw away what is not kept, and export it if that was asked for.
+
+        Raises:
+            RunFailure: it could not be saved, on every rank; what the attempt took of the disk is free again.
+        """
+        path = self.store.path(progress.step)
+        try:
             self.write(tensors, progress.step)
             self.complete(progress, tied=tied)
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
+            # Every way to fail is agreed on, so no rank is still writing.
+            space = " (its disk is full)" if _is_full(self.store.root) else ""
+            if rank() == 0:
+                self.store.abandon(progress.step)
+            message = f"{path}: the checkpoint was not saved: {first_failure(error)}{space}"
+            raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
         if is_exported:
-            self.export(self.store.path(progress.step))
+            self.export(path)
 
     def write(self, tensors: Tensors, step: int) -> None:
         """Write tensors, synced, to the step's temporary directory; every rank its own file."""
-        directory = self.store.temporary(step)
         with agreement(self._group):
             if rank() == 0:
                 self.store.begin(step, after=self._reached)
-        writer = FsspecWriter(str(directory), sync_files=False) if is_remote(directory) else None
-        with warnings.catch_warnings():
-            # dcp.save says so each time it works in one process, which a world of one asks for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                tensors,
-                storage_writer=writer or dcp.FileSystemWriter(directory),
-                process_group=self._group,
-                no_dist=not dist.is_initialized(),
-            )
+        save_tensors(tensors, self.store.temporary(step), group=self._group)
 
     def complete(self, progress: Progress, *, tied: dict[str, str]) -> None:
         """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention."""
@@ -336,41 +310,25 @@ class CheckpointManager:
                     (directory / self.config_file.name).write_bytes(self.config_file.read_bytes())
                 (directory / "hf").mkdir()
                 fill(directory / "hf", self.write_assets)
-                others = [file for file in directory.rglob("*") if file.is_file() and file.suffix != ".distcp"]
                 manifest = Manifest(
                     step=step,
                     progress=asdict(progress),
                     identity=self.identity,
                     tied=tied,
                     export_dtype=self.export_dtype,
-                    files={**records, **record_files(directory, others)},
+                    files=records,
                     environment=self.environment,
                 )
                 _check_shared(directory, manifest)
-                sync_tree(directory)
                 write_manifest(directory, manifest)
                 self.store.publish(step, after=self._reached)
-                keep, every = self.section.keep, self.section.keep_every
-                self.store.retain(keep, every=every, best=progress.best_step)
+                self.store.retain(self.section.keep, every=self.section.keep_every, best=progress.best_step)
                 self._start_sweeping()
         self._reached = step
 
     def _start_sweeping(self) -> None:
         """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
         self._sweep = self._sweeper.submit(self.store.sweep)
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self, step: int) -> Iterator[None]:
-        """Turn a failure to save into a `RunFailure` on every rank, and free what the attempt took of the disk."""
-        try:
-            yield
-        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
-            # Every way to fail is agreed on, so no rank is still writing.
-            space = " (its disk is full)" if _is_full(self.store.root) else ""
-            if rank() == 0:
-                self.store.abandon(step)
-            message = f"{self.store.path(step)}: the checkpoint was not saved: {first_failure(error)}{space}"
-            raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
 
     def _what_to_do(self, error: BaseException) -> str:
         mend = f"free space there, or mend {self.store.root}, and start the run again"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp2kit.checkpoint.store import MANIFEST, in_use
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import replace_file, sha256
+from fsdp2kit.files import replace_file, sha256, sync_tree
 
 FORMAT = 1
 USE_ANOTHER = 'use another checkpoint, or let run.resume = "auto" find the newest complete one'
@@ -54,7 +54,11 @@ def record_files(root: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Complete the checkpoint: write its manifest, whole and synced."""
+    """Complete a checkpoint: record the files that `manifest` does not list yet, sync all, write the manifest last."""
+    present = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
+    others = record_files(checkpoint, [present[name] for name in present.keys() - manifest.files.keys()])
+    manifest = replace(manifest, files={**manifest.files, **others})
+    sync_tree(checkpoint)
     replace_file(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
@@ -93,7 +97,13 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
         UserError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
-        _check_size(checkpoint / name, record)
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
+        if size != record.size:
+            raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
 
 
 def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
@@ -104,28 +114,21 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
     Raises:
         UserError: a file is missing, cannot be read, or is not what was written.
     """
+    share = {}
     for name, record in manifest.files.items():
         match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)  # DCP's name for what a rank wrote
-        writer = int(match[1]) if match else 0
-        if writer % world_size != rank:
-            continue
-        path = checkpoint / name
-        _check_size(path, record)
+        if (int(match[1]) if match else 0) % world_size == rank:
+            share[name] = record
+    check_sizes(checkpoint, replace(manifest, files=share))
+    for name, record in share.items():
         try:
-            digest = sha256(path)
+            digest = sha256(checkpoint / name)
         except OSError as error:
-            raise UserError(str(path), f"cannot be read ({error.strerror or error})", USE_ANOTHER) from error
+            what = f"cannot be read ({error.strerror or error})"
+            raise UserError(str(checkpoint / name), what, USE_ANOTHER) from error
         if digest != record.sha256:
-            raise UserError(str(path), "does not have the checksum it was written with", USE_ANOTHER)
-
-
-def _check_size(path: Path, record: FileRecord) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        raise UserError(str(path), "is missing from the checkpoint", USE_ANOTHER) from None
-    if size != record.size:
-        raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
+            what = "does not have the checksum it was written with"
+            raise UserError(str(checkpoint / name), what, USE_ANOTHER)
 
 
 def verify(checkpoint: Path) -> str:

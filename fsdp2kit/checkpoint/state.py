@@ -7,10 +7,13 @@ is filled is checked first: every name, shape and dtype.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -19,10 +22,11 @@ from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
-from fsdp2kit.checkpoint.store import in_use, is_complete
+from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote
 from fsdp2kit.distributed import agreement, gather_objects, rank, world_size
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
+from fsdp2kit.torch_compat import FsspecWriter
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -122,6 +126,35 @@ def check_together(path: Path) -> None:
     """
     with agreement():
         check_contents(path, read_manifest(path), rank=rank(), world_size=world_size())
+
+
+def save_tensors(
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    directory: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    planner: dcp.SavePlanner | None = None,
+    alone: bool = False,
+) -> None:
+    """Write nested tensors, synced, as DCP does; every rank its own file. Collective over `group` unless `alone`.
+
+    Raises:
+        CheckpointException: it failed, on any rank.
+    """
+    with warnings.catch_warnings():
+        # dcp.save says so each time it works in one process, which here is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            dict(tensors),
+            storage_writer=(
+                FsspecWriter(str(directory), sync_files=False)
+                if is_remote(directory)
+                else dcp.FileSystemWriter(directory)
+            ),
+            planner=planner,
+            process_group=group,
+            no_dist=alone or not dist.is_initialized(),
+        )
 
 
 def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import fsdp2kit.train.loop
 from fsdp2kit.checkpoint import hf
-from fsdp2kit.checkpoint.manager import BackgroundSave, CheckpointManager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
 from fsdp2kit.run import load
@@ -36,7 +36,7 @@ from fsdp2kit.run import load
 MARKS: tuple[tuple[str, Any, str], ...] = (
     ("step", fsdp2kit.train.loop, "train_step"),
     ("staging", CheckpointManager, "stage"),
-    ("staging", BackgroundSave, "collect"),
+    ("staging", CheckpointManager, "collect"),
     ("writing", CheckpointManager, "write"),
     ("completing", CheckpointManager, "complete"),
     ("rename", CheckpointStore, "publish"),
