@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,36 +64,32 @@ def build_checkpoints(
     return Checkpoints(manager, config, model, optimizer)
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The checkpoints of one run; every method is a collective, as those of the `CheckpointManager` it rests on.
 
     As a context manager it ends when all that is under way is done.
     """
 
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        config: TrainingConfig,
-        model: PreTrainedModel,
-        optimizer: Optimizer,
-    ) -> None:
-        self.resumed: Path | None = None
-        """The checkpoint that `start` resumed from."""
-        self._manager = manager
-        self._config = config
-        self._model = model
-        self._optimizer = optimizer
+    manager: CheckpointManager
+    config: TrainingConfig
+    model: PreTrainedModel
+    optimizer: Optimizer
+    resumed: Path | None = None
+    """The checkpoint that `start` resumed from."""
+
+    def __post_init__(self) -> None:
         # What the loop asks of an asynchronous save is the manager's own answer.
-        self.wait_until_staged = manager.wait_until_staged
-        self.has_failed = manager.has_failed
-        self.finish_save = manager.finish_save
+        self.wait_until_staged = self.manager.wait_until_staged
+        self.has_failed = self.manager.has_failed
+        self.finish_save = self.manager.finish_save
 
     def __enter__(self) -> Checkpoints:
-        self._manager.__enter__()
+        self.manager.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._manager.__exit__(*exception)
+        self.manager.__exit__(*exception)
 
     def start(self) -> Progress:
         """Fill model and optimizer from what ``run.resume`` means, else the model with what ``model.weights`` names.
@@ -100,19 +97,17 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint or the weights cannot be used; the error says what differs.
         """
-        self.resumed = self._manager.resolve(self._config.run.resume)
+        self.resumed = self.manager.resolve(self.config.run.resume)
         if self.resumed:
-            return self._manager.restore(self.resumed, self._model, self._optimizer)
-        fill_weights(self._config.model, self._model, seed=self._config.run.seed)
+            return self.manager.restore(self.resumed, self.model, self.optimizer)
+        fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         return Progress()
 
     def describe(self) -> list[str]:
         """What a start has to say of them: where the run goes on and what is not as it was, if it was resumed."""
-        return (
-            [describe_resume(self.resumed, self._config, environment=self._manager.environment)]
-            if self.resumed
-            else []
-        )
+        if self.resumed is None:
+            return []
+        return [describe_resume(self.resumed, self.config, environment=self.manager.environment)]
 
     def save(self, progress: Progress, *, is_over: bool = False) -> Path:
         """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.
@@ -121,7 +116,7 @@ class Checkpoints:
             progress: with wandb's id and the state of the data, if there are any.
             is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
         """
-        return self._manager.save(self._model, self._optimizer, progress, is_exported=self._is_exported(is_over))
+        return self.manager.save(self.model, self.optimizer, progress, is_exported=self._is_exported(is_over))
 
     def export_resumed(self, *, is_over: bool) -> None:
         """Export the checkpoint that was resumed from, where that is due and was not done.
@@ -129,10 +124,10 @@ class Checkpoints:
         A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
         """
         if self.resumed and self._is_exported(is_over):
-            self._manager.export(self.resumed)
+            self.manager.export(self.resumed)
 
     def _is_exported(self, is_over: bool) -> bool:
-        when = self._config.checkpoint.export_hf
+        when = self.config.checkpoint.export_hf
         return when == "every" or (when == "final" and is_over)
 
 
@@ -192,20 +187,18 @@ def describe_resume(checkpoint: Path, config: TrainingConfig, *, environment: di
     """
     manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
     settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
-    before = {**_flat(settings), **_flat(_compared(manifest.environment))}
-    now = {**_flat(tomli.loads(dump_toml(config))), **_flat(_compared(environment))}
+    before, now = (
+        {**_flat(toml), **_flat({name: facts[name] for name in ("world_size", "mesh", "versions") if name in facts})}
+        for toml, facts in ((settings, manifest.environment), (tomli.loads(dump_toml(config)), environment))
+    )
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
     changed = [
-        f"{name} {_shown(before.get(name))} → {_shown(now.get(name))}"
+        f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
         for name in dict.fromkeys([*now, *before])
         if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
     ]
     return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
-
-
-def _compared(environment: dict[str, Any]) -> dict[str, Any]:
-    return {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -213,7 +206,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
-
-
-def _shown(value: object) -> str:
-    return "default" if value is None else str(value)

@@ -167,7 +167,7 @@ def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
     with agreement():
         reader = SafeReader(path)
         stored = reader.stored_tensors()
-        _check_same_trained(path, wanted=set(wanted), stored=set(stored))
+        _check_same_state(path, wanted=set(wanted), stored=set(stored))
         _check_same_names(path, wanted=set(wanted), stored=set(stored))
         for key, tensor in wanted.items():
             check_shape(path, key, tuple(stored[key].size), tuple(tensor.shape))
@@ -253,23 +253,39 @@ def _check_same_names(path: Path, *, wanted: set[str], stored: set[str]) -> None
         raise UserError(str(path), what, _SAME_MODEL)
 
 
-def _check_same_trained(path: Path, *, wanted: set[str], stored: set[str]) -> None:
-    """Raise a `UserError` where all that differs is which parameters have optimizer state, or in which format."""
+def _check_same_state(path: Path, *, wanted: set[str], stored: set[str]) -> None:
+    """Raise a `UserError` that says what changed where all that differs is the optimizer's state."""
     differing = sorted(wanted ^ stored)
     if not differing or not all(key.startswith(OPTIMIZER_PREFIX) for key in differing):
         return
-    first = differing[0]
-    where = "the checkpoint and not in this run" if first in stored else "this run and not in the checkpoint"
-    parameter = first.partition(".exp_avg")[0]
-    what = "they train different parameters"
-    todo = "set model.freeze as it was when that was saved, or "
-    if all(any(key.startswith(f"{parameter}.exp_avg") for key in keys) for keys in (wanted, stored)):
+    before, now = _fields(stored), _fields(wanted)
+    changed = next((name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]), None)
+    todo = "use the optimizer that it was saved with, or "
+    if not before or not now:
+        what = "the other keeps no optimizer state at all"
+    elif changed is None:
+        what, todo = "they train different parameters", "set model.freeze as it was when that was saved, or "
+    elif len({frozenset(field.partition(".")[0] for field in fields[changed]) for fields in (before, now)}) == 1:
         what = "moments are stored in another format"
-        todo = (
-            "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many ranks as then, or "
-        )
-    what = f"{first} is in {where}: {what} ({len(differing)} such tensors in all)"
+        todo = "with adamw_8bit it depends on which ranks have rows of a parameter: resume on as many as then, or "
+    else:
+        kept = " and ".join(", ".join(sorted(fields[changed])) for fields in (before, now))
+        what = f"their optimizers differ, which keep {kept} of {changed}"
+    where = "the checkpoint and not in this run" if differing[0] in stored else "this run and not in the checkpoint"
+    what = f"{differing[0]} is in {where}: {what} ({len(differing)} such tensors in all)"
     raise UserError(str(path), what, todo + _start_anew(path))
+
+
+def _fields(keys: set[str]) -> dict[str, set[str]]:
+    """What an optimizer keeps of each parameter, e.g. ``{"lm_head.weight": {"step", "exp_avg", "exp_avg_sq"}}``."""
+    names = {key.removeprefix(MODEL_PREFIX) for key in keys if key.startswith(MODEL_PREFIX)}
+    fields: dict[str, set[str]] = {}
+    for key in (key.removeprefix(f"{OPTIMIZER_PREFIX}state.") for key in keys if key.startswith(OPTIMIZER_PREFIX)):
+        name = key
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        fields.setdefault(name, set()).add(key[len(name) + 1 :])
+    return fields
 
 
 def _start_anew(path: Path) -> str:

@@ -26,7 +26,7 @@ from typing import Any, cast
 from upath import UPath
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import CHUNK_BYTES, sync
+from fsdp2kit.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ class CheckpointStore:
             path = self.root / old.name.removeprefix(OLD)
             if is_complete(path):
                 self._throw_away(old)
-            else:
-                self._set_incomplete_aside()
-                old.rename(path)
-                logger.warning("%s: brought back, since its replacement was not completed", path)
+                continue
+            self._set_incomplete_aside()
+            old.rename(path)
+            logger.warning("%s: brought back, since its replacement was not completed", path)
 
     def begin(self, step: int, *, after: int = 0) -> None:
         """Make an empty directory ``temporary(step)``; what earlier saves left unfinished is cleared.
@@ -151,32 +151,32 @@ class CheckpointStore:
     def _set_superseded_aside(self, after: int) -> None:
         for step, path in self.complete():
             if step > after:
-                base = f"superseded-{path.name}"
-                target = self._unused(lambda number, base=base: base if number == 1 else f"{base}-{number}")
-                self._move(path, target)
-                logger.warning("%s: set aside as %s, since the run was taken up before it", path, target.name)
+                self._set_aside(path, f"superseded-{path.name}", why="the run was taken up before it")
 
     def _set_incomplete_aside(self) -> None:
         """Rename step directories without a manifest, so that no step's name is taken, and touch them no more."""
         for _, path in self.published():
             if not is_complete(path):
-                target = self._unused(lambda number, name=path.name: f"{name}.incomplete-{number}")
-                path.rename(target)
-                logger.warning("%s: set aside as %s, since it has no %s", path, target.name, MANIFEST)
+                self._set_aside(path, f"{path.name}.incomplete", why=f"it has no {MANIFEST}")
+
+    def _set_aside(self, path: Path, name: str, *, why: str) -> None:
+        target = self._free(name)
+        self._move(path, target)
+        logger.warning("%s: set aside as %s, since %s", path, target.name, why)
 
     def _throw_away(self, path: Path) -> None:
-        name = path.name.removeprefix(OLD).removeprefix(TEMPORARY)
-        path.rename(self._unused(lambda number: f"{TRASH}{number}-{name}"))
+        path.rename(self._free(TRASH + path.name.removeprefix(OLD).removeprefix(TEMPORARY)))
 
-    def _unused(self, name: Callable[[int], str]) -> Path:
-        """The first of ``name(1)``, ``name(2)``, … that nothing has yet."""
-        return next(path for n in itertools.count(1) if not (path := self.root / name(n)).exists())
+    def _free(self, name: str) -> Path:
+        """``name``, or the first of ``name-2``, ``name-3``, … that nothing has yet."""
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(path for name in names if not (path := self.root / name).exists())
 
     def _move(self, path: Path, target: Path) -> None:
         path.rename(target)
 
-    def _trash(self) -> list[Path]:
-        return list(self.root.glob(f"{TRASH}*"))
+    def _trash(self) -> Iterator[Path]:
+        yield from self.root.glob(f"{TRASH}*")
 
     def _delete(self, path: Path) -> None:
         shutil.rmtree(path)
@@ -189,17 +189,12 @@ class ObjectStore(CheckpointStore):
     its manifest. There are no locks: only one run at a time may save to a URL.
     """
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._thrown_away: list[Path] = []
+    _begun: Path | None = None
+    """The last one that this process began to write: not a leftover."""
 
     def temporary(self, step: int) -> Path:
         """Where it will stay."""
         return self.path(step)
-
-    def recover(self) -> None:
-        """Note for deletion what earlier saves left unfinished."""
-        self._thrown_away += [p for _, p in self.published() if not is_complete(p) and (p / BEGUN).is_file()]
 
     def begin(self, step: int, *, after: int = 0) -> None:
         """Leave our mark in an empty ``temporary(step)``; complete checkpoints of steps later than `after` go first.
@@ -208,12 +203,11 @@ class ObjectStore(CheckpointStore):
             RunFailure: there is something that no save of ours left.
         """
         self._set_superseded_aside(after)
-        directory = self.path(step)
+        directory = self._begun = self.path(step)
         if directory.exists() and any(directory.iterdir()):
             if not (directory / BEGUN).is_file():
                 raise RunFailure(f"{directory}: holds files that no save left there; move them away")
             self._delete(directory)
-        self._thrown_away = [path for path in self._thrown_away if path != directory]
         directory.mkdir(parents=True, exist_ok=True)
         (directory / BEGUN).write_text(f"step {step}\n")
 
@@ -227,7 +221,6 @@ class ObjectStore(CheckpointStore):
 
     def _throw_away(self, path: Path) -> None:
         (path / MANIFEST).unlink()
-        self._thrown_away.append(path)
 
     def _move(self, path: Path, target: Path) -> None:
         store: Any = path
@@ -235,9 +228,11 @@ class ObjectStore(CheckpointStore):
         (path / MANIFEST).unlink()
         self._delete(path)
 
-    def _trash(self) -> list[Path]:
-        trash, self._thrown_away = self._thrown_away, []
-        return trash
+    def _trash(self) -> Iterator[Path]:
+        """What was thrown away and what earlier saves left unfinished."""
+        for _, path in self.published():
+            if not is_complete(path) and (path / BEGUN).is_file() and path != self._begun:
+                yield path
 
     def _delete(self, path: Path) -> None:
         store: Any = path
@@ -306,12 +301,9 @@ def on_disk(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory() as name:
-        for path in folder.rglob("*"):
+        for path in cast(Any, folder).rglob("*"):
             if path.is_file():
-                target = Path(name, path.relative_to(folder).as_posix())
-                target.parent.mkdir(exist_ok=True, parents=True)
-                with path.open("rb") as source, target.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, CHUNK_BYTES)
+                path.fs.get_file(path.path, str(Path(name, path.relative_to(folder).as_posix())))
         yield Path(name)
 
 

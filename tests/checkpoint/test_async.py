@@ -152,7 +152,7 @@ def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     manager, model = jobs.manager_of(tmp_path, keep=1), jobs.tiny_llama()
     for step in (1, 2, 3):
         manager.save(model, jobs.adamw(model), jobs.progress_at(step))
-    assert names(tmp_path) == [".trash-1-step-000001", ".trash-1-step-000002", "step-000003"]
+    assert names(tmp_path) == [".trash-step-000001", ".trash-step-000002", "step-000003"]
     may_delete.set()
     manager.finish()
     assert names(tmp_path) == ["step-000003"]

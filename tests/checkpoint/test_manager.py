@@ -200,7 +200,7 @@ def test_our_leftovers_are_removed_and_strange_directories_set_aside(
         (path.with_name("step-000002")).mkdir(exist_ok=True)
         model = jobs.tiny_llama()
         manager.save(model, jobs.adamw(model), jobs.progress_at(step))
-        aside.append(f"step-000002.incomplete-{len(aside) + 1}")
+        aside.append("step-000002.incomplete" + (f"-{len(aside) + 1}" if aside else ""))
         assert "set aside as " + aside[-1] in caplog.text
     manager.finish()
     assert names(tmp_path) == [*aside, "step-000006", "step-000007"]
@@ -216,7 +216,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
         patch.setattr("fsdp2kit.checkpoint.store.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
         manager.save(model, jobs.adamw(model), jobs.progress_at(2))
         manager.finish()
-    assert names(tmp_path) == [".trash-1-step-000001", "step-000002"]
+    assert names(tmp_path) == [".trash-step-000001", "step-000002"]
     resumed = jobs.manager_of(tmp_path)
     assert resumed.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
     resumed.finish()
@@ -466,6 +466,18 @@ def test_other_frozen_parameters_are_refused_by_their_key(tmp_path: Path, is_fro
         manager.restore(path, other, after(other))
     load_weights(path, other)  # the way that is named
     assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_another_optimizer_is_refused_by_what_it_keeps(tmp_path: Path) -> None:
+    model, other, manager = jobs.tiny_llama(), jobs.tiny_llama(seed=1), jobs.manager_of(tmp_path)
+    path = manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+    sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
+    kept = r"exp_avg, exp_avg_sq, step and momentum_buffer of model\.embed_tokens\.weight"
+    with pytest.raises(UserError, match=rf"optimizers differ, which keep {kept} .*; use the optimizer .*run\.dir"):
+        manager.restore(path, other, sgd)
+    path = manager.save(model, torch.optim.SGD(model.parameters()), jobs.progress_at(1))
+    with pytest.raises(UserError, match=r"\.exp_avg is in this run .*: the other keeps no optimizer state at all"):
+        manager.restore(path, other, jobs.adamw(other))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
