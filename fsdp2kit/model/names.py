@@ -14,7 +14,9 @@ from functools import partial
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -25,7 +27,6 @@ from transformers.core_model_loading import (
 )
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.random_init import build_skeleton
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -33,6 +34,34 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)
     return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
+
+
+def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
+    """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
+
+    Non-persistent buffers, which hold computed values, are copied. A tensor under two names becomes two tensors, as
+    it is in transformers before ties are made; a module in two places stays one.
+    """
+    made = {} if made is None else made
+    if module in made:
+        return made[module]
+    twin: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
+    made[module] = twin
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {
+        name: p if p is None else nn.Parameter(_meta(p), requires_grad=p.is_floating_point())
+        for name, p in module._parameters.items()
+    }
+    twin._buffers = {
+        name: b if b is None else (b.clone() if name in module._non_persistent_buffers_set else _meta(b))
+        for name, b in module._buffers.items()
+    }
+    twin._modules = {name: child and build_skeleton(child, made) for name, child in module._modules.items()}
+    return twin
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @dataclass

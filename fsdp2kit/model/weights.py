@@ -1,4 +1,4 @@
-"""Values for a sharded model: streamed out of safetensors, or drawn from (seed, name).
+"""Values for a sharded model: streamed out of safetensors, or random.
 
 Every rank reads by itself just the rows that its shards hold, through the files' memory maps, straight into the
 shards; nothing is gathered or sent, and no more than one tensor's rows live beside the shards at any time.
@@ -8,24 +8,27 @@ Which stored tensors make a tensor of the model is said in `names`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Source, find_sources, tied_names
-from fsdp2kit.model.random_init import draw
-from fsdp2kit.torch_compat import local_slices
+from fsdp2kit.model.names import Source, build_skeleton, find_sources, tied_names
+from fsdp2kit.torch_compat import local_slices, tree_leaves
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -86,20 +89,6 @@ def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[st
             for name in sorted(source.targets(shapes)):
                 found[name] = StoredTensor(shapes[name], dtype, partial(read, source, name))
         yield found
-
-
-def initialize(model: PreTrainedModel, *, seed: int) -> None:
-    """Draw every parameter and persistent buffer of a materialised model from (seed, its module's name).
-
-    The distribution is the model's own (transformers' ``_init_weights``); the values depend neither on the mesh
-    nor on the device: each module is drawn whole on the CPU and every rank keeps its part.
-
-    Raises:
-        UserError: the architecture's initialisation leaves a parameter out.
-    """
-    targets = model.state_dict()
-    for name, value in draw(model, seed=seed):
-        _copy_part(targets[name], value)
 
 
 @contextlib.contextmanager
@@ -187,3 +176,103 @@ def _some(names: list[str]) -> str:
 
 def _are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"
+
+
+# Random values, as functions of (seed, module name)
+
+
+def initialize(model: PreTrainedModel, *, seed: int) -> None:
+    """Fill a materialised (sharded) model with random values that depend on the seed and on names alone.
+
+    The distribution is the model's own: transformers calls ``_init_weights`` on every module, children first. What a
+    call touches depends on the architecture: the module's tensors, its children's (ModernBERT), even all the model's.
+    So it is never given the sharded model but a skeleton on meta. One part of it after the other is made real, whole,
+    on the CPU, and every rank keeps its shards of it. A part is the least module that no call reaches out of: mostly a
+    single layer; the whole model only where the model's own call changes what lies deeper.
+
+    Raises:
+        UserError: the architecture's initialisation leaves a parameter out.
+    """
+    skeleton, targets = build_skeleton(model), model.state_dict()
+    wanted = targets.keys() - tied_names(model).keys()
+    calls = list(_init_calls(skeleton, "", skeleton, set()))
+    for name in _parts(skeleton, calls):
+        part, prefix = skeleton.get_submodule(name), name and f"{name}."
+        if wanted.isdisjoint(part.state_dict(prefix=prefix)):  # a tied parameter's other name
+            continue
+        # To NaN, so that what an initialisation leaves out cannot pass for a value.
+        part._apply(_unset)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for call in calls:
+                if f"{call.name}.".startswith(prefix):
+                    digest = hashlib.sha256(f"{seed}:{call.name}".encode()).digest()
+                    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                    call.owner._init_weights(call.module)
+        values = part.state_dict(prefix=prefix, keep_vars=True)
+        for key in sorted(wanted & values.keys()):
+            if values[key].isnan().any():
+                what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
+                raise UserError("model.weights", what, "start from a checkpoint of this architecture")
+            _copy_part(targets[key], values[key])
+        done = {id(value) for value in values.values()}
+        part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor)
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """A tensor on meta as a real one; what has a value keeps it."""
+    if not tensor.is_meta:
+        return tensor
+    return torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+
+
+class _InitCall(NamedTuple):
+    """One call of ``_init_weights``."""
+
+    name: str
+    """Of the module; it seeds the call."""
+    module: nn.Module
+    owner: PreTrainedModel
+    """The innermost model around the module; its ``_init_weights`` is the one to call."""
+
+
+def _init_calls(module: nn.Module, name: str, owner: PreTrainedModel, seen: set[nn.Module]) -> Iterator[_InitCall]:
+    """Every module in the order in which transformers initialises them: children first."""
+    if module in seen:
+        return
+    seen.add(module)
+    for key, child in module.named_children():
+        of_child = child if isinstance(child, PreTrainedModel) else owner
+        yield from _init_calls(child, f"{name}.{key}" if name else key, of_child, seen)
+    yield _InitCall(name, module, owner)
+
+
+class _Touched(TorchFunctionMode):
+    """While it is active, notes every tensor that torch is asked anything about.
+
+    On the level of functions, not of operations: torch's truncated normal, for one, looks at a tensor on meta and
+    does nothing to it. Whoever writes through a view or an alias has asked the tensor for that first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ids.update(id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[str]:
+    """Names of the least modules that together hold all tensors and that no call reaches out of."""
+    owners = {id(tensor): name.rpartition(".")[0] for name, tensor in skeleton.state_dict(keep_vars=True).items()}
+    with_own, parts = set(owners.values()), set()
+    for call in calls:
+        # What was built on meta was initialised there once already, by transformers, so this cannot fail.
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), _Touched() as record:
+            call.owner._init_weights(call.module)
+        touched = {owners[tensor] for tensor in record.ids & owners.keys()}
+        # Its own tensors belong to a call even where it swaps them for others, which no record shows.
+        if touched or call.name in with_own:
+            paths = [name.replace(".", "/") for name in (call.name, *touched)]
+            parts.add(PurePosixPath(os.path.commonpath(paths)))
+    return [".".join(part.parts) for part in sorted(parts) if parts.isdisjoint(part.parents)]
