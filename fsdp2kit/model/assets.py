@@ -17,9 +17,6 @@ from fsdp2kit.errors import UserError
 # Keys of a config that say nothing about which model it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
-_FETCHED: dict[tuple[str, bool], Path] = {}
-"""Directories of hub ids, without and with weights, so that the hub is asked once for each."""
-
 
 def find_model_dir(section: ModelConfig) -> Path | None:
     """The local directory of ``model.path``; a hub id's safetensors and small files are fetched into the cache.
@@ -39,21 +36,19 @@ def find_model_dir(section: ModelConfig) -> Path | None:
 
 def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
     """As `find_model_dir`, of a path or hub id that is the value of the TOML's ``key``."""
+
+    def find() -> Path:
+        if Path(path).is_dir():
+            return Path(path)
+        if Path(path).is_absolute():
+            raise UserError(key, f"{path} is not a directory", "check the path")
+        return _fetch(path, key=key, with_weights=with_weights)
+
     # Ranks meet whatever the text is: whether it is a directory may differ by machine.
-    return one_per_machine_first(functools.partial(_find, path, key=key, with_weights=with_weights))
+    return one_per_machine_first(find)
 
 
-def _find(path: str, *, key: str, with_weights: bool) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).is_absolute():
-        raise UserError(key, f"{path} is not a directory", "check the path")
-    found = _FETCHED.get((path, True)) or _FETCHED.get((path, with_weights))
-    if found is None:
-        found = _FETCHED[path, with_weights] = _fetch(path, key=key, with_weights=with_weights)
-    return found
-
-
+@functools.cache  # the hub is asked once
 def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 

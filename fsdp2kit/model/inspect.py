@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Hashable
@@ -39,7 +40,6 @@ _SMALL = {
     "v_head_dim": 16,
 }
 _LAYERS, _HEAD_DIM = 2, 16
-_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +87,16 @@ def inspect_model(model: PreTrainedModel) -> Traits:
         UserError: the model is not a decoder with a head on it.
     """
     twin = build_twin(model)
+    backbone_name(model)  # refuses it
+    # The twin's layers stand for all layers of their kind.
+    uncalled = _try(_uncalled_modules, twin) or set()
+    convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
     return Traits(
         causal=_try(is_causal, twin),
         separates_packed=_try(separates_packed_documents, twin),
-        linear_head=_has_linear_head(model, copy.deepcopy(twin)),
-        has_position_table=_has_position_table(copy.deepcopy(twin)),
-        uncalled_modules=_uncalled_modules(model, copy.deepcopy(twin)),
+        linear_head=bool(_try(_has_linear_head, twin)),
+        has_position_table=bool(_try(_has_position_table, twin)),
+        uncalled_modules=frozenset(convolutions | {n for n, _ in model.named_modules() if _any_layer(n) in uncalled}),
         _twin=twin,
     )
 
@@ -170,14 +174,15 @@ def check_attention(attention: str, *, device: torch.device) -> None:
         raise UserError("model.attention", what, "use 'sdpa' or 'eager', or a CUDA device")
 
 
-def _try(question: Callable[[PreTrainedModel], bool], twin: PreTrainedModel | None) -> bool | None:
+@torch.no_grad()
+def _try(question: Callable[[Any], T], twin: PreTrainedModel | None) -> T | None:
+    """The answer on a copy of the twin; None where it does not run on such inputs, which tells nothing."""
     try:
-        return None if twin is None else question(twin)
-    except Exception:  # an architecture that does not run on these inputs tells nothing
+        return None if twin is None else question(copy.deepcopy(twin))
+    except Exception:  # whatever an architecture raises
         return None
 
 
-@torch.no_grad()
 def is_causal(twin: PreTrainedModel) -> bool:
     """Whether no logit depends on a later token."""
     tokens, changed = _tokens(), _tokens()
@@ -186,7 +191,6 @@ def is_causal(twin: PreTrainedModel) -> bool:
     return _same(before[:, :-1], after[:, :-1])
 
 
-@torch.no_grad()
 def separates_packed_documents(twin: PreTrainedModel) -> bool:
     """Whether a packed document's logits are those of the document alone, given only restarting positions."""
     tokens = _tokens()
@@ -197,10 +201,9 @@ def separates_packed_documents(twin: PreTrainedModel) -> bool:
     return _same(packed, torch.cat(alone, dim=1))
 
 
-@torch.no_grad()
-def _has_linear_head(model: PreTrainedModel, twin: Any) -> bool:
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None or twin is None:
+def _has_linear_head(twin: Any) -> bool:
+    head = twin.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
     generator = torch.Generator().manual_seed(0)
     for parameter in twin.parameters():
@@ -208,41 +211,29 @@ def _has_linear_head(model: PreTrainedModel, twin: Any) -> bool:
     tokens = torch.randint(0, twin.get_input_embeddings().weight.shape[0], (1, 8), generator=generator)
     hidden = getattr(twin, backbone_name(twin))(input_ids=tokens, use_cache=False)[0]
     logits = twin(input_ids=tokens, use_cache=False).logits
-    expected = F.linear(hidden, twin.get_output_embeddings().weight)
-    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    return torch.allclose(logits, F.linear(hidden, head.weight), rtol=1e-5, atol=1e-5)
 
 
-def _has_position_table(twin: PreTrainedModel | None) -> bool:
-    size = twin and getattr(twin.config.get_text_config(), "max_position_embeddings", None)
-    # XLNet's is −1: no limit.
-    return isinstance(size, int) and size > 0 and _runs(twin, size) and not _runs(twin, size + 1)
-
-
-@torch.no_grad()
-def _runs(twin: Any, length: int) -> bool:
-    positions = torch.arange(length)[None]
-    try:
+def _has_position_table(twin: PreTrainedModel) -> bool:
+    def runs(twin: Any, length: int) -> bool:
+        positions = torch.arange(length)[None]
         twin(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
-    except Exception:  # past the end of an embedding, or of a buffer; whatever an architecture raises then
+        return True
+
+    size = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(size, int) or size <= 0:  # XLNet's is −1: no limit
         return False
-    return True
+    # Past the end of an embedding, or of a buffer, an architecture raises whatever it likes.
+    return bool(_try(lambda twin: runs(twin, size), twin)) and not _try(lambda twin: runs(twin, size + 1), twin)
 
 
-def _uncalled_modules(model: PreTrainedModel, twin: PreTrainedModel | None) -> frozenset[str]:
-    """The twin's layers stand for all layers of their kind."""
-    convolutions = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
-    if twin is None:
-        return convolutions
+def _uncalled_modules(twin: nn.Module) -> set[str]:
+    """Names of modules that are never called, with ``*`` for the layer's number."""
     called: set[str] = set()
     for name, module in twin.named_modules():
         module.register_forward_hook(lambda *_, name=name: called.add(_any_layer(name)))
-    try:
-        with torch.no_grad():
-            twin(input_ids=_tokens(), use_cache=False)
-    except Exception:  # as in `_try`
-        return convolutions
-    uncalled = {_any_layer(name) for name, _ in twin.named_modules()} - called
-    return convolutions | {name for name, _ in model.named_modules() if _any_layer(name) in uncalled}
+    twin(input_ids=_tokens(), use_cache=False)
+    return {_any_layer(name) for name, _ in twin.named_modules()} - called
 
 
 def _any_layer(name: str) -> str:
@@ -268,41 +259,37 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
         narrow: shrink the width as well; otherwise heads and hidden size stay.
         keep_heads: as many heads as before, each narrower.
     """
-    small = copy.deepcopy(config)
-    for part in {id(part): part for part in (small, small.get_text_config())}.values():
-        _shrink(part, narrow=narrow, keep_heads=keep_heads)
-    return small
-
-
-def _shrink(config: PretrainedConfig, *, narrow: bool, keep_heads: bool) -> None:
-    for key, value in _SMALL.items():
-        if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
-            setattr(config, key, value)
-    for key in _TOKEN_IDS:
-        if getattr(config, key, None) is not None:
-            setattr(config, key, None)
-    depth = min(_LAYERS, config.num_hidden_layers)
-    layer_types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = depth
-    if layer_types:
-        # Every kind of layer must be there: alternating local and global layers need one of each.
-        kinds = list(dict.fromkeys(layer_types))
-        config.num_hidden_layers = depth = max(depth, len(kinds))
-        config.layer_types = (kinds + layer_types)[:depth]
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and narrow:
-        given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        groups = max(1, heads // given_kv_heads)
-        kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
-        config.num_attention_heads = groups * kv_heads
-        if getattr(config, "num_key_value_heads", None) is not None:
-            config.num_key_value_heads = kv_heads
-        if hasattr(config, "qk_rope_head_dim"):  # latent attention: what is rotated has a width of its own
-            config.head_dim = config.qk_rope_head_dim
-            config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        elif getattr(config, "head_dim", None) is not None:
-            config.head_dim = _HEAD_DIM
-        config.hidden_size = config.num_attention_heads * _HEAD_DIM
+    whole = copy.deepcopy(config)
+    for config in {id(part): part for part in (whole, whole.get_text_config())}.values():
+        for key, value in _SMALL.items():
+            if isinstance(getattr(config, key, None), int) and getattr(config, key) > value:
+                setattr(config, key, value)
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if getattr(config, key, None) is not None:
+                setattr(config, key, None)
+        depth = min(_LAYERS, config.num_hidden_layers)
+        layer_types = getattr(config, "layer_types", None)
+        config.num_hidden_layers = depth
+        if layer_types:
+            # Every kind of layer must be there: alternating local and global layers need one of each.
+            kinds = list(dict.fromkeys(layer_types))
+            config.num_hidden_layers = depth = max(depth, len(kinds))
+            config.layer_types = (kinds + layer_types)[:depth]
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and narrow:
+            given_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            groups = max(1, heads // given_kv_heads)
+            kv_heads = given_kv_heads if keep_heads else 1 if groups > 1 else 2
+            config.num_attention_heads = groups * kv_heads
+            if getattr(config, "num_key_value_heads", None) is not None:
+                config.num_key_value_heads = kv_heads
+            if hasattr(config, "qk_rope_head_dim"):  # latent attention: what is rotated has a width of its own
+                config.head_dim = config.qk_rope_head_dim
+                config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+            elif getattr(config, "head_dim", None) is not None:
+                config.head_dim = _HEAD_DIM
+            config.hidden_size = config.num_attention_heads * _HEAD_DIM
+    return whole
 
 
 def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -311,31 +298,24 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
     Few layers of small width; where the widths depend on one another in ways of the architecture's own, few layers
     of the model's width.
     """
-    return _try_twin(model, narrow=True) or _try_twin(model, narrow=False)
-
-
-@torch.no_grad()
-def _spread(twin: torch.nn.Module) -> None:
-    """Weights under which every token matters to every score: at the usual 0.02, attention is all but uniform, and
-    what leaks between documents drowns in rounding."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in twin.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-
-
-def _try_twin(model: PreTrainedModel, *, narrow: bool) -> PreTrainedModel | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                config = shrink_config(model.config, narrow=narrow)
-                twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-                _spread(twin)
-                twin.eval()
-                with torch.no_grad():
-                    twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
-        except Exception:  # whatever an unforeseen architecture raises, the answer is: no twin
-            return None
-    return twin
+    for narrow in (True, False):
+        with (
+            # Whatever an unforeseen architecture raises, the answer is: no twin.
+            contextlib.suppress(Exception),
+            warnings.catch_warnings(),
+            torch.device("cpu"),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+        ):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            config = shrink_config(model.config, narrow=narrow)
+            twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            # Weights under which every token matters to every score: at the usual 0.02, attention is all but uniform,
+            # and what leaks between documents drowns in rounding.
+            for parameter in twin.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            twin(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+            return twin
+    return None

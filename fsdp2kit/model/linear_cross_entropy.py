@@ -7,7 +7,6 @@ that backward would bring), so that backward only scales them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,26 +22,9 @@ def rows_at_once(device: torch.device, *, vocabulary: int) -> int:
     return max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Which of ``count`` groups (the sources of a mix) each target belongs to."""
-
-    of: Tensor
-    """``[N]`` int64 in ``[0, count)``."""
-    count: int
-
-    def sums(self, losses: Tensor, *, start: int = 0) -> Tensor:
-        """float64 ``[count]``: each group's sum over ``losses`` ``[n]``, those of the targets from ``start`` on.
-
-        In float64, since ``index_add_`` adds thousands of tokens one after the other.
-        """
-        sums = torch.zeros(self.count, dtype=torch.float64, device=losses.device)
-        return sums.index_add_(0, self.of[start : start + len(losses)], losses.detach().double())
-
-
-HeadLoss = Callable[[Tensor, Tensor, Tensor, Groups | None], tuple[Tensor, Tensor | None]]
-"""From hidden states ``[N, H]``, the head's weight ``[V, H]``, labels ``[N]`` and groups to the summed cross-entropy
-(float32 scalar) and, where there are groups, each one's part of it (float64 ``[count]``, detached)."""
+HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""From hidden states ``[N, H]``, the head's weight ``[V, H]`` and labels ``[N]`` to the summed cross-entropy (float32
+scalar) and, where the kernel gives it, each target's own (float32 ``[N]``, detached)."""
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -56,21 +38,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Returns:
         A float32 scalar; 0 with zero gradients where N = 0.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, None)[0]
+    return _LinearCrossEntropy.apply(hidden, weight, labels)[0]
 
 
 def linear_loss(kernel: Literal["chunked", "torch", "liger"]) -> HeadLoss:
-    """The summed cross-entropy of logits ``hidden @ weightᵀ``; "torch" and "liger" raise ValueError for groups."""
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor | None]:
-        if kernel == "chunked":
-            return _LinearCrossEntropy.apply(hidden, weight, labels, groups)[:2]
-        if groups is not None:
-            raise ValueError(f"the loss kernel {kernel!r} gives no losses by group; use 'chunked'")
-        compute = torch_linear_cross_entropy if kernel == "torch" else liger_linear_cross_entropy
-        return compute(hidden, weight, labels), None
-
-    return loss
+    """The summed cross-entropy of logits ``hidden @ weightᵀ``; only "chunked" gives each target's own."""
+    if kernel == "chunked":
+        return lambda *tensors: _LinearCrossEntropy.apply(*tensors)[:2]
+    compute = torch_linear_cross_entropy if kernel == "torch" else liger_linear_cross_entropy
+    return lambda *tensors: (compute(*tensors), None)
 
 
 def torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -102,14 +78,11 @@ def liger_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
         grad_weight = weight.new_empty(0) if len(hidden) else torch.zeros_like(weight)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        sums = groups.sums(loss.expand(0)) if groups is not None else None
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             chunk, target = hidden[start : start + rows], labels[start : start + rows, None]
@@ -118,10 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Softmax and its normalizer in place, with one exponential an element: logsumexp would take another.
             probabilities = logits.sub_(peak).exp_()
             total = probabilities.sum(dim=-1, keepdim=True)
-            losses = peak + total.log() - wanted
-            loss += losses.sum()
-            if groups is not None and sums is not None:
-                sums += groups.sums(losses.squeeze(1), start=start)
+            losses[start : start + rows] = (peak + total.log() - wanted).squeeze(1)
             if needs_grad:
                 probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 grad_logits = probabilities.to(weight.dtype)
@@ -141,11 +111,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         # Else backward is handed zeros for the outputs that have no gradient, as large as the head.
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(grad_hidden, grad_weight, *([] if sums is None else [sums]))
-        return loss, sums, grad_hidden, grad_weight
+        ctx.mark_non_differentiable(losses, grad_hidden, grad_weight)
+        return losses.sum(), losses, grad_hidden, grad_weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # In place: a second gradient of the head's size would be gigabytes. A second backward raises.
-        return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None, None
+        return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None

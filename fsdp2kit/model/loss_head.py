@@ -28,7 +28,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.linear_cross_entropy import Groups, HeadLoss, linear_loss, rows_at_once
+from fsdp2kit.model.linear_cross_entropy import HeadLoss, linear_loss, rows_at_once
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
@@ -130,12 +130,9 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     tied = head.weight is model.get_input_embeddings().weight
     compute: HeadLoss = partial(_chunked_loss, _own_head(model, head)) if kernel == "own_head" else linear_loss(kernel)
 
-    def head_loss(
-        head: Any, hidden: Tensor, labels: Tensor, groups: Groups | None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        hidden = hidden.to(head.weight.dtype)  # units may return another dtype than they compute in
-        loss, sums = compute(hidden, head.weight, labels, groups)
-        return loss if groups is None else (loss, sums)
+    def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Units may return another dtype than they compute in.
+        return compute(hidden.to(head.weight.dtype), head.weight, labels)
 
     def loss_sum(
         model: Any,
@@ -145,13 +142,20 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         groups: Tensor | None = None,
         num_groups: int = 0,
         **inputs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         # A cache would be built by default, and with it packed documents would see each other.
         hidden = getattr(model, backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
         index = select_supervised(labels) if index is None else index
         hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
-        known = None if groups is None else Groups(groups, num_groups)
-        return head_loss(head, hidden, targets, known) if tied else head.loss_sum(hidden, targets, known)
+        loss, losses = head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
+        if groups is None:
+            return loss
+        if losses is None:
+            raise ValueError(f"the loss kernel {kernel!r} gives no losses by group; use 'chunked'")
+        # In float64, since `index_add` adds thousands of tokens one after the other.
+        return loss, torch.zeros(num_groups, dtype=torch.float64, device=loss.device).index_add(
+            0, groups, losses.double()
+        )
 
     root: Any = model
     root.loss_sum = MethodType(loss_sum, model)
@@ -211,21 +215,16 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
 
 
 def _chunked_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, groups: Groups | None
-) -> tuple[Tensor, Tensor | None]:
+    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
     """`HeadLoss` of the model's own ``head``, which reads its weight itself."""
 
-    def one_chunk(hidden: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        logits = head(hidden).float()
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        if groups is None:
-            return loss, None
-        return loss, groups.sums(F.cross_entropy(logits.detach(), labels, reduction="none"), start=start)
+    def one_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).float(), labels, reduction="none")
 
     rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
     # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
     # not take part in the reduction that the other ranks wait in.
-    chunks = zip(hidden.split(rows), labels.split(rows), range(0, len(hidden) + 1, rows), strict=False)
-    pairs = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    sums = None if groups is None else torch.stack([sums for _, sums in pairs]).sum(0)
-    return torch.stack([loss for loss, _ in pairs]).sum(), sums
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    losses = torch.cat([checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+    return losses.sum(), losses.detach()

@@ -139,22 +139,19 @@ def _checked_sources(
         missing -= source.targets(targets)
     kind = type(model).__name__
     if missing:
-        what = f"{_some(sorted(missing))} of {kind} {_are(missing)} not in its safetensors"
-        raise UserError(str(directory), what, "is it a checkpoint of this architecture, and whole?")
+        what = f"{_some(sorted(missing))} not in its safetensors"
+        raise UserError(str(directory), what, f"is it a checkpoint of {kind}, and whole?")
     ignored = [r"rotary_emb\.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     if unexpected and not allow_unexpected:
-        what = f"{_some(unexpected)} in its safetensors {_are(unexpected)} unknown to {kind}"
+        what = f"{_some(unexpected)} in its safetensors and unknown to {kind}"
         todo = "is it a checkpoint of this architecture? A shallower model needs model.config.num_hidden_layers"
         raise UserError(str(directory), what, todo)
     return sources
 
 
 def _check_shape(stored: Any, wanted: torch.Size, *, where: str) -> None:
-    """
-    Args:
-        stored: a tensor, or a safetensors slice.
-    """
+    """`stored` is a tensor or a safetensors slice."""
     shape = list(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
     if shape != list(wanted):
         what = f"stored with shape {shape}, but the model wants {list(wanted)}"
@@ -171,11 +168,9 @@ def _copy_part(target: Tensor, source: Any) -> None:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _are(names: Collection[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+    """ "a is", or "a, b, c and 2 more are"."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 # Random values, as functions of (seed, module name)

@@ -20,12 +20,11 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.linear_cross_entropy import (
     _CHUNK_BYTES,
-    Groups,
     liger_linear_cross_entropy,
     linear_loss,
     torch_linear_cross_entropy,
 )
-from fsdp2kit.model.loss_head import attach_loss, choose_loss
+from fsdp2kit.model.loss_head import attach_loss, choose_loss, select_supervised
 from fsdp2kit.parity.reference import Curves, Rows, cross_entropy_sum, errors, plain_logits, plain_loop
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
@@ -90,7 +89,7 @@ def test_torchs_kernel_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_target_head_and_states_have_gradients_of_zero(kernel: Any, dtype: torch.dtype) -> None:
     """Other ranks wait for this one's part of the head's gradient; Liger's kernel itself is not asked."""
     hidden, weight, labels = inputs(0, dtype)
-    loss, sums = linear_loss(kernel)(hidden, weight, labels, None)
+    loss, sums = linear_loss(kernel)(hidden, weight, labels)
     loss.backward()
     assert loss.item() == 0
     assert loss.dtype == torch.float32
@@ -223,11 +222,13 @@ def test_torch_before_2_13_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         choose(config_of("torch"), CPU)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "liger"])
-def test_losses_by_group_are_not_made_up(kernel: Any) -> None:
-    hidden, weight, labels = inputs(4, torch.float32)
-    with pytest.raises(ValueError, match=f"{kernel!r} gives no losses by group"):
-        linear_loss(kernel)(hidden, weight, labels, Groups(torch.zeros(4, dtype=torch.int64), 1))
+@needs_torchs
+def test_losses_by_group_are_not_made_up() -> None:
+    rows, model = make_rows(3), tiny_model("llama3")
+    attach_loss(model, kernel="torch")
+    groups = torch.zeros(len(select_supervised(rows.labels)), dtype=torch.int64)
+    with pytest.raises(ValueError, match="'torch' gives no losses by group"):
+        model.loss_sum(rows.input_ids, rows.labels, groups=groups, num_groups=1)
 
 
 @pytest.mark.parametrize("backbone_trains", [True, False])
