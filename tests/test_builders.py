@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     ChatDataConfig,
@@ -126,9 +126,7 @@ def test_optimizer_and_schedule() -> None:
 def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
     model = real_model()
     optimizer = build_optimizer(OptimizerConfig(), model)
-    manager = build_checkpoint_manager(
-        CheckpointConfig(), run_dir=tmp_path, identity={}, write_assets=lambda folder: None
-    )
+    manager = CheckpointManager(CheckpointConfig(), run_dir=tmp_path, identity={}, write_assets=lambda folder: None)
     path = manager.save(model, optimizer, Progress(step=3))
     kept = copy.deepcopy(model.state_dict())
     initialize(model, seed=1)

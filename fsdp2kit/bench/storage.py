@@ -45,7 +45,7 @@ from fsdp2kit.bench.memory import PrivateMemory, give_back_memory
 from fsdp2kit.bench.ours import load_ours
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import gather_objects
@@ -297,7 +297,7 @@ class _Trainer:
 
 def _manager(folder: Path, *, is_async: bool) -> CheckpointManager:
     section = CheckpointConfig(keep=1, async_save=is_async, export_hf="never")
-    return build_checkpoint_manager(section, run_dir=folder, identity={}, write_assets=lambda _: None)
+    return CheckpointManager(section, run_dir=folder, identity={}, write_assets=lambda _: None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ from fsdp2kit.checkpoint.state import (
     persistent_buffers,
     save_tensors,
 )
-from fsdp2kit.checkpoint.store import CheckpointStore, check_writable, fill, in_use, is_remote, open_store, to_path
+from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import RunFailure, UserError
@@ -46,16 +46,10 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, dict[str, Tensor]]
 
 
-def build_checkpoint_manager(
-    section: CheckpointConfig,
-    *,
-    run_dir: Path,
-    identity: dict[str, str],
-    write_assets: Callable[[Path], None],
-    export_dtype: str | None = None,
-    environment: dict[str, Any] | None = None,
-) -> CheckpointManager:
-    """The manager of ``checkpoint.dir``, by default ``run_dir/checkpoints``. Collective.
+class CheckpointManager:
+    """Saves, resolves, restores and exports the checkpoints of ``checkpoint.dir``, by default ``run_dir/checkpoints``.
+
+    Made on all ranks together. A context manager that `finish`es.
 
     Args:
         identity: what may not change when the run is resumed, by name, e.g. ``{"data.seq_len": "512"}``.
@@ -67,42 +61,30 @@ def build_checkpoint_manager(
     Raises:
         UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace.
     """
-    with agreement():
-        root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
-        check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
-        out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
-        if section.export_hf != "never":
-            if not is_remote(out):  # written beside it; a store has answered, and is left as it is until then
-                check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
-            check_replaceable(out)
-    return CheckpointManager(
-        store=open_store(root),
-        section=section,
-        identity=identity,
-        write_assets=write_assets,
-        out=out,
-        export_dtype=section.export_dtype or export_dtype,
-        config_file=run_dir / "config.toml",
-        environment=environment or {},
-    )
 
-
-@dataclass(kw_only=True, eq=False)
-class CheckpointManager:
-    """Saves, resolves, restores and exports; made by `build_checkpoint_manager`. A context manager that `finish`es."""
-
-    store: CheckpointStore
-    section: CheckpointConfig
-    identity: dict[str, str]
-    write_assets: Callable[[Path], None]
-    out: Path
-    """Where exports go."""
-    export_dtype: str | None
-    config_file: Path
-    """The run's settings, kept with each checkpoint."""
-    environment: dict[str, Any]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        section: CheckpointConfig,
+        *,
+        run_dir: Path,
+        identity: dict[str, str],
+        write_assets: Callable[[Path], None],
+        export_dtype: str | None = None,
+        environment: dict[str, Any] | None = None,
+    ) -> None:
+        with agreement():
+            root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
+            check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
+            self.out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
+            if section.export_hf != "never":
+                if not is_remote(self.out):  # written beside it; a store has answered, and is left as it is until then
+                    check_writable(self.out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
+                check_replaceable(self.out)
+        self.store = open_store(root)
+        self.section, self.identity, self.environment = section, identity, environment or {}
+        self.write_assets = write_assets
+        self.export_dtype = section.export_dtype or export_dtype
+        self._settings = run_dir / "config.toml"  # kept with each checkpoint
         # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
         self._reached = 0
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
@@ -113,7 +95,7 @@ class CheckpointManager:
         self._stager: DefaultStager | None = None
         self._staged: Future[Tensors] | None = None
         self._saved: Future[object] | None = None
-        if self.section.async_save:
+        if section.async_save:
             self._group = background_group()
             on_device = torch.accelerator.is_available()
             self._stager = DefaultStager(
@@ -306,8 +288,8 @@ class CheckpointManager:
         records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
         with agreement(self._group):
             if rank() == 0:
-                if self.config_file.is_file():
-                    (directory / self.config_file.name).write_bytes(self.config_file.read_bytes())
+                if self._settings.is_file():
+                    (directory / self._settings.name).write_bytes(self._settings.read_bytes())
                 (directory / "hf").mkdir()
                 fill(directory / "hf", self.write_assets)
                 manifest = Manifest(

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
@@ -51,7 +51,7 @@ def build_checkpoints(
         identity = run_identity(config, source, data=data.fingerprint)
     # `fully_shard` puts a class of its own in front of the model's.
     architecture = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
-    manager = build_checkpoint_manager(
+    manager = CheckpointManager(
         config.checkpoint,
         run_dir=job.run_dir,
         identity=identity,

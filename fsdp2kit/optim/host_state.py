@@ -55,11 +55,10 @@ class HostState:
     def _moments(self, parameters: Iterable[Tensor] | None) -> list[tuple[Tensor, str, Tensor]]:
         """State as large as its parameter; a step count stays where it is."""
         states = self._optimizer.state
-        chosen = [(parameter, states[parameter]) for parameter in (list(states) if parameters is None else parameters)]
         return [
             (parameter, name, value)
-            for parameter, state in chosen
-            for name, value in state.items()
+            for parameter in (states if parameters is None else parameters)
+            for name, value in states[parameter].items()
             if isinstance(value, Tensor) and value.ndim
         ]
 

@@ -84,15 +84,10 @@ class RoundedAdamW(Optimizer):
                     _update(batch, group, step=step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts to the dtype of the parameter: here the moments keep their dtype and values."""
+        """As torch's, which casts moments to the dtype of the parameter: here they are bfloat16 again."""
         super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if parameter in self.state:
-                given = state_dict["state"][number]
-                for name in ("exp_avg", "exp_avg_sq"):
-                    self.state[parameter][name] = given[name].to(parameter.device, copy=True)
+        for state in self.state.values():
+            state.update({name: state[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
 
     def _count(self, parameter: Tensor) -> int:
         """The number of the update that ``parameter`` is about to get; its state is made where there is none."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.run import Checkpoints
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
@@ -81,7 +81,7 @@ def write_assets(directory: Path) -> None:
 
 
 def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **section: Any) -> CheckpointManager:
-    return build_checkpoint_manager(
+    return CheckpointManager(
         CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
         run_dir=run_dir,
         identity=identity or IDENTITY,
@@ -187,7 +187,7 @@ def disagreeing_assets(run_dir: Path) -> str:
         raise OSError(28, "No space left on device")
 
     model = sharded(tiny_llama())
-    manager = build_checkpoint_manager(CheckpointConfig(), run_dir=run_dir, identity=IDENTITY, write_assets=fail)
+    manager = CheckpointManager(CheckpointConfig(), run_dir=run_dir, identity=IDENTITY, write_assets=fail)
     try:
         manager.save(model, adamw(model), progress_at(1))
     except RunFailure as failure:

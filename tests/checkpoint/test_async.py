@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import CheckpointConfig
@@ -23,7 +23,7 @@ from tests.workers import WorkerPool
 
 
 def asynchronous(run_dir: Path, **section: Any) -> CheckpointManager:
-    return build_checkpoint_manager(
+    return CheckpointManager(
         CheckpointConfig(async_save=True, **section),
         run_dir=run_dir,
         identity=jobs.IDENTITY,
@@ -104,7 +104,7 @@ def failing_save(run_dir: Path) -> tuple[str, str, bool]:
     model = jobs.sharded(jobs.tiny_llama())
     optimizer = jobs.adamw(model)
     section = CheckpointConfig(async_save=True)
-    manager = build_checkpoint_manager(section, run_dir=run_dir, identity={}, write_assets=fail)
+    manager = CheckpointManager(section, run_dir=run_dir, identity={}, write_assets=fail)
     said = []
     for finish in (manager.finish_save, manager.finish):
         manager.save(model, optimizer, jobs.progress_at(1))
@@ -133,7 +133,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_a_save(tmp_path: Path, capl
 
     model = jobs.tiny_llama()
     section = CheckpointConfig(async_save=True)
-    manager = build_checkpoint_manager(section, run_dir=tmp_path, identity={}, write_assets=fail)
+    manager = CheckpointManager(section, run_dir=tmp_path, identity={}, write_assets=fail)
 
     def run() -> None:
         with manager:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fsdp2kit.checkpoint.manager import CheckpointManager, build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.checkpoint.store import in_use
@@ -429,7 +429,7 @@ def test_an_export_directory_with_the_users_own_files_is_refused_at_the_start(tm
     (tmp_path / "hf" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"hf: holds notes\.txt, which no export of fsdp2kit wrote there; .* move"):
         jobs.manager_of(tmp_path)
-    build_checkpoint_manager(
+    CheckpointManager(
         CheckpointConfig(export_hf="never"), run_dir=tmp_path, identity={}, write_assets=jobs.write_assets
     )
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.manager import build_checkpoint_manager
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.config.schema import CheckpointConfig, Float8Config, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
@@ -94,7 +94,7 @@ def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps
     """Train, save and export; the state that was saved."""
     run = Run(folder, case, float8)
     run.train(range(steps))
-    manager = build_checkpoint_manager(
+    manager = CheckpointManager(
         CheckpointConfig(export_hf="every", export_dtype="bfloat16"),
         run_dir=run_dir,
         identity=IDENTITY,
