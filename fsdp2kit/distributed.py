@@ -22,6 +22,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import timeout_of
@@ -234,6 +236,20 @@ def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> 
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself where it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """``local`` as this rank's part of a tensor sharded as ``tensor`` is, and of its shape unless one is given."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, shape = tensor.device_mesh, shape or tensor.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def world_size_from_environment() -> tuple[int, int]:

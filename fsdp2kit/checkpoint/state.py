@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote
-from fsdp2kit.distributed import agreement, gather_objects, rank, world_size
+from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.torch_compat import FsspecWriter
@@ -75,18 +75,13 @@ def _plain_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     the rows of the moment, are sharded as it is, and can be read back onto another mesh. A third tensor in them, what
     the codes stand for, is a constant.
     """
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local: Any = local_part(value)
     if not hasattr(local, "codes"):
         yield key, value
         return
     for name in ("codes", "scale"):
         part = getattr(local, name).view(*local.shape[:-1], -1)
-        if isinstance(value, DTensor):
-            shape = torch.Size((*value.shape[:-1], part.shape[-1]))
-            stride = torch.empty(shape, device="meta").stride()
-            mesh, placements = value.device_mesh, value.placements
-            part = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-        yield f"{key}.{name}", part
+        yield f"{key}.{name}", sharded_like(value, part, torch.Size((*value.shape[:-1], part.shape[-1])))
 
 
 def initialise_state(optimizer: Optimizer) -> None:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Source, build_skeleton, find_sources, tied_names
 from fsdp2kit.torch_compat import local_slices, tree_leaves
@@ -161,7 +161,7 @@ def _check_shape(stored: Any, wanted: torch.Size, *, where: str) -> None:
 @torch.no_grad()
 def _copy_part(target: Tensor, source: Any) -> None:
     """Copy into ``target`` the part of ``source`` (whole, sliceable) that this rank holds, converting its dtype."""
-    local = target.to_local() if isinstance(target, DTensor) else target
+    local = local_part(target)
     if local.numel():
         part = local_slices(target)
         local.copy_(source[part] if part else source[...])

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
-from fsdp2kit.optim.host_state import keep_state_on_host, local_part, sharded_like
+from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW
 

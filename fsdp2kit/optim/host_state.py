@@ -1,4 +1,4 @@
-"""What this rank holds of a parameter; and optimizer state in host memory, all of it or all but what is in hand.
+"""Optimizer state in host memory, all of it or all but what is in hand.
 
 AdamW keeps two float32 moments a parameter, twice the memory of the shards themselves. In pinned host memory they
 cost the device nothing but the time of moving them there and back.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+
+from fsdp2kit.distributed import local_part, sharded_like
 
 T = TypeVar("T")
 
@@ -94,20 +96,6 @@ def keep_state_on_host(optimizer: Optimizer, *, elements_at_once: int = _ELEMENT
         host.wait()  # a checkpoint may read the host's copy from now on
 
     optimizer.step = MethodType(step, optimizer)
-
-
-def local_part(tensor: Any) -> Tensor:
-    """This rank's shard, or the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """``local`` as the part that this rank holds of a tensor with the shape and sharding of ``tensor``."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def largest_shard(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp2kit.optim.host_state import local_part
+from fsdp2kit.distributed import local_part
 from fsdp2kit.torch_compat import orthogonalize
 
 ParameterGroup = dict[str, Any]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2kit.optim.host_state import in_batches, local_part
+from fsdp2kit.distributed import local_part
+from fsdp2kit.optim.host_state import in_batches
 from fsdp2kit.torch_compat import local_slices
 
 # Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
