@@ -31,7 +31,7 @@ from fsdp2kit import distributed
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
-from fsdp2kit.checkpoint.state import MODEL_PREFIX, check_shape, find_weights
+from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import replace_file, sha256, sync, sync_tree
@@ -219,9 +219,7 @@ def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype)
     else:
         tied = tied_names(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        keys = find_weights(checkpoint, set(stored), names=expected, tied=tied)
-        for name, tensor in expected.items():
-            check_shape(checkpoint, keys[name], tuple(stored[keys[name]].size), tuple(tensor.shape))
+        keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
     tensors = {
         name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
         for name, key in keys.items()

@@ -165,7 +165,7 @@ def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
         _check_same_state(path, wanted=set(wanted), stored=set(stored))
         _check_same_names(path, wanted=set(wanted), stored=set(stored))
         for key, tensor in wanted.items():
-            check_shape(path, key, tuple(stored[key].size), tuple(tensor.shape))
+            _check_shape(path, key, stored[key].size, tensor.shape)
             if stored[key].properties.dtype != tensor.dtype:
                 raise UserError(
                     f"{path}: {key}",
@@ -194,29 +194,27 @@ def load_weights(path: Path, model: nn.Module) -> None:
         tensors = model_tensors(model)
         with agreement():
             reader = SafeReader(path)
-            stored = reader.stored_tensors()
-            keys = find_weights(path, set(stored), names=tensors, tied=tied_names(model))
-            for name, tensor in tensors.items():
-                check_shape(path, keys[name], tuple(stored[keys[name]].size), tuple(tensor.shape))
+            shapes = {key: one.size for key, one in reader.stored_tensors().items()}
+            keys = find_weights(path, shapes, tensors, tied=tied_names(model))
         load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
 
 
 def find_weights(
-    path: Path, stored: set[str], *, names: Mapping[str, object], tied: Mapping[str, str]
+    path: Path, stored: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], *, tied: Mapping[str, str]
 ) -> dict[str, str]:
-    """The checkpoint's key of every name in `names`, whether or not the keys carry a ``model.`` prefix.
+    """The checkpoint's key of every name in `tensors`, whether or not the keys carry a ``model.`` prefix.
 
     Args:
-        stored: the keys of all tensors in the checkpoint.
-        names: the model's names, a tied parameter under the first of its own.
+        stored: the shapes of all tensors in the checkpoint, by key.
+        tensors: the model's, by name, a tied parameter under the first of its own.
         tied: every further name of a tied parameter → its first name.
 
     Raises:
-        UserError: a name has no key, or a key of the model's part has no name.
+        UserError: a name has no key, a key of the model's part has no name, or a shape is another.
     """
     # Hugging Face names may begin with "model." themselves, so the prefix is told by how many names it explains.
-    prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in names))
-    keys = {name: prefix + name for name in names}
+    prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in tensors))
+    keys = {name: prefix + name for name in tensors}
     for alias, name in tied.items():
         if keys[name] not in stored and prefix + alias in stored:
             keys[name] = prefix + alias
@@ -224,19 +222,15 @@ def find_weights(
     spare = {prefix + alias for alias in tied} - wanted
     part = {key for key in stored if key.startswith(prefix) and (prefix or not key.startswith(OPTIMIZER_PREFIX))}
     _check_same_names(path, wanted=wanted, stored=part - spare)
+    for name, tensor in tensors.items():
+        _check_shape(path, keys[name], stored[keys[name]], tensor.shape)
     return keys
 
 
-def check_shape(path: Path, key: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Check a stored tensor's global shape.
-
-    Raises:
-        UserError: it is another one.
-    """
+def _check_shape(path: Path, key: str, stored: torch.Size, shape: torch.Size) -> None:
     if stored != shape:
-        raise UserError(
-            f"{path}: {key}", f"has shape {stored} in the checkpoint and {shape} in the model", _SAME_MODEL
-        )
+        what = f"has shape {tuple(stored)} in the checkpoint and {tuple(shape)} in the model"
+        raise UserError(f"{path}: {key}", what, _SAME_MODEL)
 
 
 def _check_same_names(path: Path, *, wanted: set[str], stored: set[str]) -> None:

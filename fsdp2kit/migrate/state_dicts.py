@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp2kit.checkpoint.from_hf import model_of, write_weights
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
-from fsdp2kit.checkpoint.state import check_shape, find_weights
+from fsdp2kit.checkpoint.state import find_weights
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.weights import StoredTensor
@@ -49,9 +49,7 @@ def torch_to_dcp(source: Path, out: Path, *, config_dir: Path | None = None) -> 
     tied = tied_names(model)
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     part = _part_of_model(source, stored, names)
-    keys = find_weights(source, set(part), names=names, tied=tied)
-    for name, tensor in names.items():
-        check_shape(source, keys[name], tuple(part[keys[name]].shape), tuple(tensor.shape))
+    keys = find_weights(source, {key: one.shape for key, one in part.items()}, names, tied=tied)
     weights = {name: part[key] for name, key in keys.items()}
     write_weights(weights, out, model=model, config_dir=config_dir)
 
