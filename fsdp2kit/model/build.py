@@ -109,9 +109,8 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
         model = _on_meta(section, hf_config)
         compute_buffers(model)
         freeze(model, section.freeze)
-    vars(model)["_fsdp2kit_source"] = ModelSource(
-        section.path, directory, hf_config
-    )  # a module types its attributes as tensors
+    # By `vars`, since a module types its attributes as tensors.
+    vars(model)["_fsdp2kit_source"] = ModelSource(section.path, directory, hf_config)
     return model.train()
 
 

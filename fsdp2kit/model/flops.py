@@ -31,43 +31,34 @@ _WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 _EXPERT_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
-# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of a figure "with sparsity"). All words
-# of a row must be in the device's name; the first row that fits is taken, so narrower rows stand first.
-_PEAK_TERAFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("GB300",), 2500),
-    (("GB200",), 2500),
-    (("B300",), 2250),
-    (("B200",), 2250),
-    (("GH200",), 989.4),
-    (("H200", "NVL"), 835),
-    (("H200",), 989.4),
-    (("H100", "NVL"), 835),
-    (("H100", "PCIe"), 756),
-    (("H100",), 989.4),
-    (("H800", "PCIe"), 756),
-    (("H800",), 989.4),
-    (("H20",), 148),
-    (("A100",), 312),
-    (("A800",), 312),
-    (("A10",), 125),
-    (("A10G",), 70),
-    (("A40",), 149.7),
-    (("A30",), 165),
-    (("A6000",), 154.8),
-    (("L40S",), 362),
-    (("L40",), 181),
-    (("L20",), 119.5),
-    (("L4",), 121),
-    (("6000", "Ada"), 364.2),
-    (("RTX", "5090"), 209.5),
-    (("RTX", "4090"), 165.2),
-    (("RTX", "3090"), 71),
-    (("MI355X",), 2516.6),
-    (("MI350X",), 2306.9),
-    (("MI325X",), 1307.4),
-    (("MI300X",), 1307.4),
-    (("MI250X",), 191.5),  # one of its two dies, which torch shows as a device each
-)
+# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of a figure "with sparsity"), and the
+# devices that have it. All words of a kind must be in the device's name; the kind of most words is taken.
+_PEAK_TERAFLOPS: dict[float, tuple[str, ...]] = {
+    2500: ("GB300", "GB200"),
+    2250: ("B300", "B200"),
+    989.4: ("GH200", "H200", "H100", "H800"),
+    835: ("H200 NVL", "H100 NVL"),
+    756: ("H100 PCIe", "H800 PCIe"),
+    148: ("H20",),
+    312: ("A100", "A800"),
+    165: ("A30",),
+    154.8: ("A6000",),
+    149.7: ("A40",),
+    125: ("A10",),
+    70: ("A10G",),
+    362: ("L40S",),
+    181: ("L40",),
+    121: ("L4",),
+    119.5: ("L20",),
+    364.2: ("6000 Ada",),
+    209.5: ("RTX 5090",),
+    165.2: ("RTX 4090",),
+    71: ("RTX 3090",),
+    2516.6: ("MI355X",),
+    2306.9: ("MI350X",),
+    1307.4: ("MI325X", "MI300X"),
+    191.5: ("MI250X",),  # one of its two dies, which torch shows as a device each
+}
 
 # Variants of the devices above with other, unlisted peaks.
 _OTHER_VARIANTS = {"MIG", "Laptop", "Max-Q", "D"}
@@ -119,10 +110,9 @@ def peak_flops_of(name: str) -> float | None:
     words = set(name.replace("-", " ").split()) | set(name.split())
     if words & _OTHER_VARIANTS:
         return None
-    for needed, teraflops in _PEAK_TERAFLOPS:
-        if words.issuperset(needed):
-            return teraflops * 1e12
-    return None
+    kinds = [(kind.split(), peak) for peak, kinds in _PEAK_TERAFLOPS.items() for kind in kinds]
+    fitting = [(len(kind), peak) for kind, peak in kinds if words.issuperset(kind)]
+    return max(fitting)[1] * 1e12 if fitting else None
 
 
 def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> float:

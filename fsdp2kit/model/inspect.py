@@ -146,8 +146,7 @@ def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
     """
     config = config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
-    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
-    for kind in kinds:
+    for kind in [given, *(kind for kind in given.values() if isinstance(kind, dict))]:
         name = kind.get("rope_type")
         if name not in ("dynamic", "longrope"):
             continue
