@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -238,7 +238,7 @@ def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> 
     return values
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """This rank's shard, or the tensor itself where it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

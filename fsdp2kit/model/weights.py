@@ -259,7 +259,8 @@ class _Touched(TorchFunctionMode):
 
 def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[str]:
     """Names of the least modules that together hold all tensors and that no call reaches out of."""
-    owners = {id(tensor): name.rpartition(".")[0] for name, tensor in skeleton.state_dict(keep_vars=True).items()}
+    tensors = skeleton.state_dict(keep_vars=True)
+    owners = {id(tensor): name.rpartition(".")[0] for name, tensor in tensors.items()}
     with_own, parts = set(owners.values()), set()
     for call in calls:
         # What was built on meta was initialised there once already, by transformers, so this cannot fail.

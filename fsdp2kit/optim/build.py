@@ -35,29 +35,20 @@ def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host
         UserError: the optimizer is torchao's, and that is not installed.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    values: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+    optimizer: Optimizer
     if section.name == "muon":
         matrices = hidden_matrices(model)
         inside = {id(matrix) for matrix in matrices}
-        optimizer: Optimizer = MuonAdamW(
-            _groups(matrices, section),
-            _groups([parameter for parameter in trainable if id(parameter) not in inside], section),
-            lr=section.lr,
-            momentum=section.muon_momentum,
-            betas=section.betas,
-            eps=section.eps,
-        )
-    elif section.name == "adamw":
-        optimizer = torch.optim.AdamW(
-            _groups(trainable, section),
-            lr=section.lr,
-            betas=section.betas,
-            eps=section.eps,
-            fused=True,  # one kernel over all shards, on CPU and CUDA alike
-        )
+        others = [parameter for parameter in trainable if id(parameter) not in inside]
+        groups = (_groups(one, section) for one in (matrices, others))
+        optimizer = MuonAdamW(*groups, momentum=section.muon_momentum, **values)
+    elif section.name == "adamw":  # fused: one kernel over all shards, on CPU and CUDA alike
+        optimizer = torch.optim.AdamW(_groups(trainable, section), fused=True, **values)
     elif section.name == "adamw_bf16":
-        optimizer = RoundedAdamW(_groups(trainable, section), lr=section.lr, betas=section.betas, eps=section.eps)
+        optimizer = RoundedAdamW(_groups(trainable, section), **values)
     elif section.name == "adamw_8bit":
-        return _build_adamw_8bit(section, _groups(trainable, section))
+        return _build_adamw_8bit(_groups(trainable, section), values)
     else:
         raise ValueError(f"no optimizer is built for optimizer.name = {section.name!r}")
     if state_on_host and any(parameter.device.type != "cpu" for parameter in trainable):
@@ -73,7 +64,7 @@ def _groups(parameters: Sequence[nn.Parameter], section: OptimizerConfig) -> lis
     return [group for group in groups if group["params"]]
 
 
-def _build_adamw_8bit(section: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimizer:
     """torchao's ``AdamW8bit`` (arXiv:2110.02861) with all its state made: codes into a table, and scales of blocks.
 
     torchao's blocks depend on the mesh; here none leaves a row of the whole tensor, and checkpoints fit any mesh.
@@ -84,7 +75,7 @@ def _build_adamw_8bit(section: OptimizerConfig, groups: list[dict[str, Any]]) ->
     except ImportError as error:
         what = f"'adamw_8bit' is torchao's, which cannot be imported ({error})"
         raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'") from None
-    optimizer = AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    optimizer = AdamW8bit(groups, **values)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state[parameter] = {"step": torch.tensor(0.0)}
         shard, block = local_part(parameter), block_size(parameter)
