@@ -134,7 +134,11 @@ def dcp_to_hf(
 def ensure_export(checkpoint: Path, group: dist.ProcessGroup | None = None, *, out: Path, dtype: str) -> bool:
     """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective."""
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
-    stale = not is_export_of(checkpoint, out, dtype=dtype) if distributed.rank() == 0 else None
+    stale = True
+    if distributed.rank() == 0:
+        record, digest = _read_record(out), _manifest_digest(checkpoint)
+        if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
+            stale = not all((out / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
         # A run has just written this checkpoint, or checked it before it resumed from it.
@@ -354,14 +358,6 @@ def copy_assets(source: Path, target: Path) -> None:
             copy = target / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True, parents=True)
             shutil.copyfile(path, copy)
-
-
-def is_export_of(checkpoint: Path, out: Path, *, dtype: str) -> bool:
-    """Whether ``out`` holds the export of this very checkpoint in this dtype, and every file of it."""
-    record, digest = _read_record(out), _manifest_digest(checkpoint)
-    if digest is None or record.get("manifest") != digest or record.get("dtype") != dtype:
-        return False
-    return all((out / name).is_file() for name in record["files"])
 
 
 def check_replaceable(out: Path) -> None:

@@ -240,7 +240,7 @@ class CheckpointManager:
         with in_use(path):
             with agreement():
                 manifest = read_manifest(path)
-                check_same_run(path, saved=manifest.identity, current=self.identity)
+                _check_same_run(path, saved=manifest.identity, current=self.identity)
                 progress = _read_progress(path, manifest)
             parts = self.stage(model, optimizer).items()
             load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
@@ -323,12 +323,8 @@ class CheckpointManager:
         return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
 
 
-def check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
-    """Check that a checkpoint belongs to the run that resumes from it.
-
-    Raises:
-        UserError: naming the first field that differs, and both values.
-    """
+def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
+    """Refuse a checkpoint of another run, naming the first field that differs, and both values."""
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
         if before != now:

@@ -104,10 +104,21 @@ class Checkpoints:
         return Progress()
 
     def describe(self) -> list[str]:
-        """What a start has to say of them: where the run goes on and what is not as it was, if it was resumed."""
+        """What a start has to say of them: where a resumed run goes on, and which settings or versions changed."""
         if self.resumed is None:
             return []
-        return [describe_resume(self.resumed, self.config, environment=self.manager.environment)]
+        manifest, saved = read_manifest(self.resumed), self.resumed / "config.toml"
+        settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+        before = _compared(settings, manifest.environment)
+        now = _compared(tomli.loads(dump_toml(self.config)), self.manager.environment)
+        if not settings:  # nothing to compare with
+            now = {name: value for name, value in now.items() if name in before}
+        changed = [
+            f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
+            for name in dict.fromkeys([*now, *before])
+            if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
+        ]
+        return [f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
 
     def save(self, progress: Progress, *, is_over: bool = False) -> Path:
         """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.
@@ -178,27 +189,9 @@ def run_identity(config: TrainingConfig, source: ModelSource, *, data: str) -> d
     }
 
 
-def describe_resume(checkpoint: Path, config: TrainingConfig, *, environment: dict[str, Any]) -> str:
-    """One line that says where a run goes on, and what is not as it was: settings, mesh and versions.
-
-    Args:
-        checkpoint: the one that it resumes from, restored and so known to be whole.
-        environment: of this run, as `CheckpointManager` writes it into manifests.
-    """
-    manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
-    settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
-    before, now = (
-        {**_flat(toml), **_flat({name: facts[name] for name in ("world_size", "mesh", "versions") if name in facts})}
-        for toml, facts in ((settings, manifest.environment), (tomli.loads(dump_toml(config)), environment))
-    )
-    if not settings:  # nothing to compare with
-        now = {name: value for name, value in now.items() if name in before}
-    changed = [
-        f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
-        for name in dict.fromkeys([*now, *before])
-        if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
-    ]
-    return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
+def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+    facts = {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
+    return {**_flat(settings), **_flat(facts)}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
