@@ -87,13 +87,10 @@ def _format(path: str | None, how: Field | None, columns: dict[str, Field]) -> t
 
 def _first_row(path: Path) -> dict[str, Any]:
     """The first row of a JSON Lines file, or nothing."""
-    if path.suffix not in (".jsonl", ".json") or not path.is_file():
-        return {}
-    with path.open(encoding="utf-8") as file:
-        line = file.readline()
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):  # a hub id, a folder, or a file of another format
         return {}
     return row if isinstance(row, dict) else {}
 

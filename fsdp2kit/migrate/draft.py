@@ -23,11 +23,11 @@ _WIDTH = 120
 class Draft:
     """Keys of the TOML, each with the reason for its value, and what becomes of every field."""
 
-    def __init__(self, fields: list[Field], *, toml: str) -> None:
-        self.fields = fields
+    def __init__(self, fields: list[Field], *, source: str, path: str) -> None:
+        self.fields, self.source = fields, source
         self.program, self.defaults = defaults_of(fields)
         """The program whose configuration the file is, and what it takes for what the file leaves out, by key."""
-        self.toml = toml
+        self.path = path
         """The path that the TOML will have: it is in its first line, and paths in it are relative to it."""
         self.world_size, self.nodes, self.endpoint = 1, 1, "HOST:29500"
         self.is_guess = False
@@ -93,10 +93,6 @@ class Draft:
         """The value of a key, or None."""
         return self._lines.get(key, (None, ""))[0]
 
-    def why(self, key: str) -> str:
-        """The comment of a key, or nothing."""
-        return self._lines.get(key, (None, ""))[1]
-
     def note(self, field: Field | None, text: str) -> None:
         """Say what becomes of a field that gets no line."""
         if field is not None:
@@ -109,13 +105,15 @@ class Draft:
             self.note(field, why if field.is_given else "the default")
         return [field for field in named if field.is_given]
 
+    @property
     def unknown(self) -> list[str]:
         """The fields that nobody asked for."""
         return [str(field) for field in self.fields if field.path not in self.fates]
 
-    def text(self, source: str) -> str:
-        """The TOML. Its first line is the command that runs it."""
-        lines = [f"# {self._command()}", f"# Translated from {source} by tools/migrate_fsdp1.py.", ""]
+    @property
+    def toml(self) -> str:
+        """The text. Its first line is the command that runs it."""
+        lines = [f"# {self._command()}", f"# Translated from {self.source} by tools/migrate_fsdp1.py.", ""]
         lines += _key_lines("recipe", *self.recipe)
         for section in _SECTIONS:
             keys = [key for key in self._lines if _section_of(key) == section]
@@ -125,11 +123,11 @@ class Draft:
                 lines += _key_lines(key.removeprefix(f"{section}."), *self._lines[key])
         notes = [f"{field}: {fate}" for field in self.fields if (fate := self.fates.get(field.path))]
         lines += _list_lines("Without a key of their own:", notes)
-        lines += _list_lines("Unknown to this tool, so not translated:", self.unknown())
+        lines += _list_lines("Unknown to this tool, so not translated:", self.unknown)
         return "\n".join(lines) + "\n"
 
     def _command(self) -> str:
-        run = " ".join(["-m fsdp2kit.run", self.toml, *self.needs])
+        run = " ".join(["-m fsdp2kit.run", self.path, *self.needs])
         if self.world_size == 1:
             return f"python {run}"
         local = f"--nproc-per-node {self.world_size // self.nodes}"
@@ -141,7 +139,7 @@ class Draft:
         """A path that was relative to where one stood, relative to the TOML; hub ids and others as they are."""
         if "://" in path or Path(path).is_absolute() or not Path(path).exists():
             return path
-        return os.path.relpath(path, Path(self.toml).parent)
+        return os.path.relpath(path, Path(self.path).parent)
 
 
 def _section_of(key: str) -> str:

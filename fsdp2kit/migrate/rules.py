@@ -203,12 +203,11 @@ def set_ignored(draft: Draft) -> None:
         draft.warnings.append(f"{ignored}: not translated; set fsdp.ignored_modules and model.freeze")
         return
     modules = list(dict.fromkeys(patterns))
-    draft.was("fsdp.ignored_modules", modules, ignored)
     inside = [name if name.endswith("*") else f"{name}.*" for name in modules]
-    why = f"was {ignored}: nothing reduces their gradients, so they must be frozen"
-    frozen, before = draft.get("model.freeze") or [], draft.why("model.freeze")
-    draft.set("model.freeze", list(dict.fromkeys([*frozen, *inside])), f"{before}; {why}" if before else why)
-    draft.warnings.append(f"{ignored}: these modules are frozen here (model.freeze)")
+    frozen = list(dict.fromkeys([*(draft.get("model.freeze") or []), *inside]))
+    frozen_here = Told(frozen, "nothing reduces ignored gradients", "these modules are frozen here (model.freeze)")
+    draft.was("model.freeze", frozen_here, ignored, draft.take("model.freeze"))
+    draft.was("fsdp.ignored_modules", modules, ignored)
 
 
 def set_class_dtypes(draft: Draft) -> None:

@@ -53,11 +53,6 @@ def default(key: str, value: Any = None, why: str = "") -> Callable[[Draft], Non
     return lambda draft: draft.fill(key, value, why)
 
 
-def _as_attention(field: Field) -> str:
-    known = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-    return field.word if field.word in known else "sdpa"
-
-
 def _as_schedule(field: Field) -> Any:
     """A schedule, also by the name of its function; what is not offered becomes one that is."""
     word = "wsd" if "stable_decay" in field.word else field.word
@@ -68,6 +63,7 @@ def _as_schedule(field: Field) -> Any:
     return Told(name, warning="not offered; one half cosine over the whole run was written" if is_repeated else "")
 
 
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _as_prefetch = one_of(
     spellings(
         {
@@ -97,7 +93,7 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     rules.set_launch,
     Row("model.weights", switch("random"), otherwise="the model's own weights"),
     rules.set_model,
-    Row("model.attention", _as_attention),
+    Row("model.attention", one_of(dict(zip(_ATTENTION, _ATTENTION, strict=True)), otherwise="sdpa")),
     Row("model.attention", switch("flash_attention_2", "sdpa"), otherwise="model.attention", slot="flash attention"),
     Row("model.trust_remote_code", as_bool),
     Row("model.liger", as_bool, "norms, RoPE, MLPs; of the loss: model.loss_kernel"),
@@ -172,21 +168,10 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Translation:
-    """A TOML's text, and what its reader must know before running it."""
-
-    toml: str
-    warnings: list[str]
-    unknown: list[str]
-    world_size: int
-    nodes: int
-
-
 def translate(
     source: Path, *, toml: str, world_size: int | None = None, model: str | None = None, data: str | None = None
-) -> Translation:
-    """Translate an FSDP1 configuration file.
+) -> Draft:
+    """Translate an FSDP1 configuration file: `Draft.toml` is the result.
 
     Args:
         source: JSON, or YAML.
@@ -203,7 +188,7 @@ def translate(
         ("--data", "data_path", data),
     )
     given = [Field(path, name, value, source) for path, name, value in options if value is not None]
-    draft = Draft([*given, *read_fields(source)], toml=toml)
+    draft = Draft([*given, *read_fields(source)], source=source.name, path=toml)
     for write in TABLE:
         write(draft)
     draft.fill("run.dir", f"runs/{source.stem}")
@@ -211,4 +196,4 @@ def translate(
         draft.explain(names, why)
     for names, why, is_warned_of, warning in WARNED_OF:
         draft.warnings += [f"{field}: {warning}" for field in draft.explain(names, why) if is_warned_of(field)]
-    return Translation(draft.text(source.name), draft.warnings, draft.unknown(), draft.world_size, draft.nodes)
+    return draft
