@@ -53,6 +53,10 @@ class Work(NamedTuple):
     end: int
     scope: Scope
 
+    @property
+    def intervals(self) -> list[Interval]:
+        return [(self.start, self.end)]
+
 
 @dataclass
 class Collective:

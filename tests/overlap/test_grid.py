@@ -22,7 +22,7 @@ def instants(intervals: list[tuple[int, int]]) -> set[int]:
 @given(INTERVALS, INTERVALS)
 def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, [*first, *second])
-    a, b = (grid.count(grid.locate(intervals)) > 0 for intervals in (first, second))
+    a, b = (grid.count(intervals) > 0 for intervals in (first, second))
     for found, expected in (
         (a, instants(first)),
         (a & b, instants(first) & instants(second)),
@@ -39,7 +39,7 @@ def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[in
 @given(INTERVALS)
 def test_counts_are_those_of_every_instant(intervals: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, intervals)
-    counts = grid.count(grid.locate(intervals))
+    counts = grid.count(intervals)
     for number in range(len(intervals) + 1):
         expected = {at for at in range(*WINDOW) if sum(start <= at < end for start, end in intervals) == number}
         assert instants(grid.stretches(counts == number)) == expected
