@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.migrate.draft import Draft
-from fsdp2kit.migrate.fields import Field, as_bool, as_int, as_text
+from fsdp2kit.migrate.fields import Field, as_bool, as_text
 
 _CHAT_NAME = re.compile(r"chat|sft|messages|conversation|dialog|sharegpt|oasst|assistant", re.IGNORECASE)
 # Formats of ours, by how theirs begin: chat_template.argilla, chatml, conversational, completion:body.
@@ -19,17 +19,16 @@ _FORMATS = {
     "synthetic": "synthetic",
 }
 _COLUMNS = {"messages": "chat", "text": "text", "prompt": "prompt_completion", "completion": "prompt_completion"}
-_PACKS = "documents in a row do not see each other; train.global_batch_size then counts packs of seq_len tokens"
 _PLACEHOLDER = "your-org/your-chats"
-_RANDOM = "the tokens are random"
+RANDOM = "the tokens are random"
 
 
 def set_data(draft: Draft) -> None:
     """Rows and their format; `sft` for conversations and answers, `pretrain` for text, else `fsdp1_baseline`."""
     builder = draft.take("torchtune builder", "a function of torchtune's: data.path names rows")
-    named = draft.take("data.path", _RANDOM) or builder
-    how, split = draft.take("data.format"), draft.take("data.split", _RANDOM)
-    columns = {name: field for name in _COLUMNS if (field := draft.take(f"{name} column", _RANDOM))}
+    named = draft.take("data.path", RANDOM) or builder
+    how, split = draft.take("data.format"), draft.take("data.split", RANDOM)
+    columns = {name: field for name in _COLUMNS if (field := draft.take(f"{name} column", RANDOM))}
     if (text := columns.get("text")) and text.word in ("messages", "conversations"):
         columns["messages"] = columns.pop("text")
     path = _path_of(named) if named else None
@@ -104,21 +103,3 @@ def set_train_on(draft: Draft) -> None:
         draft.was("data.train_on", "all" if as_bool(field) == (field is whole) else "assistant", field)
     elif draft.recipe[0] == "sft":
         draft.fill("data.train_on")
-
-
-def set_rows(draft: Draft) -> None:
-    """Length, order and packing; ``pack`` is always written where there are rows: ours packs by default."""
-    length, pack, strategy = (draft.take(slot) for slot in ("data.seq_len", "data.pack", "batching strategy"))
-    draft.was("data.seq_len", as_int(length) if length else None, length)
-    draft.fill("data.seq_len", 2048, "our default, set your own")
-    if told := pack or strategy:
-        is_packed = as_bool(pack) if pack else told.word == "packing"
-        draft.was("data.pack", is_packed, told, note=_PACKS if is_packed else "")
-    elif length is not None and length.name == "block_size" and draft.get("data.path"):
-        draft.was("data.pack", True, length, note=f"run_clm's blocks are cut from concatenated texts; {_PACKS}")
-    elif draft.get("data.path"):
-        draft.fill("data.pack", True, f"our default, false if your loop pads; {_PACKS}")
-    for name in ("shuffle", "streaming"):
-        field = draft.take(f"data.{name}", _RANDOM)
-        if field is not None and draft.get("data.path"):
-            draft.was(f"data.{name}", as_bool(field), field)

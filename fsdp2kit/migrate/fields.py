@@ -175,12 +175,13 @@ def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
     return {word: meaning for words, meaning in meanings.items() for word in words.split()}
 
 
-def one_of(words: Mapping[str, Any], otherwise: Any = None) -> Callable[[Field], Any]:
-    """A converter of a word; without ``otherwise`` an unknown one is a `UserError` that lists the known."""
+def one_of(meanings: Mapping[str, Any], otherwise: Any = None) -> Callable[[Field], Any]:
+    """A converter of a word by its `spellings`; without ``otherwise`` an unknown one is a `UserError`."""
+    known = spellings(meanings)
 
     def convert(field: Field) -> Any:
-        if field.word not in words and otherwise is None:
-            raise field.mistake(f"known: {', '.join(words)}")
-        return words.get(field.word, otherwise)
+        if field.word not in known and otherwise is None:
+            raise field.mistake(f"known: {', '.join(words.split()[0] for words in meanings)}")
+        return known.get(field.word, otherwise)
 
     return convert

@@ -20,15 +20,14 @@ from fsdp2kit.migrate.fields import (
     spellings,
 )
 
-STRATEGIES = spellings(
-    {
-        "full_shard 1 zero3 zero_3 zero_stage_3": "full_shard",
-        "shard_grad_op 2 zero2 zero_2 zero_stage_2": "shard_grad_op",
-        "no_shard 3 ddp": "no_shard",
-        "hybrid_shard 4": "hybrid_shard",
-        "hybrid_shard_zero2 _hybrid_shard_zero2 5": "hybrid_shard_zero2",
-    }
-)
+STRATEGY_WORDS = {
+    "full_shard 1 zero3 zero_3 zero_stage_3": "full_shard",
+    "shard_grad_op 2 zero2 zero_2 zero_stage_2": "shard_grad_op",
+    "no_shard 3 ddp": "no_shard",
+    "hybrid_shard 4": "hybrid_shard",
+    "hybrid_shard_zero2 _hybrid_shard_zero2 5": "hybrid_shard_zero2",
+}
+STRATEGIES = spellings(STRATEGY_WORDS)
 _GROUPS = ("mesh.dp_replicate", "mesh.dp_shard")
 
 
@@ -114,13 +113,11 @@ def set_mesh(draft: Draft) -> None:
 
 
 _as_unit = one_of(
-    spellings(
-        {
-            "transformer_based_wrap transformer transformer_layer transformer_auto_wrap layer 1": "layer",
-            "size_based_wrap size size_based size_based_auto_wrap_policy 2": "size",
-            "no_wrap none no root 3 false": "root",
-        }
-    )
+    {
+        "transformer_based_wrap transformer transformer_layer transformer_auto_wrap layer 1": "layer",
+        "size_based_wrap size size_based size_based_auto_wrap_policy 2": "size",
+        "no_wrap none no root 3 false": "root",
+    }
 )
 # A model's layer: LlamaDecoderLayer, GPT2Block; not the block of experts inside one.
 _LAYER = re.compile(r"DecoderLayer$|(?<!Moe)(?<!MoE)(?<!MOE)Block$")
@@ -150,15 +147,13 @@ def set_units(draft: Draft) -> None:
 _FLOAT16, _FLOAT8 = "float16 fp16 half 16 16_mixed amp_fp16", "fp8 float8"
 _DTYPES = {"float32 fp32 float 32 32_true": "float32", "bfloat16 bf16 bf16_mixed amp_bf16": "bfloat16"}
 _NO_SCALER = "fp16 needs a gradient scaler, which is not offered; bfloat16 was written"
-as_dtype = one_of(spellings({**_DTYPES, _FLOAT16: "float16"}))
+as_dtype = one_of({**_DTYPES, _FLOAT16: "float16"})
 _as_compute_dtype = one_of(
-    spellings(
-        {
-            **_DTYPES,
-            _FLOAT16: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER),
-            _FLOAT8: Told("bfloat16", "see docs/float8.md", "see docs/float8.md; bfloat16 was written"),
-        }
-    )
+    {
+        **_DTYPES,
+        _FLOAT16: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER),
+        _FLOAT8: Told("bfloat16", "see docs/float8.md", "see docs/float8.md; bfloat16 was written"),
+    }
 )
 
 
@@ -222,19 +217,9 @@ def set_class_dtypes(draft: Draft) -> None:
         draft.was("fsdp.class_dtypes", dict.fromkeys(known, "float32"), classes, note=note)
 
 
-def set_recomputation(draft: Draft) -> None:
-    """``[activation_checkpointing]``; ``every`` is a number of layers, or a switch for the selective mode."""
-    mode = "activation_checkpointing.mode"
-    asked, to_host = draft.take(mode), draft.take("activation_checkpointing.offload")
-    every = draft.take("activation_checkpointing.every", "no layer is checkpointed for that")
-    if asked is not None:
-        word = asked.word
-        draft.was(mode, word if word in ("full", "selective") else "full" if as_bool(asked) else "none", asked)
-    if every is not None and type(every.value) is int and every.value:
-        draft.was("activation_checkpointing.every", every.value, every)
-        draft.fill(mode, "full", "of every n-th layer")
-    elif every is not None and as_bool(every):
-        draft.was(mode, "selective", every)
+def set_offloaded_activations(draft: Draft) -> None:
+    """``activation_checkpointing.offload``, which offloads the inputs of layers that are checkpointed."""
+    mode, to_host = "activation_checkpointing.mode", draft.take("activation_checkpointing.offload")
     if to_host is not None and as_bool(to_host) and draft.get(mode) != "full":
         more = 'and so mode = "full": what is kept for backward is each layer\'s input'
         draft.was(mode, Told("full", more, more), to_host)

@@ -21,7 +21,6 @@ from fsdp2kit.migrate.fields import (
     at_least,
     one_of,
     read_fields,
-    spellings,
     switch,
 )
 from fsdp2kit.migrate.names import WARNED_OF, WITHOUT_KEY
@@ -40,17 +39,19 @@ class Row:
     """What becomes of a field without a line."""
     slot: str = ""
     """The field's in `NAMES`, if that is not the key."""
+    beside: str = ""
+    """Only where this key has a line."""
 
     def __call__(self, draft: Draft) -> None:
         """Write the line, if the file has the field."""
         field = draft.take(self.slot or self.key, self.otherwise)
-        if field is not None and draft.get(self.key) is None:
+        if field is not None and draft.get(self.key) is None and (not self.beside or draft.get(self.beside)):
             draft.was(self.key, self.convert(field), field, note=self.note)
 
 
-def default(key: str, value: Any = None, why: str = "") -> Callable[[Draft], None]:
-    """A key that no row has found: what the file's program takes, else the value."""
-    return lambda draft: draft.fill(key, value, why)
+def default(key: str, value: Any = None, why: str = "", *, beside: str = "") -> Callable[[Draft], None]:
+    """A key that no row has found: what the file's program takes, else the value; `beside` as a `Row`'s."""
+    return lambda draft: draft.fill(key, value, why) if not beside or draft.get(beside) else None
 
 
 def _as_schedule(field: Field) -> Any:
@@ -63,27 +64,42 @@ def _as_schedule(field: Field) -> Any:
     return Told(name, warning="not offered; one half cosine over the whole run was written" if is_repeated else "")
 
 
+def _as_packing(field: Field) -> Told:
+    return Told(as_bool(field), _PACKS if as_bool(field) else "")
+
+
+def _as_blocks(field: Field) -> bool | None:
+    """run_clm's blocks are cut from concatenated texts."""
+    return True if field.name == "block_size" else None
+
+
+def _as_selective(field: Field) -> str | None:
+    """Of a switch; a number is that of the layers from one checkpointed to the next."""
+    return "selective" if type(field.value) is not int and as_bool(field) else None
+
+
+def _as_mode(field: Field) -> str:
+    return field.word if field.word in ("full", "selective") else "full" if as_bool(field) else "none"
+
+
+_PACKS = "documents in a row do not see each other; train.global_batch_size then counts packs of seq_len tokens"
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _as_prefetch = one_of(
-    spellings(
-        {
-            "backward_pre pre 1 true": 1,
-            "backward_post post 2": Told(0, "the nearest, docs/fsdp1_to_fsdp2.md says why; 1 hides the gathers"),
-            "no_prefetch none no 3 false": 0,
-        }
-    )
+    {
+        "backward_pre pre 1 true": 1,
+        "backward_post post 2": Told(0, "the nearest, docs/fsdp1_to_fsdp2.md says why; 1 hides the gathers"),
+        "no_prefetch none no 3 false": 0,
+    }
 )
 # "paged_adamw_32bit", "adamw_anyprecision" and the like are others.
 _OTHER_ADAMW = "another implementation than the file's; docs/optimizers.md says which"
 _as_optimizer = one_of(
-    spellings(
-        {
-            "adamw adam_w adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused fused_adamw": "adamw",
-            "adamw_torch_xla adamw_torch_npu_fused": "adamw",
-            "adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw8bit": Told("adamw_8bit", warning=_OTHER_ADAMW),
-            "muon": Told("muon", warning=_OTHER_ADAMW),
-        }
-    ),
+    {
+        "adamw adam_w adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused fused_adamw": "adamw",
+        "adamw_torch_xla adamw_torch_npu_fused": "adamw",
+        "adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw8bit": Told("adamw_8bit", warning=_OTHER_ADAMW),
+        "muon": Told("muon", warning=_OTHER_ADAMW),
+    },
     otherwise=Told("adamw", warning="not offered; plain AdamW was written, whose state is float32"),
 )
 
@@ -100,8 +116,18 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     rules.set_frozen,
     data.set_data,
     data.set_train_on,
-    data.set_rows,
-    Row("fsdp.strategy", one_of(rules.STRATEGIES)),
+    Row("data.seq_len", as_int),
+    default("data.seq_len", 2048, "our default, set your own"),
+    Row("data.pack", _as_packing),
+    Row("data.pack", lambda field: Told(True, _PACKS) if field.word == "packing" else False, slot="batching strategy"),
+    # run_clm's blocks are cut from concatenated texts.
+    Row(
+        "data.pack", lambda field: field.name == "block_size" or None, _PACKS, slot="data.seq_len", beside="data.path"
+    ),
+    default("data.pack", True, f"our default, false if your loop pads; {_PACKS}", beside="data.path"),
+    Row("data.shuffle", as_bool, otherwise=data.RANDOM, beside="data.path"),
+    Row("data.streaming", as_bool, otherwise=data.RANDOM, beside="data.path"),
+    Row("fsdp.strategy", one_of(rules.STRATEGY_WORDS)),
     # transformers' fsdp = "full_shard auto_wrap offload"
     Row(
         "fsdp.strategy",
@@ -133,7 +159,11 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     Row("fsdp.forward_prefetch", lambda field: field.value if type(field.value) is int else int(as_bool(field))),
     Row("fsdp.reduce_every_micro_batch", as_bool),
     Row("fsdp.reduce_every_micro_batch", switch(False, True), slot="no_sync"),
-    rules.set_recomputation,
+    Row("activation_checkpointing.mode", _as_selective, slot="activation_checkpointing.every"),
+    Row("activation_checkpointing.mode", _as_mode),
+    Row("activation_checkpointing.every", lambda field: field.value if type(field.value) is int else None),
+    default("activation_checkpointing.mode", "full", "of every n-th layer", beside="activation_checkpointing.every"),
+    rules.set_offloaded_activations,
     Row("compile.enabled", lambda field: field.word not in ("false", "no", "none", "0"), "each layer"),
     rules.set_batches,
     rules.set_length,
