@@ -13,10 +13,11 @@ from pathlib import Path
 
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="hf_to_dcp", description=__doc__.splitlines()[0])
@@ -32,11 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
-    try:
-        _convert(options.source, options.out, config_dir=options.config, is_verified=options.verify)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    _convert(options.source, options.out, config_dir=options.config, is_verified=options.verify)
     return 0
 
 

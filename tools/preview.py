@@ -39,7 +39,7 @@ from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
@@ -61,14 +61,11 @@ _MOST_PIECES = 60
 _BINS = 10
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
-    try:
-        preview = _preview(options)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    preview = _preview(options)
     if options.json:
         print(json.dumps(asdict(preview), ensure_ascii=False))
     elif options.html is not None:

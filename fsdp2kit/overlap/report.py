@@ -12,7 +12,7 @@ import tomli
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.overlap.events import BACKWARD, FORWARD
-from fsdp2kit.overlap.split import MS, TIMES, Row, Split, mean_of, split_step
+from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces
 
 # Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
@@ -114,22 +114,20 @@ class Report:
 def _split_json(split: Split, *, suffix: str = "_ms") -> dict[str, Any]:
     """`suffix` ends the names of a row's times; in the mean they have none."""
 
-    def ms(of: object, name: str) -> float | None:
-        value = getattr(of, name)
-        return None if value is None else value / MS
-
-    def row(key: tuple[str, str], values: Row, name: str, *times: str) -> dict[str, Any]:
-        return {name: key[0], "phase": key[1], **{f"{time}{suffix}": ms(values, time) for time in times}}
+    def ms(of: object, *names: str, suffix: str = suffix) -> dict[str, float | None]:
+        values = {f"{name}{suffix}": getattr(of, name) for name in names}
+        return {name: None if value is None else value / MS for name, value in values.items()}
 
     return {
-        **{f"{name}_ms": ms(split, name) for name in TIMES},
+        **ms(split, *TIMES, suffix="_ms"),
         "effective_overlap": split.effective_overlap,
         "collectives": [
-            {**row(key, values, "kind", "communication", "exposed", "waiting"), "count": values.count}
-            for key, values in split.collectives.items()
+            {"kind": kind, "phase": phase, **ms(row, "communication", "exposed", "waiting"), "count": row.count}
+            for (kind, phase), row in split.collectives.items()
         ],
         "units": [
-            row(key, values, "unit", "compute", "communication", "exposed") for key, values in split.units.items()
+            {"unit": unit, "phase": phase, **ms(row, "compute", "communication", "exposed")}
+            for (unit, phase), row in split.units.items()
         ],
     }
 
@@ -184,15 +182,9 @@ def _read_beside(trace_path: Path, name: str) -> str:
 
 def _measured(path: Path) -> dict[int, float]:
     """Seconds a step, from the ``metrics.jsonl`` of the run; empty without one."""
-    seconds: dict[int, float] = {}
-    for line in _read_beside(path, "metrics.jsonl").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the run was killed amid its last line
-            continue
-        if "step_seconds" in record:
-            seconds[record["step"]] = record["step_seconds"]
-    return seconds
+    lines = _read_beside(path, "metrics.jsonl").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a run may be killed amid its last line
+    return {record["step"]: record["step_seconds"] for record in records if "step_seconds" in record}
 
 
 def read_settings(path: Path) -> Settings:
