@@ -35,7 +35,7 @@ def set_data(draft: Draft) -> None:
     form, why = _format(path, how, columns)
     draft.recipe = ({"text": "pretrain", "synthetic": "fsdp1_baseline"}.get(form, "sft"), why)
     draft.set("data.format", form, why)
-    draft.note(how, why)
+    draft.note(how, "" if why.startswith("was") else why)
     if named is None or path is None or form == "synthetic":
         return
     draft.was("data.path", draft.relative(path), named)
