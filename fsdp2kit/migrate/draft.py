@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from fsdp2kit.migrate.fields import Field, Told
-from fsdp2kit.migrate.names import NAMES, defaults_of
+from fsdp2kit.migrate.names import NAMES, OF_FSDP1, defaults_of
 
 _SECTIONS = (
     *("run", "model", "model.config", "mesh", "fsdp", "activation_checkpointing", "compile", "data", "data.columns"),
@@ -83,9 +83,11 @@ class Draft:
             self.warnings.append(f"{given[0]}: {told.warning}")
 
     def fill(self, key: str, value: Any = None, why: str = "yours to set") -> None:
-        """Write what the file's program takes, else the value given, if any; only if there is no line yet."""
+        """Write what the program takes, or FSDP1, else the value given, if any; only if there is no line yet."""
         if key in self.defaults:
             value, why = self.defaults[key], f"the default of {self.program}"
+        elif key in OF_FSDP1:
+            value, why = OF_FSDP1[key], "the default of FSDP1 and torch"
         if key not in self._lines and value is not None:
             self.set(key, value, f"not in the file: {why}")
 

@@ -200,8 +200,8 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
     ("distributed_type", "always FSDP2 here", lambda field: field.word != "fsdp", "this is not an FSDP configuration"),
 )
 
-# What a program takes for what its configuration leaves out, by key.
-_OF_A_LOOP = {
+# What FSDP1 and torch take for what a configuration leaves out, by key; and what programs take first.
+OF_FSDP1 = {
     "fsdp.strategy": "full_shard",
     "fsdp.param_dtype": "float32",
     "train.max_grad_norm": 0.0,
@@ -209,7 +209,6 @@ _OF_A_LOOP = {
     "lr_schedule.name": "constant",
 }
 _OF_TRAINING_ARGUMENTS = {
-    **_OF_A_LOOP,
     "train.micro_batch_size": 8,
     "train.epochs": 3,
     "train.max_grad_norm": 1.0,
@@ -220,7 +219,6 @@ _OF_TRAINING_ARGUMENTS = {
 }
 # axolotl's schema insists on a batch size and a rate; what else it leaves unset is TrainingArguments'.
 _OF_AXOLOTL = {
-    **_OF_A_LOOP,
     "train.epochs": 1,
     "train.max_grad_norm": 1.0,
     "optimizer.weight_decay": 0.0,
@@ -254,5 +252,5 @@ def defaults_of(fields: list[Field]) -> tuple[str, dict[str, Any]]:
     if is_named or is_alike or names & _TRAINING_ARGUMENTS:
         return "transformers", _OF_TRAINING_ARGUMENTS
     if "dataset._component_" in names:
-        return "torchtune", {**_OF_A_LOOP, "data.pack": False}
-    return "a plain loop", _OF_A_LOOP
+        return "torchtune", {"data.pack": False}
+    return "a plain loop", {}
