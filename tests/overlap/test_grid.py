@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit.overlap.events import Collective, Scope, Work
@@ -19,6 +19,7 @@ def instants(intervals: list[tuple[int, int]]) -> set[int]:
     return {at for start, end in intervals for at in range(start, end)} & set(range(*WINDOW))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, INTERVALS)
 def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, [*first, *second])
@@ -36,6 +37,7 @@ def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[in
         assert grid.total(found) == len(expected)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS)
 def test_counts_are_those_of_every_instant(intervals: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, intervals)
@@ -48,6 +50,7 @@ def test_counts_are_those_of_every_instant(intervals: list[tuple[int, int]]) -> 
 COLLECTIVES = st.lists(st.tuples(*[st.integers(0, 60)] * 4), max_size=6)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, COLLECTIVES)
 def test_shares_divide_every_exposed_instant(work: list[tuple[int, int]], times: list[tuple[int, ...]]) -> None:
     scope = Scope("forward", "", is_fsdp=False)
