@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+
 
 class UserError(Exception):
     """A mistake that the user can mend; the runner prints it as one line and exits with code 2.
@@ -22,6 +26,20 @@ class UserError(Exception):
 
     def __reduce__(self):
         return (UserError, (self.where, self.what, self.todo))
+
+
+def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
+    """A command line's ``main``, whose user errors are one line on stderr and exit code 2."""
+
+    @functools.wraps(main)
+    def run(arguments: list[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except UserError as problem:
+            print(f"error: {problem}", file=sys.stderr)
+            return 2
+
+    return run
 
 
 class RunFailure(RuntimeError):

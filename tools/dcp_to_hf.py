@@ -12,9 +12,10 @@ from pathlib import Path
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import in_one_line
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="dcp_to_hf", description=__doc__.splitlines()[0])
@@ -29,23 +30,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
-    try:
-        checkpoint, out = to_path(options.checkpoint), to_path(options.out)
-        if not is_remote(out):
-            check_writable(out.parent, where="out")
-        dcp_to_hf(
-            checkpoint,
-            out,
-            dtype=options.dtype,
-            max_shard_bytes=int(options.max_shard_gb * 1e9),
-            config_dir=options.config,
-        )
-        print(f"{out}: written")
-        if options.verify:
-            print(compare_logits(checkpoint, out))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint, out = to_path(options.checkpoint), to_path(options.out)
+    if not is_remote(out):
+        check_writable(out.parent, where="out")
+    dcp_to_hf(
+        checkpoint,
+        out,
+        dtype=options.dtype,
+        max_shard_bytes=int(options.max_shard_gb * 1e9),
+        config_dir=options.config,
+    )
+    print(f"{out}: written")
+    if options.verify:
+        print(compare_logits(checkpoint, out))
     return 0
 
 

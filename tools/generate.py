@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
@@ -20,11 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
-    try:
-        tokenizer, model = load(options.directory)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    tokenizer, model = load(options.directory)
     for question in options.questions:
         messages = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(

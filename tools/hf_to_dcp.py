@@ -13,10 +13,11 @@ from pathlib import Path
 
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="hf_to_dcp", description=__doc__.splitlines()[0])
@@ -32,15 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
-    try:
-        _convert(options.source, options.out, config_dir=options.config, is_verified=options.verify)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _convert(source: Path, out: Path, *, config_dir: Path | None, is_verified: bool) -> None:
+    source, out = options.source, options.out
     is_state_dict = source.is_file() or (source / ".metadata").is_file()
     if not is_state_dict and not (source / "config.json").is_file():
         what = "holds neither config.json nor .metadata" if source.exists() else "does not exist"
@@ -48,17 +41,18 @@ def _convert(source: Path, out: Path, *, config_dir: Path | None, is_verified: b
         raise UserError(str(source), what, f"give {kinds}")
     check_writable(out.absolute().parent, where="out")
     if is_state_dict:
-        if is_verified:
+        if options.verify:
             what = f"compares with a Hugging Face directory, and {source} is none"
             raise UserError("--verify", what, "leave it out; names and shapes are checked in any case")
-        torch_to_dcp(source, out, config_dir=config_dir)
-    elif config_dir:
+        torch_to_dcp(source, out, config_dir=options.config)
+    elif options.config:
         raise UserError("--config", f"{source} is a Hugging Face directory with a config of its own", "leave it out")
     else:
         hf_to_dcp(source, out)
     print(f"{out}: written")
-    if is_verified:
+    if options.verify:
         print(compare_logits(out, source))
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import os
 import sys
 from pathlib import Path
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.migrate.translate import translate
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,19 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", help="a file or hub id, if the file names none")
     options = parser.parse_args(arguments)
     toml = _redirected_to() or f"{options.config.stem}.toml"
-    try:
-        if options.world_size is not None and options.world_size < 1:
-            raise UserError("--world-size", f"{options.world_size} is no number of processes", "give e.g. 8")
-        found = translate(
-            options.config,
-            toml=toml,
-            world_size=options.world_size,
-            model=options.model,
-            data=options.data,
-        )
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    if options.world_size is not None and options.world_size < 1:
+        raise UserError("--world-size", f"{options.world_size} is no number of processes", "give e.g. 8")
+    given = {"world_size": options.world_size, "model": options.model, "data": options.data}
+    found = translate(options.config, toml=toml, **given)
     print(found.toml, end="")
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)

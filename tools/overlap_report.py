@@ -10,9 +10,10 @@ import json
 import sys
 from pathlib import Path
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
@@ -22,20 +23,20 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit.overlap.report import build_report
     from fsdp2kit.overlap.trace import read_traces
 
-    try:
-        _check(options)
-        traces = read_traces(options.path)
-        report = build_report(options.path, traces)
-        if options.png is not None:
-            numbers = [step.number for step in report.steps]
-            complete = [step.number for step in report.steps if step.is_complete]
-            step = options.step if options.step is not None else (complete or numbers)[0]
-            if step not in numbers:
-                raise UserError("--step", f"{step} was not traced", f"one of {', '.join(map(str, numbers))}")
-            draw_timeline(traces, step=step, out=options.png, title=f"{options.path} · step {step}")
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    if options.units < 0:
+        raise UserError("--units", f"{options.units} is negative", "give 0 or more")
+    if options.step is not None and options.png is None:
+        what = "says which step --png draws, and there is no --png"
+        raise UserError("--step", what, "give --png FILE, or leave it out")
+    traces = read_traces(options.path)
+    report = build_report(options.path, traces)
+    if options.png is not None:
+        numbers = [step.number for step in report.steps]
+        complete = [step.number for step in report.steps if step.is_complete]
+        step = options.step if options.step is not None else (complete or numbers)[0]
+        if step not in numbers:
+            raise UserError("--step", f"{step} was not traced", f"one of {', '.join(map(str, numbers))}")
+        draw_timeline(traces, step=step, out=options.png, title=f"{options.path} · step {step}")
     if options.json:
         print(json.dumps(report.as_json(), ensure_ascii=False))
         return 0
@@ -45,15 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.png is not None:
         print(f"wrote {options.png}")
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.units < 0:
-        raise UserError("--units", f"{options.units} is negative", "give 0 or more")
-    if options.step is not None and options.png is None:
-        raise UserError(
-            "--step", "says which step --png draws, and there is no --png", "give --png FILE, or leave it out"
-        )
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -38,7 +39,7 @@ from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
@@ -47,11 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STREAM_ROWS = 5000
-_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>preview</title><style>{stylesheet}
-body {{ color: {foreground}; background: {background}; margin: 2em; }}
-pre {{ font: 14px/1.45 "DejaVu Sans Mono", Menlo, Consolas, monospace; }}</style></head>
-<body><pre>{code}</pre></body></html>"""
 SAMPLE = 2000  # documents that are read for what lengths alone do not tell
+WIDTH = 110  # characters a line, where there is no terminal
 # By whether a token is special, and whether it is learnt.
 _LEGEND = {
     (False, True): ("learnt", "#000000 on green3"),
@@ -59,31 +57,24 @@ _LEGEND = {
     (True, True): ("special token, learnt", "bold #000000 on gold1"),
     (True, False): ("special token, read", "bold gold3"),
 }
-_BAR = 40
 _MOST_PIECES = 60
 _BINS = 10
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     options = _parse(arguments)
-    try:
-        preview = _preview(options)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    preview = _preview(options)
     if options.json:
         print(json.dumps(asdict(preview), ensure_ascii=False))
     elif options.html is not None:
-        page = Console(
-            file=io.StringIO(), record=True, width=options.width, force_terminal=True, color_system="truecolor"
-        )
+        page = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
         print_preview(preview, page, most_tokens=options.tokens)
-        page.save_html(str(options.html), theme=MONOKAI, code_format=_PAGE)
+        page.save_html(str(options.html), theme=MONOKAI)
         print(f"wrote {options.html}")
     else:
-        console = Console(width=None if sys.stdout.isatty() else options.width)
-        print_preview(preview, console, most_tokens=options.tokens)
+        print_preview(preview, Console(width=None if sys.stdout.isatty() else WIDTH), most_tokens=options.tokens)
     return 0
 
 
@@ -139,28 +130,20 @@ def find_warnings(
     open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
     bos = tokenizer.bos_token_id
     twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
-    of, largest = f"of {len(read):,} documents", documents.largest_id
-    checks = [
-        (
-            open_ended,
-            f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
-            "stop (split documents, cut ones, or a template without such a token)",
-        ),
-        (twice, f"{twice:,} {of} begin with the BOS token twice: the text or the template adds it as well"),
-        (
-            largest >= vocab_size,
-            f"token id {largest:,} is beyond the model's vocabulary of {vocab_size:,}: training refuses it",
-        ),
-        (
-            statistics.unsupervised,
-            f"{statistics.unsupervised:,} rows hold nothing to learn and are left out: there is no assistant turn, or "
-            "it begins after seq_len tokens",
-        ),
-        (statistics.overlong_share > 0.05, f"{statistics.overlong_share:.0%} of the rows are longer than seq_len"),
-        (statistics.duplicates, f"{statistics.duplicates:,} documents are copies of earlier ones"),
-        (statistics.supervised_share < 0.05, f"only {statistics.supervised_share:.1%} of the tokens are learnt"),
-    ]
-    return [text for is_found, text in checks if is_found]
+    of, largest, share = f"of {len(read):,} documents", documents.largest_id, statistics.supervised_share
+    checks = {
+        f"{open_ended:,} {of} teach no end-of-turn or end-of-text token as their last: the model may not learn to "
+        "stop (split documents, cut ones, or a template without such a token)": open_ended,
+        f"{twice:,} {of} begin with the BOS token twice: the text or the template adds it as well": twice,
+        f"token id {largest:,} is beyond the model's vocabulary of {vocab_size:,}: training refuses it": largest
+        >= vocab_size,
+        f"{statistics.unsupervised:,} rows hold nothing to learn and are left out: there is no assistant turn, or it "
+        "begins after seq_len tokens": statistics.unsupervised,
+        f"{statistics.overlong_share:.0%} of the rows are longer than seq_len": statistics.overlong_share > 0.05,
+        f"{statistics.duplicates:,} documents are copies of earlier ones": statistics.duplicates,
+        f"only {share:.1%} of the tokens are learnt": share < 0.05,
+    }
+    return [text for text, is_found in checks.items() if is_found]
 
 
 @dataclass(frozen=True)
@@ -238,27 +221,26 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     console.print(Rule(Text(preview.title, style="bold")))
     legend = [Text(name, style=style) for name, style in _LEGEND.values()]
     console.print(Text("  ").join([*legend, Text("↵ a line break")]))
-    for number, documents in enumerate(preview.packs):
-        title = f"row {number + 1}: {len(documents)} documents in {preview.seq_len:,} tokens"
-        body = Group(*_pack(documents, preview.padding[number], most_tokens))
-        console.print(Panel(body, title=title, title_align="left", border_style="cyan"))
+    for number, (documents, padding) in enumerate(zip(preview.packs, preview.padding, strict=True), start=1):
+        body: list[RenderableType] = []
+        for at, pieces in enumerate(documents, start=1):
+            total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.learnt)
+            body += [_border(f"document {at}: {total:,} tokens, {learnt:,} learnt"), _document(pieces, most_tokens)]
+        if padding:
+            body.append(_border(f"padding: {padding:,} tokens"))
+        title = f"row {number}: {len(documents)} documents in {preview.seq_len:,} tokens"
+        console.print(Panel(Group(*body), title=title, title_align="left", border_style="cyan"))
     for name, statistics in preview.statistics.items():
         console.print(_table(preview, name, statistics), _histogram(statistics))
     if preview.warnings:
-        body = Text("\n").join(Text(f"• {text}") for text in preview.warnings)
-        console.print(Panel(body, title="look at this", title_align="left", border_style="bold red"))
+        found = Text("\n").join(Text(f"• {text}") for text in preview.warnings)
+        console.print(Panel(found, title="look at this", title_align="left", border_style="bold red"))
     else:
         console.print(Text("Nothing suspicious was found.", style="green3"))
 
 
-def _pack(documents: list[list[Piece]], padding: int, most_tokens: int) -> Iterator[RenderableType]:
-    for number, pieces in enumerate(documents):
-        total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.learnt)
-        label = f"document {number + 1}: {total:,} tokens, {learnt:,} learnt"
-        yield Rule(Text(label), style="cyan", align="left", characters="╌")
-        yield _document(pieces, most_tokens)
-    if padding:
-        yield Rule(Text(f"padding: {padding:,} tokens"), style="grey42", align="left", characters="╌")
+def _border(label: str) -> Rule:
+    return Rule(Text(label), style="cyan", align="left", characters="╌")
 
 
 def _document(pieces: list[Piece], most_tokens: int) -> Text:
@@ -280,33 +262,21 @@ def _document(pieces: list[Piece], most_tokens: int) -> Text:
 
 
 def _table(preview: Preview, name: str, one: Statistics) -> Table:
+    epoch = {"steps an epoch": preview.steps_per_epoch, "tokens an epoch": preview.tokens_per_epoch}
+    figures = {key: value for key, value in {**asdict(one), **epoch}.items() if key != "histogram"}
     table = Table(title=f"the data{f': {name}' if name else ''}", title_justify="left", title_style="bold", box=None)
-    for _ in range(2):
-        table.add_column(style="cyan")
-        table.add_column(justify="right")
-    lost = {"truncated": one.truncated, "dropped": one.dropped, "split": one.split}
-    cut = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count) or "none"
-    table.add_row("rows", f"{one.rows:,}", "longer than seq_len", f"{cut} ({one.overlong_share:.1%})")
-    table.add_row("documents", f"{one.documents:,}", "rows without a target", f"{one.unsupervised:,}")
-    table.add_row("tokens", f"{one.tokens:,}", "copies of earlier ones", f"{one.duplicates:,}")
-    learnt = f"{one.supervised_tokens:,} ({one.supervised_share:.1%})"
-    table.add_row("learnt", learnt, "rows of the batch", f"{one.packed_rows:,}")
-    lengths = f"{one.shortest:,} – {one.median:,} – {one.longest:,}"
-    table.add_row("shortest – median – longest", lengths, "tokens in them", f"{one.packing_efficiency:.1%}")
-    steps, tokens = f"{preview.steps_per_epoch:,}", f"{preview.tokens_per_epoch:,}"
-    table.add_row("steps an epoch", steps, "tokens an epoch", tokens)
+    for key, value in figures.items():
+        shown = f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+        table.add_row(Text(key.replace("_", " "), style="cyan"), Text(shown, justify="right"))
     return table
 
 
 def _histogram(one: Statistics) -> Table:
     table = Table(title="documents by length in tokens", title_justify="left", title_style="bold", box=None)
-    table.add_column(justify="right", style="cyan")
-    table.add_column()
-    table.add_column(justify="right")
     most = max(count for _, _, count in one.histogram)
     for start, stop, count in one.histogram:
-        bar = "█" * round(_BAR * count / most) or "▏" * bool(count)
-        table.add_row(f"{start:,} – {stop:,}", Text(bar, style="cyan"), f"{count:,}")
+        bar = Bar(most, 0, count, width=40, color="cyan")
+        table.add_row(Text(f"{start:,} – {stop:,}", style="cyan", justify="right"), bar, f"{count:,}")
     return table
 
 
@@ -356,7 +326,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (2)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
-    parser.add_argument("--width", type=int, default=110, help="characters a line, where there is no terminal (110)")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import tomli_w
 
-from fsdp2kit.migrate.fields import Field, Program, find, program_of
-from fsdp2kit.migrate.names import NAMES
+from fsdp2kit.migrate.fields import Field, Told
+from fsdp2kit.migrate.names import NAMES, OF_FSDP1, defaults_of
 
 _SECTIONS = (
     *("run", "model", "model.config", "mesh", "fsdp", "activation_checkpointing", "compile", "data", "data.columns"),
@@ -22,15 +21,13 @@ _WIDTH = 120
 
 
 class Draft:
-    """Keys of the TOML, each with the reason for its value; and what the rules of the translation may ask about."""
+    """Keys of the TOML, each with the reason for its value, and what becomes of every field."""
 
-    def __init__(
-        self, fields: list[Field], *, toml: str, world_size: int | None, model: str | None, data: str | None
-    ) -> None:
-        self.fields = fields
-        self.given_world_size, self.given_model, self.given_data = world_size, model, data
-        self.program: Program = program_of(fields)
-        self.toml = toml
+    def __init__(self, fields: list[Field], *, source: str, path: str) -> None:
+        self.fields, self.source = fields, source
+        self.program, self.defaults = defaults_of(fields)
+        """The program whose configuration the file is, and what it takes for what the file leaves out, by key."""
+        self.path = path
         """The path that the TOML will have: it is in its first line, and paths in it are relative to it."""
         self.world_size, self.nodes, self.endpoint = 1, 1, "HOST:29500"
         self.is_guess = False
@@ -39,82 +36,86 @@ class Draft:
         """The recipe, and why that one."""
         self.needs: list[str] = []
         """Overrides that the command line must give, because the file does not."""
-        self.notes: list[tuple[str, str]] = []
-        """Fields without a key of their own, and what becomes of them."""
         self.warnings: list[str] = []
         """What would be trained differently, for stderr."""
+        self.fates: dict[str, str] = {}
+        """What becomes of the field at a path; "" where a line says so."""
         self._lines: dict[str, tuple[Any, str]] = {}
-        self._known: dict[str, tuple[str, str]] = {}
 
     def take(self, slot: str, otherwise: str = "another field decides") -> Field | None:
         """The first field of any of a slot's names; null and "" count as not given.
 
         Args:
             slot: a key of `NAMES`.
-            otherwise: what is said of the field if neither a line nor a note names it in the end.
+            otherwise: what becomes of the field if no line or note names it.
         """
-        return self.take_names(NAMES[slot], otherwise)
-
-    def take_names(self, names: str, otherwise: str) -> Field | None:
-        """The same by the names themselves, separated by spaces."""
-        for name in names.split():
-            self._known.setdefault(name, (names, otherwise))
-        return find(self.fields, names)
+        named = [field for field in self.fields if field.name in NAMES[slot].split()]
+        first = next((field for field in named if field.is_given), None)
+        for field in named:
+            if field.path in self.fates:
+                continue
+            fate = "the default" if not field.is_given else otherwise
+            if first is not None and field is not first and field.is_given:
+                fate = f"{first.path} says it too"
+                if field.value != first.value:
+                    fate += ", and says otherwise: that one was used"
+                    self.warnings.append(f"{field} contradicts {first}; the latter was used")
+            self.fates[field.path] = fate
+        return first
 
     def set(self, key: str, value: Any, why: str) -> None:
         """Write ``section.name = value`` with a comment."""
         self._lines[key] = (value, why)
 
-    def was(self, key: str, value: Any, field: Field | None, more: str = "") -> None:
-        """Write ``section.name = value`` for a field, if the file has it."""
-        if field is not None:
-            self.set(key, value, f"was {field}" + (f"; {more}" if more else ""))
+    def was(self, key: str, value: Any, *fields: Field | None, note: str = "") -> None:
+        """Write ``section.name = value`` for the fields that the file has of these; nothing for the value None.
 
-    def fill(self, key: str, value: Any, why: str) -> None:
-        """Write a default: only if there is one, and no line for the key yet."""
-        if value is not None and key not in self._lines:
-            self.set(key, value, why)
+        Args:
+            value: or `Told`.
+        """
+        given = [field for field in fields if field is not None]
+        if value is None or not given:
+            return
+        told = value if isinstance(value, Told) else Told(value)
+        self.set(key, told.value, "; ".join(filter(None, [f"was {' and '.join(map(str, given))}", told.note or note])))
+        self.fates.update((field.path, "") for field in given)
+        if told.warning:
+            self.warnings.append(f"{given[0]}: {told.warning}")
+
+    def fill(self, key: str, value: Any = None, why: str = "yours to set") -> None:
+        """Write what the program takes, or FSDP1, else the value given, if any; only if there is no line yet."""
+        if key in self.defaults:
+            value, why = self.defaults[key], f"the default of {self.program}"
+        elif key in OF_FSDP1:
+            value, why = OF_FSDP1[key], "the default of FSDP1 and torch"
+        if key not in self._lines and value is not None:
+            self.set(key, value, f"not in the file: {why}")
 
     def get(self, key: str) -> Any:
         """The value of a key, or None."""
         return self._lines.get(key, (None, ""))[0]
 
-    def why(self, key: str) -> str:
-        """The comment of a key, or nothing."""
-        return self._lines.get(key, (None, ""))[1]
-
     def note(self, field: Field | None, text: str) -> None:
         """Say what becomes of a field that gets no line."""
         if field is not None:
-            self.notes.append((str(field), text))
+            self.fates[field.path] = text
 
-    def account(self) -> list[Field]:
-        """A note for each field that was asked for and that nothing names yet; returns those that nobody asked for."""
-        reasons = [self.recipe[1], *(why for _, why in self._lines.values()), *(name for name, _ in self.notes)]
-        unknown = []
-        for field in self.fields:
-            named = re.compile(rf"(?<![\w.]){re.escape(str(field))}(?![\w.])")
-            if any(map(named.search, reasons)):
-                continue
-            if field.name not in self._known:
-                unknown.append(field)
-                continue
-            names, otherwise = self._known[field.name]
-            first = find(self.fields, names)
-            if field.value in (None, ""):
-                self.note(field, "the default")
-            elif first is field or first is None:
-                self.note(field, otherwise)
-            elif field.value == first.value:
-                self.note(field, f"{first.path} says it too")
-            else:
-                self.note(field, f"{first.path} says it too, and says otherwise: that one was used")
-                self.warnings.append(f"{field} contradicts {first}; the latter was used")
-        return unknown
+    def explain(self, names: str, why: str) -> list[Field]:
+        """Say why fields of these names, separated by spaces, get no line; returns those that say something."""
+        named = [field for field in self.fields if field.name in names.split()]
+        for field in named:
+            self.note(field, why if field.is_given else "the default")
+        return [field for field in named if field.is_given]
 
-    def text(self, *, source: str, unknown: Sequence[Field]) -> str:
-        """The TOML. Its first line is the command that runs it."""
-        lines = [f"# {self._command()}", f"# Translated from {source} by tools/migrate_fsdp1.py.", ""]
+    @property
+    def unknown(self) -> list[str]:
+        """The fields that nobody asked for."""
+        return [str(field) for field in self.fields if field.path not in self.fates]
+
+    @property
+    def toml(self) -> str:
+        """The text. Its first line is the command that runs it."""
+        lines = [f"# {self._command()}", f"# Translated from {self.source} by tools/migrate_fsdp1.py.", ""]
         lines += _key_lines("recipe", *self.recipe)
         for section in _SECTIONS:
             keys = [key for key in self._lines if _section_of(key) == section]
@@ -122,12 +123,13 @@ class Draft:
                 lines += ["", f"[{section}]"]
             for key in keys:
                 lines += _key_lines(key.removeprefix(f"{section}."), *self._lines[key])
-        lines += _list_lines("Without a key of their own:", [f"{field}: {text}" for field, text in self.notes])
-        lines += _list_lines("Unknown to this tool, so not translated:", [str(field) for field in unknown])
+        notes = [f"{field}: {fate}" for field in self.fields if (fate := self.fates.get(field.path))]
+        lines += _list_lines("Without a key of their own:", notes)
+        lines += _list_lines("Unknown to this tool, so not translated:", self.unknown)
         return "\n".join(lines) + "\n"
 
     def _command(self) -> str:
-        run = " ".join(["-m fsdp2kit.run", self.toml, *self.needs])
+        run = " ".join(["-m fsdp2kit.run", self.path, *self.needs])
         if self.world_size == 1:
             return f"python {run}"
         local = f"--nproc-per-node {self.world_size // self.nodes}"
@@ -139,7 +141,7 @@ class Draft:
         """A path that was relative to where one stood, relative to the TOML; hub ids and others as they are."""
         if "://" in path or Path(path).is_absolute() or not Path(path).exists():
             return path
-        return os.path.relpath(path, Path(self.toml).parent)
+        return os.path.relpath(path, Path(self.path).parent)
 
 
 def _section_of(key: str) -> str:

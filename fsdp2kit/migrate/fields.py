@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from fsdp2kit.errors import UserError
+
+T = TypeVar("T")
 
 # Tables whose name says nothing about the fields in them; other tables stay part of the name: `optimizer.lr`.
 _PLAIN_TABLES = {
     *("fsdp_config", "fsdp", "fsdp_plugin", "fsdp_args", "parallelism_config", "parallelism", "distributed"),
     *("train_config", "training", "train", "training_args", "training_arguments", "trainer", "args", "config"),
+    *("mixed_precision", "mixed_precision_policy", "mixed_precision_config", "mp_policy", "mixed_precision_kwargs"),
 }
-# Other names of the table that FSDP1's MixedPrecision was made from.
-_MIXED_PRECISION = {"mixed_precision_policy", "mixed_precision_config", "mp_policy", "mixed_precision_kwargs"}
+# Beginnings of names that say nothing: fsdp_use_orig_params, mixed_precision_reduce_dtype.
+_PREFIXES = re.compile(r"^((fsdp|use|enable|parallelism_config)_|(mixed_precision|mp)_+(?=.*(dtype|classes)))+")
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,13 @@ class Field:
         return re.sub(r"[\s-]+", "_", str(self.value).strip().rpartition(".")[2].lower())
 
     @property
-    def is_null(self) -> bool:
-        """Whether null is what the field says: FSDP1's word for no prefetch."""
-        return self.value is None and self.name.startswith("backward_prefetch")
+    def is_given(self) -> bool:
+        """Null and "" say nothing, but of prefetch: there null is FSDP1's word for none."""
+        return self.value not in (None, "") or (self.value is None and self.name.startswith("backward_prefetch"))
 
     def mistake(self, todo: str) -> UserError:
         """The error for a value that makes no sense."""
         return UserError(f"{self.file}: {self.path}", f"{self.value!r} is not understood", todo)
-
-
-def find(fields: Iterable[Field], names: str) -> Field | None:
-    """The first field of any of these names, separated by spaces; null and "" count as not given."""
-    wanted = names.split()
-    return next((one for one in fields if one.name in wanted and (one.value not in (None, "") or one.is_null)), None)
 
 
 def read_fields(path: Path) -> list[Field]:
@@ -96,30 +94,37 @@ def _flatten(values: Mapping[str, Any], *, path: str, name: str, file: Path) -> 
     for key, value in values.items():
         # trainBatchSize, --train-batch-size and TRAIN_BATCH_SIZE are train_batch_size.
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key).lstrip("-")).replace("-", "_").lower()
-        short = snake.removeprefix("fsdp_")
-        if isinstance(value, Mapping) and value:
-            table = "mixed_precision" if short in _MIXED_PRECISION else short
-            inside = name if snake in _PLAIN_TABLES else f"{name}{table}."
-            yield from _flatten(value, path=f"{path}{key}.", name=inside, file=file)
+        short = _PREFIXES.sub("", snake)
+        # A list of one table, as axolotl has for its data, is that table.
+        is_only = isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping)
+        table = value[0] if is_only else value
+        if isinstance(table, Mapping) and table:
+            inside = name if snake in _PLAIN_TABLES else f"{name}{short}."
+            yield from _flatten(table, path=f"{path}{key}{'[0]' if is_only else ''}.", name=inside, file=file)
         else:
             yield Field(f"{path}{key}", f"{name}{short}", value, file)
 
 
-def as_bool(field: Field) -> bool:
-    """A truth value, as YAML and shell scripts write it."""
-    if field.word in ("true", "yes", "on", "1"):
-        return True
-    if field.word in ("false", "no", "off", "0", "none"):
-        return False
-    raise field.mistake("write true or false")
+# The words of a switch, in fields that may hold a name or a number instead.
+SWITCH = ("true", "false")
 
 
-def as_float(field: Field) -> float:
-    """A number, or a text that is one (YAML reads ``1e-5`` as a text)."""
-    try:
-        return float(str(field.value).replace("_", ""))
-    except ValueError:
-        raise field.mistake("write a number") from None
+def _converter(kind: type[T], todo: str) -> Callable[[Field], T]:
+    adapter = TypeAdapter(kind)
+
+    def convert(field: Field) -> T:
+        try:
+            return adapter.validate_python(field.value)
+        except ValidationError:
+            raise field.mistake(todo) from None
+
+    return convert
+
+
+as_bool = _converter(bool, "write true or false")
+"""A truth value, as YAML and shell scripts write it."""
+as_float = _converter(float, "write a number")
+"""A number, or a text that is one (YAML reads ``1e-5`` as a text)."""
 
 
 def as_int(field: Field) -> int:
@@ -140,8 +145,14 @@ def switch(on: Any, off: Any = None) -> Callable[[Field], Any]:
     return lambda field: on if as_bool(field) else off
 
 
-def as_words(field: Field) -> list[str]:
-    """A list of names, written as a list or as one text with commas or spaces."""
+def as_text(field: Field) -> str:
+    return str(field.value)
+
+
+def as_words(field: Field | None) -> list[str]:
+    """A list of names, written as a list or as one text with commas or spaces; none without a field."""
+    if field is None:
+        return []
     parts = field.value if isinstance(field.value, list) else re.split(r"[,\s]+", str(field.value))
     return [str(part).strip() for part in parts if str(part).strip()]
 
@@ -159,89 +170,18 @@ class Told(NamedTuple):
     warning: str = ""
 
 
-class Spellings:
-    """A converter of words, by all the spellings of each value (separated by spaces)."""
-
-    def __init__(self, *meanings: tuple[str, Any], otherwise: Told | None = None) -> None:
-        self._meanings = [(spellings.split(), value) for spellings, value in meanings]
-        self._otherwise = otherwise
-
-    def find(self, field: Field) -> Told | None:
-        """What the word means, or None."""
-        value = next((value for spellings, value in self._meanings if field.word in spellings), None)
-        return value if value is None or isinstance(value, Told) else Told(value)
-
-    def __call__(self, field: Field) -> Told:
-        """What the word means; else what unknown ones mean, or a `UserError` with the known ones."""
-        told = self.find(field) or self._otherwise
-        if told is None:
-            raise field.mistake(f"known: {', '.join(spellings[0] for spellings, _ in self._meanings)}")
-        return told
+def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
+    """The meaning of each word, from that of all spellings of it (separated by spaces)."""
+    return {word: meaning for words, meaning in meanings.items() for word in words.split()}
 
 
-_WITHIN_NODE = "shards over the ranks of a node, unless [mesh] says otherwise"
-as_strategy = Spellings(
-    ("full_shard 1 zero3 zero_3 zero_stage_3", "full_shard"),
-    (
-        "shard_grad_op 2 zero2 zero_2 zero_stage_2",
-        Told("shard_grad_op", "ZeRO-2: parameters stay whole between forward and backward"),
-    ),
-    ("no_shard 3 ddp", Told("no_shard", "replicated, like DDP; it never was ZeRO-1")),
-    ("hybrid_shard 4", Told("hybrid_shard", _WITHIN_NODE)),
-    ("hybrid_shard_zero2 _hybrid_shard_zero2 5", Told("hybrid_shard_zero2", _WITHIN_NODE)),
-)
+def one_of(meanings: Mapping[str, Any], otherwise: Any = None) -> Callable[[Field], Any]:
+    """A converter of a word by its `spellings`; without ``otherwise`` an unknown one is a `UserError`."""
+    known = spellings(meanings)
 
+    def convert(field: Field) -> Any:
+        if field.word not in known and otherwise is None:
+            raise field.mistake(f"known: {', '.join(words.split()[0] for words in meanings)}")
+        return known.get(field.word, otherwise)
 
-# Each of these alone tells transformers' TrainingArguments (TRL's configs are subclasses).
-_TRAINING_ARGUMENTS = {
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit"),
-    *("logging_steps", "report_to", "gradient_checkpointing_kwargs", "dataloader_num_workers"),
-}
-# output_dir was its one required argument; with two of these beside it, and no other loop's name, the file is its.
-_BESIDE_OUTPUT_DIR = {
-    *("gradient_accumulation_steps", "bf16", "fp16", "learning_rate", "gradient_checkpointing", "max_steps"),
-    *("save_steps", "max_grad_norm", "weight_decay", "warmup_steps", "warmup_ratio", "optim"),
-}
-_OTHER_LOOPS = {"train_batch_size", "batch_size_training", "batch_size", "train_micro_batch_size_per_gpu"}
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a program takes where its configuration says nothing; None: it insists on the field, or nobody knows."""
-
-    name: str
-    """For comments."""
-    lr: float | None = None
-    micro_batch_size: int | None = None
-    epochs: int | None = None
-    max_grad_norm: float | None = None
-    schedule: str | None = None
-    weight_decay: float | None = None
-    pads: bool = False
-    """Whether a row of the batch is one padded document unless the file asks for packing."""
-
-    @property
-    def default(self) -> str:
-        """The comment of a value that is this program's."""
-        return f"not in the file: the default of {self.name}"
-
-
-# transformers.TrainingArguments.
-TRANSFORMERS = Program("transformers", 5e-5, 8, 3, max_grad_norm=1.0, schedule="linear", weight_decay=0.0, pads=True)
-# axolotl's schema; what it leaves unset is TrainingArguments', as max_grad_norm is.
-AXOLOTL = Program("axolotl", epochs=1, max_grad_norm=1.0, schedule="cosine", weight_decay=0.0, pads=True)
-OTHER = Program("torch")
-
-
-def program_of(fields: list[Field]) -> Program:
-    """The program whose configuration the file is: what a field that is not there means depends on it."""
-    names = {field.name for field in fields}
-    if "base_model" in names and names & {"datasets", "micro_batch_size", "pretraining_dataset"}:
-        return AXOLOTL
-    legacy = find(fields, "fsdp")  # fsdp = "full_shard auto_wrap"
-    if names & _TRAINING_ARGUMENTS or (legacy is not None and any(map(as_strategy.find, as_parts(legacy)))):
-        return TRANSFORMERS
-    if "output_dir" in names and len(names & _BESIDE_OUTPUT_DIR) >= 2 and not names & _OTHER_LOOPS:
-        return TRANSFORMERS
-    return OTHER
+    return convert

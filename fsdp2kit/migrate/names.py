@@ -1,11 +1,14 @@
-"""What FSDP1, accelerate, transformers, axolotl, torchtune and plain loops call the fields that are translated."""
+"""What FSDP1, accelerate, transformers, axolotl, torchtune and plain loops call their fields, and their defaults.
+
+`read_fields` has taken ``fsdp_``, ``use_``, ``enable_`` and the like from the names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from fsdp2kit.migrate.fields import Field, as_float
+from fsdp2kit.migrate.fields import SWITCH, Field, as_float, as_words
 
 # What files of others call a field: by its key here, or by a word for it where it has none to itself.
 NAMES = {
@@ -18,27 +21,24 @@ NAMES = {
     "run.seed": "seed random_seed",
     "run.deterministic": "full_determinism deterministic",
     "run.timeout_minutes": "ddp_timeout",
-    "model.path": "model_path model_name_or_path model_name model_id model base_model hf_model "
-    "pretrained_model_name_or_path model.path model.name model.model_name_or_path checkpointer.checkpoint_dir",
+    "model.path": "model_path model_name_or_path model_name model_id model base_model hf_model model.path model.name "
+    "pretrained_model_name_or_path model.model_name_or_path checkpointer.checkpoint_dir",
     "model.tokenizer": "tokenizer_path tokenizer_name tokenizer tokenizer_name_or_path tokenizer.path",
     "model.freeze": "freeze_layers freeze frozen_params freeze_modules",
     "frozen layers": "num_freeze_layers",
     "model.weights": "from_scratch random_init random_weights init_random train_from_scratch",
     "model.attention": "attn_implementation attention attn_impl model.attn_implementation attention_type",
-    "flash attention": "use_flash_attention_2 use_flash_attention flash_attention use_flash_attn flash_attn "
-    "use_flash_attn_2",
+    "flash attention": "flash_attention_2 flash_attention flash_attn flash_attn_2",
     "model.trust_remote_code": "trust_remote_code model.trust_remote_code",
-    "model.liger": "use_liger use_liger_kernel liger enable_liger",
-    "mesh.cp": "cp cp_size context_parallel_size context_parallel_degree parallelism_config_cp_size "
-    "sequence_parallel_degree sequence_parallel_size",
-    "mesh.dp_shard": "sharding_group_size dp_shard_size dp_shard data_parallel_shard_degree "
-    "parallelism_config_dp_shard_size",
-    "mesh.dp_replicate": "replica_group_size dp_replicate_size dp_replicate data_parallel_replicate_degree "
-    "parallelism_config_dp_replicate_size",
+    "model.liger": "liger liger_kernel",
+    "mesh.cp": "cp cp_size context_parallel_size context_parallel_degree sequence_parallel_degree "
+    "sequence_parallel_size",
+    "mesh.dp_shard": "sharding_group_size dp_shard_size dp_shard data_parallel_shard_degree",
+    "mesh.dp_replicate": "replica_group_size dp_replicate_size dp_replicate data_parallel_replicate_degree",
     "fsdp.reshard_after_forward": "reshard_after_forward",
     "fsdp.offload": "cpu_offload offload_params cpu_offload.offload_params offload param_offload",
     "offload of the optimizer": "optimizer_offload offload_optimizer",
-    "fsdp.unit": "auto_wrap_policy wrap_policy wrapping_policy auto_wrap fsdp_auto_wrap_policy",
+    "fsdp.unit": "auto_wrap_policy wrap_policy wrapping_policy auto_wrap",
     "fsdp.min_params": "min_num_params size_min_params min_params min_wrap_params wrap_policy.min_num_params",
     "fsdp.unit_classes": "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap transformer_layer_cls "
     "wrap_policy.transformer_layer_cls_to_wrap wrap_modules",
@@ -46,38 +46,38 @@ NAMES = {
     "fsdp.strategy": "sharding_strategy strategy shard_strategy",
     "fsdp": "fsdp",
     "pure_bf16": "pure_bf16",
-    "fsdp.param_dtype": "mixed_precision_param_dtype mixed_precision.param_dtype param_dtype mixed_precision_dtype "
-    "mp_param_dtype",
+    "fsdp.param_dtype": "param_dtype",
     "mixed precision": "mixed_precision mixed_precision_policy mp_policy precision amp",
-    "fp16": "fp16 use_fp16",
-    "bf16": "bf16 use_bf16",
+    "fp16": "fp16",
+    "bf16": "bf16",
     "dtype": "dtype torch_dtype compute_dtype model_dtype model.torch_dtype model.dtype",
-    "fsdp.reduce_dtype": "mixed_precision_reduce_dtype reduce_dtype mixed_precision.reduce_dtype mp_reduce_dtype "
-    "grad_reduce_dtype mixed_precision.grad_reduce_dtype",
-    "fsdp.output_dtype": "output_dtype mixed_precision.output_dtype",
+    "fsdp.reduce_dtype": "reduce_dtype grad_reduce_dtype",
+    "fsdp.output_dtype": "output_dtype",
     "fsdp.storage_dtype": "storage_dtype master_weight_dtype master_dtype",
     "fsdp.backward_prefetch": "backward_prefetch backward_prefetch_policy",
     "fsdp.forward_prefetch": "forward_prefetch",
     "fsdp.reduce_every_micro_batch": "sync_each_batch gradient_accumulation_kwargs.sync_each_batch "
     "reduce_every_micro_batch",
-    "no_sync": "no_sync use_no_sync",
-    "fsdp.class_dtypes": "module_classes_to_ignore _module_classes_to_ignore mixed_precision.module_classes_to_ignore "
-    "mixed_precision._module_classes_to_ignore mixed_precision_module_classes_to_ignore "
-    "mixed_precision__module_classes_to_ignore",
-    "activation_checkpointing.mode": "activation_checkpointing enable_activation_checkpointing "
-    "use_activation_checkpointing gradient_checkpointing enable_gradient_checkpointing use_gradient_checkpointing "
-    "model.enable_gradient_checkpointing",
+    "no_sync": "no_sync",
+    "fsdp.class_dtypes": "module_classes_to_ignore _module_classes_to_ignore",
+    "activation_checkpointing.mode": "activation_checkpointing gradient_checkpointing model.gradient_checkpointing",
     "activation_checkpointing.every": "activation_checkpointing_every selective_checkpointing ac_every "
     "checkpoint_every_n_layers",
-    "activation_checkpointing.offload": "enable_activation_offloading activation_cpu_offload activation_offload "
+    "activation_checkpointing.offload": "activation_offloading activation_cpu_offload activation_offload "
     "offload_activations",
-    "compile.enabled": "torch_compile compile use_torch_compile use_compile dynamo_config.dynamo_backend",
-    "data.path": "data_path dataset_path train_file train_data dataset dataset_name train_path datasets "
-    "train_data_path dataset_name_or_path data_files data.path dataset.path dataset.source dataset_id train_dataset",
+    "compile.enabled": "torch_compile compile dynamo_config.dynamo_backend",
+    "data.path": "data_path dataset_path train_file train_data dataset dataset_name train_path datasets dataset_id "
+    "train_data_path dataset_name_or_path data_files data.path dataset.path dataset.source datasets.path "
+    "train_dataset",
     "torchtune builder": "dataset._component_",
-    "column": "dataset_text_field text_column text_field text_column_name",
-    "data.format": "data_format dataset_format dataset_type dataset.type",
-    "data.split": "train_split dataset_split dataset.split split dataset_train_split",
+    "text column": "dataset_text_field text_column text_field text_column_name datasets.field",
+    "messages column": "datasets.field_messages",
+    "prompt column": "datasets.type.field_instruction",
+    "completion column": "datasets.type.field_output",
+    "data.format": "data_format dataset_format dataset_type dataset.type datasets.type",
+    "data.split": "train_split dataset_split dataset.split split dataset_train_split datasets.split",
+    "data.shuffle": "shuffle dataset.shuffle",
+    "data.streaming": "streaming dataset.streaming",
     "data.train_on": "train_on_inputs train_on_input dataset.train_on_input",
     "answers only": "assistant_only_loss completion_only_loss",
     "data.seq_len": "max_seq_length max_seq_len seq_length seq_len sequence_length sequence_len context_length "
@@ -105,7 +105,6 @@ NAMES = {
     "optimizer.lr": "learning_rate lr optimizer.lr optimizer.learning_rate",
     "optimizer.eps": "adam_epsilon eps adam_eps optimizer.eps",
     "optimizer.weight_decay": "weight_decay optimizer.weight_decay wd",
-    "gamma": "gamma lr_gamma",
     "lr_schedule.min_lr_ratio": "min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
     "lr_schedule.warmup_steps": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup "
     "lr_scheduler.num_warmup_steps",
@@ -115,6 +114,7 @@ NAMES = {
     "eval.path": "eval_file eval_path eval_data eval_data_path eval_dataset validation_file val_file val_data "
     "eval_dataset_path validation_path",
     "eval.split": "eval_split validation_split test_split eval_dataset_split dataset_test_split",
+    "evaluates": "eval_strategy evaluation_strategy do_eval run_validation evaluate",
     "eval.every": "eval_steps eval_every eval_interval eval_freq eval_every_n_steps val_interval",
     "eval.steps": "max_eval_step max_eval_steps eval_iters eval_batches max_eval_batches",
     "checkpoint.every": "save_steps save_every save_interval checkpoint_every checkpoint_interval save_every_n_steps "
@@ -123,75 +123,51 @@ NAMES = {
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints keep_checkpoints",
     "checkpoint.export_hf": "save_final save_final_model save_model save_full_model save_full_state_dict",
     "reports": "report_to logger tracker",
-    "wandb.mode": "use_wandb wandb enable_wandb wandb_enabled",
+    "wandb.mode": "wandb wandb_enabled",
     "wandb.project": "wandb_project project_name project wandb.project",
     "wandb.name": "run_name wandb_run_name wandb_name wandb.name experiment_name",
-    "profile.enabled": "use_profiler profile profiler enable_profiler enable_profiling",
+    "profile.enabled": "profiler profile profiling",
 }
 
-# Fields that need no key, or can have none: why, and their names.
+# Fields that need no key, or can have none: why, and their names. docs/fsdp1_to_fsdp2.md says more of FSDP1's own.
 WITHOUT_KEY = {
-    "FSDP2 has no rate limiter: fsdp.backward_prefetch and fsdp.forward_prefetch are the window of units that are "
-    "whole at a time": "limit_all_gathers",
-    "not needed: every rank reads only its own shard of the safetensors files, and random values depend on seed and "
-    "name, not on the rank": "sync_module_states",
-    "not needed: every rank reads only its own shard of the safetensors files": "cpu_ram_efficient_loading "
-    "low_cpu_fsdp low_cpu_mem_usage",
-    "not needed: FSDP2 shards each parameter by itself, under its own name; there is no flat "
-    "parameter": "use_orig_params",
-    "the model is built on the meta device and filled shard by shard": "param_init_fn",
-    "each rank takes the device of its LOCAL_RANK": "device_id device_map",
-    "FSDP2 leaves buffers in their own dtype (RoPE tables in float32)": "buffer_dtype",
-    "gradients of float32 shards are float32": "keep_low_precision_grads",
-    "FSDP2 casts each unit's floating-point inputs to fsdp.param_dtype": "cast_forward_inputs "
-    "cast_root_forward_inputs",
-    "[mesh] says which ranks shard and which replicate": "process_group device_mesh",
-    "fsdp.strategy and [mesh] say so": "hsdp use_hsdp",
-    "an export is written by all ranks together, a part each": "rank0_only",
-    "an export streams shard by shard through the host's memory": "offload_to_cpu",
-    "checkpoints are sharded (DCP, resumable on any mesh); hf/ is the full state dict, as "
-    "safetensors": "state_dict_type checkpoint_type final_state_dict_type",
-    "the launcher's: torchrun takes it on the command line (--node-rank; a rendezvous needs none)": "machine_rank",
-    "the launcher's: torchrun takes it on the command line": "rdzv_backend same_network",
-    "set CUDA_VISIBLE_DEVICES": "gpu_ids",
-    "torchrun starts the processes": "compute_environment",
-    "the recipe is the script": "main_training_function",
-    "always on": "enable_fsdp",
-    "set TORCH_DISTRIBUTED_DEBUG=DETAIL": "debug",
-    "CPUs are used where there is no CUDA device": "use_cpu",
-    "start torchrun under numactl if you want it": "enable_cpu_affinity",
-    "TPUs are not supported": "downcast_bf16 tpu_env tpu_use_cluster tpu_use_sudo xla",
-    "FSDP2 takes DeepSpeed's place": "deepspeed_config",
-    "FSDP2 is what runs here": "version",
-    "torch's non-reentrant checkpointing is used": "gradient_checkpointing_kwargs "
-    "gradient_checkpointing_kwargs.use_reentrant",
-    'model.attention = "auto" is the default': "use_fast_kernels",
-    'run.resume = "auto" goes on from the newest here; tools/hf_to_dcp.py takes FSDP1 '
-    "checkpoints": "resume_from_checkpoint resume resume_from",
-    "a checkpoint always holds the optimizer": "save_optimizer",
-    "a checkpoint always holds the optimizer; hf/ holds the model alone": "save_only_model",
-    "exports are safetensors": "save_safetensors",
+    "no counterpart: docs/fsdp1_to_fsdp2.md says why": "limit_all_gathers sync_module_states orig_params "
+    "param_init_fn device_id device_map buffer_dtype keep_low_precision_grads process_group device_mesh "
+    "cpu_ram_efficient_loading low_cpu_fsdp low_cpu_mem_usage ddp_find_unused_parameters",
+    "every unit casts its floating-point inputs to fsdp.param_dtype": "cast_forward_inputs cast_root_forward_inputs",
+    "FSDP2 is what runs here": "version deepspeed_config",
+    "fsdp.strategy and [mesh] say so": "hsdp",
+    "checkpoints are sharded, hold the optimizer and resume on any mesh; hf/ is the whole model, as "
+    "safetensors": "state_dict_type checkpoint_type final_state_dict_type rank0_only offload_to_cpu save_optimizer "
+    "save_only_model save_safetensors",
     "checkpoints are in run.dir, or in checkpoint.dir": "dist_checkpoint_root_folder dist_checkpoint_folder",
-    'a run directory is resumed; give another run.dir, or run.resume = "never"': "overwrite_output_dir",
+    'run.resume = "auto" goes on from the newest here, "never" does not; tools/hf_to_dcp.py takes FSDP1 '
+    "checkpoints": "resume_from_checkpoint resume resume_from overwrite_output_dir",
+    "torchrun takes it on the command line": "machine_rank rdzv_backend same_network compute_environment",
+    "CUDA_VISIBLE_DEVICES, TORCH_DISTRIBUTED_DEBUG=DETAIL and numactl do that": "gpu_ids debug cpu_affinity",
+    "the recipe is the script": "main_training_function",
+    "CPUs are used where there is no CUDA device": "cpu",
+    "TPUs are not supported": "downcast_bf16 tpu_env tpu_use_cluster tpu_use_sudo xla",
+    "torch's non-reentrant checkpointing is used": "gradient_checkpointing_kwargs "
+    "gradient_checkpointing_kwargs.reentrant",
+    'model.attention = "auto" is the default': "fast_kernels",
     "columns that the format does not name are not read": "remove_unused_columns",
-    "FSDP2 needs no such flag": "ddp_find_unused_parameters",
     "float32 matmuls keep torch's own setting": "tf32",
     "adapters are not offered: every parameter that model.freeze does not name is trained": "peft_method lora_rank "
     "lora_alpha adapter",
-    "train.log_every": "logging_strategy logging_first_step",
+    "train.log_every, eval.every and checkpoint.every count steps": "logging_strategy logging_first_step "
+    "evals_per_epoch saves_per_epoch",
     "evaluation runs in batches of train.micro_batch_size": "per_device_eval_batch_size eval_batch_size "
     "val_batch_size eval_micro_batch_size",
     "traces are in trace/ of run.dir": "profiler_dir profile_dir",
-    "tokenised rows are cached by what they were made from": "dataset_prepared_path",
     "every row is data.seq_len long": "pad_to_sequence_len",
-    "eval.every counts steps": "evals_per_epoch",
-    "checkpoint.every counts steps": "saves_per_epoch",
-    "the model's own config names its class": "model_type",
-    "the tokenizer's own config names its class": "tokenizer_type",
-    "rows are tokenised ahead: data.workers, data.prefetch": "num_workers_dataloader dataloader_num_workers "
-    "num_workers dataloader_pin_memory pin_memory",
-    "tensor parallelism is not offered: FSDP shards parameters, mesh.cp sequences": "tp_size "
-    "parallelism_config_tp_size tensor_parallel_size tensor_parallel_dim tensor_parallel_degree tp_degree",
+    "the model's and the tokenizer's own files say so": "model_type tokenizer_type",
+    "a row of a conversation says it itself": "datasets.conversation datasets.chat_template datasets.ds_type "
+    "datasets.message_field_role datasets.message_field_content",
+    "rows are tokenised ahead and cached: data.workers, data.prefetch": "num_workers_dataloader "
+    "dataloader_num_workers num_workers dataloader_pin_memory pin_memory dataset_prepared_path",
+    "tensor parallelism is not offered: FSDP shards parameters, mesh.cp sequences": "tp_size tp_degree "
+    "tensor_parallel_size tensor_parallel_dim tensor_parallel_degree",
 }
 
 # Fields without which something else is trained: names, what becomes of them, when that is warned of, the warning.
@@ -203,7 +179,7 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
         "set model.freeze; every parameter would be trained",
     ),
     (
-        "use_peft use_lora peft quantization load_in_4bit load_in_8bit",
+        "lora peft quantization load_in_4bit load_in_8bit",
         "neither adapters nor quantised weights are offered",
         lambda field: field.word not in ("false", "no", "none"),
         "not offered; the whole model would be trained",
@@ -214,5 +190,67 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
         as_float,
         "all rows are trained on; give eval.path, or another eval.split",
     ),
+    (
+        "datasets.roles_to_train datasets.train_on_eos",
+        "the assistant's turns are learnt, with their ends",
+        lambda field: not {"assistant", "gpt", "turn"}.issuperset(as_words(field)),
+        "not translated: the assistant's turns are learnt, with their ends",
+    ),
+    ("gamma lr_gamma", "StepLR is not offered", lambda field: as_float(field) != 1, "StepLR is not offered"),
     ("distributed_type", "always FSDP2 here", lambda field: field.word != "fsdp", "this is not an FSDP configuration"),
 )
+
+# What FSDP1 and torch take for what a configuration leaves out, by key; and what programs take first.
+OF_FSDP1 = {
+    "fsdp.strategy": "full_shard",
+    "fsdp.param_dtype": "float32",
+    "train.max_grad_norm": 0.0,
+    "optimizer.betas": [0.9, 0.999],
+    "lr_schedule.name": "constant",
+}
+_OF_TRAINING_ARGUMENTS = {
+    "train.micro_batch_size": 8,
+    "train.epochs": 3,
+    "train.max_grad_norm": 1.0,
+    "optimizer.lr": 5e-5,
+    "optimizer.weight_decay": 0.0,
+    "lr_schedule.name": "linear",
+    "data.pack": False,
+}
+# axolotl's schema insists on a batch size and a rate; what else it leaves unset is TrainingArguments'.
+_OF_AXOLOTL = {
+    "train.epochs": 1,
+    "train.max_grad_norm": 1.0,
+    "optimizer.weight_decay": 0.0,
+    "lr_schedule.name": "cosine",
+    "data.pack": False,
+    "data.train_on": "assistant",
+}
+# Each of these alone tells transformers' TrainingArguments (TRL's configs are subclasses).
+_TRAINING_ARGUMENTS = {
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type"),
+    *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit"),
+    *("logging_steps", "report_to", "gradient_checkpointing_kwargs", "dataloader_num_workers"),
+}
+# output_dir was its one required argument; with two of these beside it, and no other loop's name, the file is its.
+_BESIDE_OUTPUT_DIR = {
+    *("gradient_accumulation_steps", "bf16", "fp16", "learning_rate", "gradient_checkpointing", "max_steps"),
+    *("save_steps", "max_grad_norm", "weight_decay", "warmup_steps", "warmup_ratio", "optim"),
+}
+_OTHER_LOOPS = {"train_batch_size", "batch_size_training", "batch_size", "train_micro_batch_size_per_gpu"}
+
+
+def defaults_of(fields: list[Field]) -> tuple[str, dict[str, Any]]:
+    """The program whose configuration the file is, and what it takes for what the file leaves out, by key."""
+    names = {field.name for field in fields}
+    if "base_model" in names and {"datasets", "datasets.path", "micro_batch_size", "pretraining_dataset"} & names:
+        return "axolotl", _OF_AXOLOTL
+    is_named = any(
+        field.name == "fsdp" and field.word not in SWITCH for field in fields
+    )  # fsdp = "full_shard auto_wrap"
+    is_alike = "output_dir" in names and len(names & _BESIDE_OUTPUT_DIR) >= 2 and not names & _OTHER_LOOPS
+    if is_named or is_alike or names & _TRAINING_ARGUMENTS:
+        return "transformers", _OF_TRAINING_ARGUMENTS
+    if "dataset._component_" in names:
+        return "torchtune", {"data.pack": False}
+    return "a plain loop", {}

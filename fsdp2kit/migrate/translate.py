@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ from fsdp2kit.migrate import data, rules
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
     Field,
-    Spellings,
     Told,
     as_bool,
     as_float,
     as_int,
     as_parts,
-    as_strategy,
+    as_text,
+    as_words,
     at_least,
+    one_of,
     read_fields,
     switch,
 )
@@ -38,113 +39,68 @@ class Row:
     """What becomes of a field without a line."""
     slot: str = ""
     """The field's in `NAMES`, if that is not the key."""
+    beside: str = ""
+    """Only where this key has a line."""
 
     def __call__(self, draft: Draft) -> None:
         """Write the line, if the file has the field."""
         field = draft.take(self.slot or self.key, self.otherwise)
-        value = None if field is None else self.convert(field)
-        if field is None or value is None or draft.get(self.key) is not None:
-            return
-        told = value if isinstance(value, Told) else Told(value)
-        draft.was(self.key, told.value, field, told.note or self.note)
-        if told.warning:
-            draft.warnings.append(f"{field}: {told.warning}")
+        if field is not None and draft.get(self.key) is None and (not self.beside or draft.get(self.beside)):
+            draft.was(self.key, self.convert(field), field, note=self.note)
 
 
-@dataclass(frozen=True)
-class Default:
-    """A key without a field: a value, or what the file's program takes (`Program`'s field ``of``, unless None)."""
-
-    key: str
-    value: Any = None
-    why: str = ""
-    of: str = ""
-
-    def __call__(self, draft: Draft) -> None:
-        """Write the line, if there is none yet."""
-        if self.of:
-            draft.fill(self.key, getattr(draft.program, self.of), draft.program.default)
-        draft.fill(self.key, self.value, f"not in the file: {self.why}")
+def default(key: str, value: Any = None, why: str = "", *, beside: str = "") -> Callable[[Draft], None]:
+    """A key that no row has found: what the file's program takes, else the value; `beside` as a `Row`'s."""
+    return lambda draft: draft.fill(key, value, why) if not beside or draft.get(beside) else None
 
 
-def _as_text(field: Field) -> str:
-    return str(field.value)
+def _as_schedule(field: Field) -> Any:
+    """A schedule, also by the name of its function; what is not offered becomes one that is."""
+    word = "wsd" if "stable_decay" in field.word else field.word
+    name = next((name for name in ("cosine", "linear", "constant", "wsd") if name in word), None)
+    if name is None:
+        return Told("constant", warning="not offered; constant was written")
+    is_repeated = "restart" in word or "cycl" in word
+    return Told(name, warning="not offered; one half cosine over the whole run was written" if is_repeated else "")
 
 
-def _as_attention(field: Field) -> str:
-    known = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-    return field.word if field.word in known else "sdpa"
+def _as_packing(field: Field) -> Told:
+    return Told(as_bool(field), _PACKS if as_bool(field) else "")
 
 
-def _as_depth(field: Field) -> int:
-    return field.value if type(field.value) is int else int(as_bool(field))
+def _as_blocks(field: Field) -> bool | None:
+    """run_clm's blocks are cut from concatenated texts."""
+    return True if field.name == "block_size" else None
 
 
-def _strategy_among(field: Field) -> str | None:
-    """The strategy in transformers' ``fsdp = "full_shard auto_wrap offload"``."""
-    return next((told.value for one in as_parts(field) if (told := as_strategy.find(one))), None)
+def _as_selective(field: Field) -> str | None:
+    """Of a switch; a number is that of the layers from one checkpointed to the next."""
+    return "selective" if type(field.value) is not int and as_bool(field) else None
 
 
-def _half_if_on(dtype: str) -> Callable[[Field], Any]:
-    """A converter of a switch for a dtype; "auto" is on where the device can, as every one here can."""
-    return lambda field: (
-        _as_compute_dtype(replace(field, value=dtype)) if field.word == "auto" or as_bool(field) else None
-    )
+def _as_mode(field: Field) -> str:
+    return field.word if field.word in ("full", "selective") else "full" if as_bool(field) else "none"
 
 
-def _cosine_or_constant(field: Field) -> Told:
-    """A schedule, also by the name of its function in transformers; what is not offered becomes one that is."""
-    if told := _SCHEDULES.find(replace(field, value=field.word.removeprefix("get_"))):
-        return told
-    if "cosine" in field.word:
-        note = "without restarts" if "restart" in field.word else ""
-        return Told("cosine", note, "not offered; one half cosine over the whole run was written")
-    return Told("constant", "that one is not offered", "not offered; constant was written")
-
-
-_DTYPES = (("float32 fp32 float no 32 32_true false", "float32"), ("bfloat16 bf16 bf16_mixed amp_bf16", "bfloat16"))
-_FLOAT16, _FLOAT8 = "float16 fp16 half 16 16_mixed amp_fp16", "fp8 float8"
-_NO_SCALER = "fp16 needed a gradient scaler, which is not offered; bfloat16 needs none"
-_as_dtype = Spellings(*_DTYPES, (_FLOAT16, "float16"), (_FLOAT8, "float8"))
-_as_compute_dtype = Spellings(
-    *_DTYPES,
-    (_FLOAT16, Told("bfloat16", _NO_SCALER, f"{_NO_SCALER}; bfloat16 was written")),
-    (_FLOAT8, Told("bfloat16", "float8 is not offered", "float8 is not offered; bfloat16 was written")),
-)
-_as_prefetch = Spellings(
-    ("backward_pre pre 1 true", Told(1, "the next unit is gathered while this one's gradients are computed")),
-    (
-        "backward_post post 2",
-        Told(
-            0,
-            "BACKWARD_POST gathers the next unit when this one's gradients are computed and it is freed: one unit is "
-            "whole at a time, and no computation hides the gather. 0 does that; 1 (BACKWARD_PRE) hides it and holds "
-            "two",
-        ),
-    ),
-    ("no_prefetch none no 3 false", 0),
+_PACKS = "documents in a row do not see each other; train.global_batch_size then counts packs of seq_len tokens"
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_as_prefetch = one_of(
+    {
+        "backward_pre pre 1 true": 1,
+        "backward_post post 2": Told(0, "the nearest, docs/fsdp1_to_fsdp2.md says why; 1 hides the gathers"),
+        "no_prefetch none no 3 false": 0,
+    }
 )
 # "paged_adamw_32bit", "adamw_anyprecision" and the like are others.
 _OTHER_ADAMW = "another implementation than the file's; docs/optimizers.md says which"
-_as_optimizer = Spellings(
-    (
-        "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused fused_adamw adamw_torch_xla "
-        "adamw_torch_npu_fused adam_w",
-        "adamw",
-    ),
-    ("adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw8bit", Told("adamw_8bit", warning=_OTHER_ADAMW)),
-    ("muon", Told("muon", warning=_OTHER_ADAMW)),
+_as_optimizer = one_of(
+    {
+        "adamw adam_w adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused fused_adamw": "adamw",
+        "adamw_torch_xla adamw_torch_npu_fused": "adamw",
+        "adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw8bit": Told("adamw_8bit", warning=_OTHER_ADAMW),
+        "muon": Told("muon", warning=_OTHER_ADAMW),
+    },
     otherwise=Told("adamw", warning="not offered; plain AdamW was written, whose state is float32"),
-)
-_SCHEDULES = Spellings(
-    ("constant constant_with_warmup", "constant"),
-    ("linear", "linear"),
-    (
-        "cosine cosine_with_min_lr cosine_schedule_with_warmup cosine_annealing cosineannealinglr "
-        "cosine_with_warmup cosine_with_min_lr_schedule_with_warmup cosine_annealing_lr",
-        "cosine",
-    ),
-    ("wsd warmup_stable_decay", "wsd"),
 )
 
 
@@ -153,108 +109,99 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     rules.set_launch,
     Row("model.weights", switch("random"), otherwise="the model's own weights"),
     rules.set_model,
-    rules.set_tokenizer,
-    Row("model.attention", _as_attention),
+    Row("model.attention", one_of(dict(zip(_ATTENTION, _ATTENTION, strict=True)), otherwise="sdpa")),
     Row("model.attention", switch("flash_attention_2", "sdpa"), otherwise="model.attention", slot="flash attention"),
     Row("model.trust_remote_code", as_bool),
     Row("model.liger", as_bool, "norms, RoPE, MLPs; of the loss: model.loss_kernel"),
     rules.set_frozen,
     data.set_data,
     data.set_train_on,
-    data.set_rows,
-    data.set_order,
-    Row("fsdp.strategy", as_strategy),
-    Row("fsdp.strategy", _strategy_among, otherwise="always on", slot="fsdp"),
+    Row("data.seq_len", as_int),
+    default("data.seq_len", 2048, "our default, set your own"),
+    Row("data.pack", _as_packing),
+    Row("data.pack", lambda field: Told(True, _PACKS) if field.word == "packing" else False, slot="batching strategy"),
+    # run_clm's blocks are cut from concatenated texts.
+    Row(
+        "data.pack", lambda field: field.name == "block_size" or None, _PACKS, slot="data.seq_len", beside="data.path"
+    ),
+    default("data.pack", True, f"our default, false if your loop pads; {_PACKS}", beside="data.path"),
+    Row("data.shuffle", as_bool, otherwise=data.RANDOM, beside="data.path"),
+    Row("data.streaming", as_bool, otherwise=data.RANDOM, beside="data.path"),
+    Row("fsdp.strategy", one_of(rules.STRATEGY_WORDS)),
+    # transformers' fsdp = "full_shard auto_wrap offload"
+    Row(
+        "fsdp.strategy",
+        lambda field: next(
+            (rules.STRATEGIES[one.word] for one in as_parts(field) if one.word in rules.STRATEGIES), None
+        ),
+        otherwise="always on",
+        slot="fsdp",
+    ),
     rules.set_resharding,
-    Default("fsdp.strategy", "full_shard", "FSDP1's default"),
+    default("fsdp.strategy"),
     rules.set_mesh,
     Row("mesh.cp", at_least(2), otherwise="mesh.cp is 1"),
     rules.set_units,
-    Row("fsdp.param_dtype", switch("bfloat16"), slot="pure_bf16"),
-    Row("fsdp.param_dtype", _as_compute_dtype),
-    Row(
-        "fsdp.param_dtype",
-        lambda field: None if field.word in rules.SWITCH else _as_compute_dtype(field),
-        slot="mixed precision",
-    ),
-    Row("fsdp.param_dtype", _half_if_on("float16"), slot="fp16"),
-    Row("fsdp.param_dtype", _half_if_on("bfloat16"), slot="bf16"),
-    Row("fsdp.param_dtype", lambda field: "bfloat16" if field.word == "true" else None, slot="mixed precision"),
-    Row(
-        "fsdp.param_dtype",
-        lambda field: None if field.word == "auto" else _as_compute_dtype(field),
-        'shards stay float32; fsdp.storage_dtype = "bfloat16" would store it so',
-        slot="dtype",
-    ),
-    Row("fsdp.param_dtype", lambda _: "float32", slot="mixed precision"),
-    Row("fsdp.param_dtype", lambda _: "float32", slot="dtype"),
-    Default("fsdp.param_dtype", "float32", "without mixed precision FSDP1 computes in float32"),
-    Row("fsdp.reduce_dtype", _as_dtype),
+    rules.set_param_dtype,
+    default("fsdp.param_dtype"),
+    Row("fsdp.reduce_dtype", rules.as_dtype),
     rules.fill_reduce_dtype,
-    Row("fsdp.output_dtype", _as_dtype),
-    Row("fsdp.storage_dtype", _as_dtype),
+    Row("fsdp.output_dtype", rules.as_dtype),
+    Row("fsdp.storage_dtype", rules.as_dtype),
     Row("fsdp.storage_dtype", switch("bfloat16"), "updates below 1/512 of a parameter are lost", slot="pure_bf16"),
     rules.set_ignored,
     rules.set_class_dtypes,
-    Row(
-        "fsdp.offload",
-        lambda field: "params" if "offload" in [one.word for one in as_parts(field)] else None,
-        slot="fsdp",
-    ),
-    rules.set_offload,
+    Row("fsdp.offload", lambda field: "params" if "offload" in as_words(field) else None, slot="fsdp"),
+    Row("fsdp.offload", lambda field: "params" if field.word == "params" or as_bool(field) else None),
+    Row("fsdp.offload", switch("optimizer"), otherwise="fsdp.offload", slot="offload of the optimizer"),
+    Row("fsdp.offload", lambda _: "none"),
     Row("fsdp.backward_prefetch", _as_prefetch),
-    Row("fsdp.forward_prefetch", _as_depth, "units ahead"),
+    Row("fsdp.forward_prefetch", lambda field: field.value if type(field.value) is int else int(as_bool(field))),
     Row("fsdp.reduce_every_micro_batch", as_bool),
     Row("fsdp.reduce_every_micro_batch", switch(False, True), slot="no_sync"),
-    rules.set_recomputation,
+    Row("activation_checkpointing.mode", _as_selective, slot="activation_checkpointing.every"),
+    Row("activation_checkpointing.mode", _as_mode),
+    Row("activation_checkpointing.every", lambda field: field.value if type(field.value) is int else None),
+    default("activation_checkpointing.mode", "full", "of every n-th layer", beside="activation_checkpointing.every"),
+    rules.set_offloaded_activations,
     Row("compile.enabled", lambda field: field.word not in ("false", "no", "none", "0"), "each layer"),
     rules.set_batches,
     rules.set_length,
     rules.set_clipping,
-    Default("train.max_grad_norm", 0.0, "nothing is clipped unless a loop does it", of="max_grad_norm"),
+    default("train.max_grad_norm"),
     Row("train.log_every", at_least(1), otherwise="a share of the run; train.log_every counts steps"),
     Row("optimizer.name", _as_optimizer),
     Row("optimizer.lr", as_float),
-    Default("optimizer.lr", of="lr"),
+    default("optimizer.lr"),
     rules.set_betas,
+    default("optimizer.betas"),
     Row("optimizer.eps", as_float),
     Row("optimizer.weight_decay", as_float, "not of norms and biases"),
-    Default("optimizer.weight_decay", of="weight_decay"),
-    rules.fill_weight_decay,
-    Row("lr_schedule.name", _cosine_or_constant),
-    Default("lr_schedule.name", "constant", "no schedule", of="schedule"),
+    # torch's own, for a loop whose learning rate is known
+    lambda draft: draft.fill("optimizer.weight_decay", 0.01 if draft.get("optimizer.lr") else None, "torch's AdamW's"),
+    Row("lr_schedule.name", _as_schedule),
+    default("lr_schedule.name"),
     rules.set_warmup,
     rules.set_floor,
     rules.set_evaluation,
-    Row("run.dir", _as_text),
+    Row("run.dir", as_text),
     Row("run.seed", as_int),
     Row("run.deterministic", as_bool),
     Row("run.timeout_minutes", lambda field: as_int(field) / 60, "seconds"),
     rules.set_checkpoints,
     Row("checkpoint.keep", at_least(1), otherwise="checkpoint.keep is at least 1"),
     Row("checkpoint.export_hf", switch("final", "never")),
-    Row("wandb.project", _as_text),
+    Row("wandb.project", as_text),
     rules.set_wandb,
-    Row("wandb.name", _as_text),
+    Row("wandb.name", as_text),
     Row("profile.enabled", as_bool),
 )
 
 
-@dataclass(frozen=True)
-class Translation:
-    """A TOML's text, and what its reader must know before running it."""
-
-    toml: str
-    warnings: list[str]
-    unknown: list[str]
-    world_size: int
-    nodes: int
-
-
 def translate(
     source: Path, *, toml: str, world_size: int | None = None, model: str | None = None, data: str | None = None
-) -> Translation:
-    """Translate an FSDP1 configuration file.
+) -> Draft:
+    """Translate an FSDP1 configuration file: `Draft.toml` is the result.
 
     Args:
         source: JSON, or YAML.
@@ -265,22 +212,18 @@ def translate(
     Raises:
         UserError: the file cannot be read, or one of its values makes no sense.
     """
-    draft = Draft(read_fields(source), toml=toml, world_size=world_size, model=model, data=data)
-    for entry in TABLE:
-        entry(draft)
-    draft.fill("run.dir", f"runs/{source.stem}", "not in the file")
-    for why, names in WITHOUT_KEY.items():
-        for name in names.split():
-            draft.take_names(f"{name} mixed_precision.{name} mixed_precision_{name}", why)
-    for names, why, is_warned_of, warning in WARNED_OF:
-        for field in (draft.take_names(name, why) for name in names.split()):
-            if field is not None and is_warned_of(field):
-                draft.warnings.append(f"{field}: {warning}")
-    unknown = draft.account()
-    return Translation(
-        toml=draft.text(source=source.name, unknown=unknown),
-        warnings=draft.warnings,
-        unknown=[str(field) for field in unknown],
-        world_size=draft.world_size,
-        nodes=draft.nodes,
+    options = (
+        ("--world-size", "num_processes", world_size),
+        ("--model", "model_path", model),
+        ("--data", "data_path", data),
     )
+    given = [Field(path, name, value, source) for path, name, value in options if value is not None]
+    draft = Draft([*given, *read_fields(source)], source=source.name, path=toml)
+    for write in TABLE:
+        write(draft)
+    draft.fill("run.dir", f"runs/{source.stem}")
+    for why, names in WITHOUT_KEY.items():
+        draft.explain(names, why)
+    for names, why, is_warned_of, warning in WARNED_OF:
+        draft.warnings += [f"{field}: {warning}" for field in draft.explain(names, why) if is_warned_of(field)]
+    return draft

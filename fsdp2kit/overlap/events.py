@@ -7,10 +7,12 @@ so a trace of any FSDP2 loop will do. `read_kernels` is for CUDA, `read_threads`
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,6 +54,10 @@ class Work(NamedTuple):
     start: int
     end: int
     scope: Scope
+
+    @property
+    def intervals(self) -> list[Interval]:
+        return [(self.start, self.end)]
 
 
 @dataclass
@@ -99,26 +105,22 @@ def by_nesting(event: Event) -> tuple[int, int]:
     return event.start, -event.end
 
 
-def innermost(events: Sequence[Event]) -> Iterator[tuple[int, int, int]]:
-    """Stretches of one thread's time (start, end, index of the innermost event), in order.
+def innermost(events: Sequence[Event]) -> list[tuple[int, int | None]]:
+    """From when on which event of one thread is the innermost, by its index; None: none is.
 
     Args:
         events: of one thread, sorted `by_nesting`.
     """
+    changes: list[tuple[int, int | None]] = [(-1, None)]
     stack: list[int] = []
-    at = 0
-    last = max((event.end for event in events), default=0)
-    for index, time in [*((index, event.start) for index, event in enumerate(events)), (-1, last)]:
-        while stack and at < time:
-            top = stack[-1]
-            end = min(events[top].end, time)
-            if at < end:
-                yield at, end, top
-                at = end
-            if events[top].end <= time:
+    for index, time in [*((index, event.start) for index, event in enumerate(events)), (-1, sys.maxsize)]:
+        while stack and (end := events[stack[-1]].end) <= time:
+            while stack and events[stack[-1]].end <= end:
                 stack.pop()
-        at = time
+            changes.append((end, stack[-1] if stack else None))
         stack.append(index)
+        changes.append((time, index))
+    return changes[:-1]
 
 
 # FSDPParamGroup._with_fqn: "FSDP::all_gather (model.layers.3) [pg=8]"; a prefetch: "FSDP::backward_prefetch for UNIT".
@@ -144,16 +146,14 @@ class Host:
         for mark in sorted(marks, key=by_nesting):
             if mark.name not in ("optimizer", "autograd"):
                 by_thread[mark.thread].append(mark)
-        self._ranges: dict[Any, list[tuple[int, Event | None]]] = {}
-        for thread, ranges in by_thread.items():
-            edges = [((start, ranges[index]), (end, None)) for start, end, index in innermost(ranges)]
-            self._ranges[thread] = [(-1, None), *(edge for pair in edges for edge in pair)]
+        self._ranges = {thread: (ranges, innermost(ranges)) for thread, ranges in by_thread.items()}
 
     def scope(self, thread: Any, time: int) -> Scope:
         """The part that a thread was in at a time."""
         phase, unit = value_at(self.turns, time)
-        inner = value_at(self._ranges[thread], time) if thread in self._ranges else None
-        named = inner.args["unit"] if inner is not None else None
+        ranges, changes = self._ranges.get(thread, ([], [(-1, None)]))
+        inner = value_at(changes, time)
+        named = None if inner is None else ranges[inner].args["unit"]
         return Scope(phase, unit if named is None else named, inner is not None)
 
 
@@ -301,8 +301,8 @@ def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
             call_end = max(call_end, event.end)
         holds_others = index + 1 < len(events) and events[index + 1].start < event.end
         works.append(event.start >= call_end and _is_at_work(event.name, holds_others=holds_others))
-    for start, end, index in innermost(events):
-        if works[index]:
+    for (start, index), (end, _) in pairwise(innermost(events)):
+        if index is not None and works[index] and start < end:
             yield Work(start, end, host.scope(events[index].thread, start))
 
 

@@ -12,7 +12,7 @@ import tomli
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.overlap.events import BACKWARD, FORWARD
-from fsdp2kit.overlap.split import MS, TIMES, Row, Split, mean_of, split_step
+from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces
 
 # Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
@@ -114,22 +114,20 @@ class Report:
 def _split_json(split: Split, *, suffix: str = "_ms") -> dict[str, Any]:
     """`suffix` ends the names of a row's times; in the mean they have none."""
 
-    def ms(of: object, name: str) -> float | None:
-        value = getattr(of, name)
-        return None if value is None else value / MS
-
-    def row(key: tuple[str, str], values: Row, name: str, *times: str) -> dict[str, Any]:
-        return {name: key[0], "phase": key[1], **{f"{time}{suffix}": ms(values, time) for time in times}}
+    def ms(of: object, *names: str, suffix: str = suffix) -> dict[str, float | None]:
+        values = {f"{name}{suffix}": getattr(of, name) for name in names}
+        return {name: None if value is None else value / MS for name, value in values.items()}
 
     return {
-        **{f"{name}_ms": ms(split, name) for name in TIMES},
+        **ms(split, *TIMES, suffix="_ms"),
         "effective_overlap": split.effective_overlap,
         "collectives": [
-            {**row(key, values, "kind", "communication", "exposed", "waiting"), "count": values.count}
-            for key, values in split.collectives.items()
+            {"kind": kind, "phase": phase, **ms(row, "communication", "exposed", "waiting"), "count": row.count}
+            for (kind, phase), row in split.collectives.items()
         ],
         "units": [
-            row(key, values, "unit", "compute", "communication", "exposed") for key, values in split.units.items()
+            {"unit": unit, "phase": phase, **ms(row, "compute", "communication", "exposed")}
+            for (unit, phase), row in split.units.items()
         ],
     }
 
@@ -155,8 +153,12 @@ def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Repor
         raise UserError(str(path), "holds no event of a step", "trace at least one step")
     complete = [step for step in steps if step.is_complete] or steps
     means = mean_of([split for step in complete for split in step.ranks.values()])
+    of_rank = {trace.rank: [s.ranks[trace.rank] for s in complete if trace.rank in s.ranks] for trace in traces}
+    waits = {rank: mean_of(splits).waiting for rank, splits in of_rank.items() if splits}
+    waiting_by_rank = {rank: waiting for rank, waiting in waits.items() if waiting is not None}
+    if len(waiting_by_rank) < len(waits):
+        waiting_by_rank = {}
     settings, device = read_settings(path), traces[0].device
-    waiting_by_rank = _waiting_by_rank(complete)
     world_size = max(trace.world_size for trace in traces)
     return Report(
         path=str(path),
@@ -171,13 +173,6 @@ def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Repor
     )
 
 
-def _waiting_by_rank(steps: Sequence[StepReport]) -> dict[int, float]:
-    ranks = sorted({rank for step in steps for rank in step.ranks})
-    waits = {rank: mean_of([step.ranks[rank] for step in steps if rank in step.ranks]).waiting for rank in ranks}
-    known = {rank: waiting for rank, waiting in waits.items() if waiting is not None}
-    return known if len(known) == len(waits) else {}
-
-
 def _read_beside(trace_path: Path, name: str) -> str:
     """A file of the run that a trace directory, or a file in it, belongs to; "" where it is not there."""
     folder = trace_path if trace_path.is_dir() else trace_path.parent
@@ -187,15 +182,9 @@ def _read_beside(trace_path: Path, name: str) -> str:
 
 def _measured(path: Path) -> dict[int, float]:
     """Seconds a step, from the ``metrics.jsonl`` of the run; empty without one."""
-    seconds: dict[int, float] = {}
-    for line in _read_beside(path, "metrics.jsonl").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the run was killed amid its last line
-            continue
-        if "step_seconds" in record:
-            seconds[record["step"]] = record["step_seconds"]
-    return seconds
+    lines = _read_beside(path, "metrics.jsonl").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a run may be killed amid its last line
+    return {record["step"]: record["step_seconds"] for record in records if "step_seconds" in record}
 
 
 def read_settings(path: Path) -> Settings:
@@ -219,14 +208,13 @@ def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Map
         device: "cuda" or "cpu".
         waiting_by_rank: the mean of each rank's steps; empty where it is unknown.
     """
-    advice = list(_waiting(mean, waiting_by_rank))
     if device == "cpu":
         why = "gloo: FSDP2 waits for a collective where it issues it, so prefetch changes nothing on a CPU"
-        advice.append(Advice("", "", why))
+        prefetch = [Advice("", "", why)]
     else:
-        advice += [*_prefetch(mean, FORWARD, settings.forward_prefetch)]
-        advice += [*_prefetch(mean, BACKWARD, settings.backward_prefetch)]
-    advice += [*_volume(mean, settings), *_host(mean, settings, device=device)]
+        depths = {FORWARD: settings.forward_prefetch, BACKWARD: settings.backward_prefetch}
+        prefetch = [one for phase, depth in depths.items() for one in _prefetch(mean, phase, depth)]
+    advice = [*_waiting(mean, waiting_by_rank), *prefetch, *_others(mean, settings, device=device)]
     return advice or [Advice("", "", "nothing stands out: communication is neither exposed nor dearly hidden")]
 
 
@@ -245,56 +233,51 @@ def _waiting(mean: Split, by_rank: Mapping[int, float]) -> Iterator[Advice]:
 
 
 def _prefetch(mean: Split, phase: str, depth: int) -> Iterator[Advice]:
-    key, exposed = f"fsdp.{phase}_prefetch", _exposed(mean, "all_gather", phase)
+    key, exposed = f"fsdp.{phase}_prefetch", _exposed(mean, phase, "all_gather")
     if exposed >= VISIBLE * mean.duration:
         why = f"{_share(exposed, mean)} of the step are exposed all-gathers of {phase}; one more unit is alive"
         yield Advice(key, str(depth + 1), why)
-        return
-    if depth == 0 or exposed >= HIDDEN * mean.duration or ("all_gather", phase) not in mean.collectives:
-        return
-    hidden = f"{phase}'s all-gathers are hidden"
-    if phase == BACKWARD and depth == 1:
-        hidden = f"only where memory is short: {hidden}"
-        why = f"{hidden}; with 0, one unit is alive instead of two, but none is gathered ahead"
-    else:
+    elif depth and exposed < HIDDEN * mean.duration and ("all_gather", phase) in mean.collectives:
+        hidden = f"{phase}'s all-gathers are hidden"
         why = f"{hidden}; saves a unit's memory"
-    yield Advice(key, str(depth - 1), why)
+        if phase == BACKWARD and depth == 1:
+            why = (
+                f"only where memory is short: {hidden}; with 0, one unit is alive instead of two, none gathered ahead"
+            )
+        yield Advice(key, str(depth - 1), why)
 
 
-def _volume(mean: Split, settings: Settings) -> Iterator[Advice]:
-    """What makes less of it, where there is more than can be hidden."""
+def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
+    """What makes less communication, where there is more than can be hidden, and what the host delays."""
     visible = VISIBLE * mean.duration
-    gathers = _exposed(mean, "all_gather", BACKWARD)
-    reductions = sum(_exposed(mean, kind, BACKWARD) for kind in ("reduce_scatter", "all_reduce"))
+    gathers, reductions = (
+        _exposed(mean, BACKWARD, "all_gather"),
+        _exposed(mean, BACKWARD, "reduce_scatter", "all_reduce"),
+    )
     if gathers >= visible and settings.reshard_after_forward is not False:
         why = "backward then gathers nothing; every unit stays whole from forward to backward, so memory must allow it"
         yield Advice("fsdp.reshard_after_forward", "false", why)
     if reductions >= visible and settings.reduce_every_micro_batch:
         why = f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough"
         yield Advice("fsdp.reduce_every_micro_batch", "false", why)
+    why = ""
     if mean.communication > mean.compute:
         why = "communication takes longer than compute, so no prefetch can hide it all"
-    elif gathers + reductions + _exposed(mean, "all_gather", FORWARD) >= 2 * visible:
+    elif gathers + reductions + _exposed(mean, FORWARD, "all_gather") >= 2 * visible:
         why = "more compute to each collective, and fewer of them a step"
-    else:
-        return
-    larger = str(2 * settings.micro_batch_size)
-    yield Advice("train.micro_batch_size", larger, f"{why}; activations take twice as much")
-
-
-def _host(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
+    if why:
+        larger = str(2 * settings.micro_batch_size)
+        yield Advice("train.micro_batch_size", larger, f"{why}; activations take twice as much")
     if mean.host_copies >= HOST_COPIES * mean.duration and settings.offload == "params":
-        share = _share(mean.host_copies, mean)
-        why = f"{share} of the step are copies from and to the host with nothing beside them"
+        why = f"{_share(mean.host_copies, mean)} of the step are copies from and to the host with nothing beside them"
         yield Advice("fsdp.offload", '"none"', why)
     if device == "cuda" and mean.idle - mean.host_copies >= IDLE * mean.duration:
         why = f"the device has nothing to do for {_share(mean.idle, mean)} of the step: the host is too slow for it"
         yield Advice("compile.enabled", "true", f"{why}; larger micro-batches help as well")
 
 
-def _exposed(mean: Split, kind: str, phase: str) -> float:
-    row = mean.collectives.get((kind, phase))
-    return row.exposed if row else 0.0
+def _exposed(mean: Split, phase: str, *kinds: str) -> float:
+    return sum(mean.collectives[kind, phase].exposed for kind in kinds if (kind, phase) in mean.collectives)
 
 
 def _share(part: float, mean: Split) -> str:

@@ -10,14 +10,14 @@ CUDA, behind).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp2kit.overlap.events import Interval, Work
+from fsdp2kit.overlap.events import Collective, Interval, Work
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MS = 1e6
@@ -27,8 +27,6 @@ TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting",
 
 Cells = NDArray[np.bool_]
 """Of a grid's cells, some."""
-Spans = NDArray[np.int64]
-"""The first cell and the one after the last `[N, 2]`."""
 
 
 class Grid:
@@ -36,7 +34,7 @@ class Grid:
 
     Args:
         window: intervals are clipped to it.
-        intervals: all that will be located.
+        intervals: all that will be counted.
     """
 
     def __init__(self, window: Interval, intervals: Iterable[Interval]) -> None:
@@ -45,13 +43,10 @@ class Grid:
         self.lengths = np.diff(self._borders)
         """Of each cell, in nanoseconds."""
 
-    def locate(self, intervals: Iterable[Interval]) -> Spans:
-        """The cells of each interval; an empty one has none."""
+    def count(self, intervals: Iterable[Interval]) -> NDArray[np.int64]:
+        """How many of the intervals hold each cell; empty ones hold none."""
         times = np.array([*intervals], dtype=np.int64).reshape(-1, 2).clip(*self._window)
-        return np.searchsorted(self._borders, np.maximum.accumulate(times, axis=1))
-
-    def count(self, spans: Spans) -> NDArray[np.int64]:
-        """How many of the spans hold each cell."""
+        spans = np.searchsorted(self._borders, np.maximum.accumulate(times, axis=1))
         begins, ends = (np.bincount(column, minlength=len(self._borders)) for column in spans.T)
         return (begins - ends).cumsum()[:-1]
 
@@ -77,23 +72,22 @@ class Activity:
             if begin <= one.issued < end or any(max(begin, a) < min(end, b) for a, b in one.intervals)
         ]
         """Those that run or were issued in the step."""
-        work = [(part.start, part.end) for part in self.work]
-        runs = [interval for one in self.collectives for interval in one.intervals]
-        moving = [interval for one in self.collectives for interval in one.moving]
-        self.grid = Grid(self.window, [*work, *runs, *moving, *trace.host_copies])
-        self.work_spans, self.runs = self.grid.locate(work), self.grid.locate(runs).reshape(-1, 2, 2)
-        """Of each of `work`, and of each of `collectives` its call's and its run's."""
-        is_fsdp = [part.scope.is_fsdp for part in self.work]
-        self.computing = self.grid.count(self.work_spans) > 0
-        self.copying = self.grid.count(self.work_spans[np.array(is_fsdp, dtype=bool)]) > 0
+        runs, moving = _intervals(self.collectives), [part for one in self.collectives for part in one.moving]
+        self.grid = Grid(self.window, [*_intervals(self.work), *runs, *moving, *trace.host_copies])
+        self.computing = self.grid.count(_intervals(self.work)) > 0
+        self.copying = self.grid.count(_intervals([part for part in self.work if part.scope.is_fsdp])) > 0
         """FSDP's own work: copies in and out of collectives' buffers, casts, gradient accumulation."""
-        self.running = self.grid.count(self.runs.reshape(-1, 2))
+        self.running = self.grid.count(runs)
         """How many collectives run."""
         self.communicating = self.running > 0
         self.exposed = self.communicating & ~self.computing
-        self.moving = self.grid.count(self.grid.locate(moving)) > 0
+        self.moving = self.grid.count(moving) > 0
         """A collective runs and is not known to wait."""
-        self.host_copying = self.grid.count(self.grid.locate(trace.host_copies)) > 0
+        self.host_copying = self.grid.count(trace.host_copies) > 0
+
+
+def _intervals(parts: Iterable[Work | Collective]) -> list[Interval]:
+    return [interval for part in parts for interval in part.intervals]
 
 
 @dataclass(frozen=True)
@@ -161,9 +155,15 @@ def split_step(trace: RankTrace, step: Step) -> Split:
     total = seen.grid.total
     overlapped = total(seen.computing & seen.communicating)
     idle = ~seen.computing & ~seen.communicating
+    kinds: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
+    units: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
+    for one in seen.collectives:
+        kinds[one.kind, one.scope.phase].append(one)
+    for part in (*seen.work, *seen.collectives):
+        units[part.scope.unit, part.scope.phase].append(part)
+    by_unit = {key: _row(seen, parts) for key, parts in units.items()}
+    hideable = sum(min(row.compute, row.communication) for row in by_unit.values())
     is_waiting_known = any(one.transfer is not None for one in seen.collectives)
-    units = _rows(seen, seen.work, lambda part: part.scope.unit)
-    hideable = sum(min(row.compute, row.communication) for row in units.values())
     return Split(
         duration=step.end - step.start,
         compute_only=total(seen.computing & ~seen.communicating),
@@ -173,63 +173,47 @@ def split_step(trace: RankTrace, step: Step) -> Split:
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
         copies=total(seen.copying),
         host_copies=total(seen.host_copying & idle),
-        ideal=sum(max(row.compute, row.communication) for row in units.values()),
+        ideal=sum(max(row.compute, row.communication) for row in by_unit.values()),
         effective_overlap=min(1.0, overlapped / hideable) if hideable else None,
-        collectives=_rows(seen, [], lambda one: one.kind),
-        units=units,
+        collectives={key: _row(seen, parts) for key, parts in kinds.items()},
+        units=by_unit,
     )
 
 
-def _rows(seen: Activity, work: Sequence[Work], name: Callable[[Any], str]) -> Rows:
-    """The rows of work and collectives that have one name and one phase.
-
-    Args:
-        work: all of the step's, or none.
-        name: of a `Work` or a `Collective`.
-    """
-    computing: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, part in enumerate(work):
-        computing[name(part), part.scope.phase].append(index)
-    communicating: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, one in enumerate(seen.collectives):
-        communicating[name(one), one.scope.phase].append(index)
+def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
+    """Work and collectives that have one name and one phase."""
     grid, (begin, end) = seen.grid, seen.window
+    collectives = [part for part in parts if isinstance(part, Collective)]
+    running = grid.count(_intervals(collectives))
     # An instant in which n collectives are exposed counts 1/n for each of them.
     share = np.where(seen.exposed, grid.lengths / np.maximum(seen.running, 1), 0.0)
-    rows = {}
-    for key in dict.fromkeys([*computing, *communicating]):
-        of_these = [seen.collectives[index] for index in communicating[key]]
-        runs = seen.runs[communicating[key]].reshape(-1, 2)
-        waits = [one.end - one.start - one.transfer for one in of_these if one.transfer is not None]
-        rows[key] = Row(
-            count=sum(begin <= one.issued < end for one in of_these),
-            compute=grid.total(grid.count(seen.work_spans[computing[key]]) > 0),
-            communication=grid.total(grid.count(runs) > 0),
-            exposed=sum(float(share[first:after].sum()) for first, after in runs),
-            waiting=sum(waits) if waits else None,
-        )
-    return rows
+    waits = [one.end - one.start - one.transfer for one in collectives if one.transfer is not None]
+    return Row(
+        count=sum(begin <= one.issued < end for one in collectives),
+        compute=grid.total(grid.count(_intervals(part for part in parts if isinstance(part, Work))) > 0),
+        communication=grid.total(running > 0),
+        exposed=float(running @ share),
+        waiting=sum(waits) if waits else None,
+    )
 
 
 def mean_of(splits: Sequence[Split]) -> Split:
-    """The mean of one or more splits; a row that a split has not counts as 0, an unknown time not at all."""
-    means: dict[str, Any] = {}
-    for name in (*TIMES, "effective_overlap"):
-        known = [value for split in splits if (value := getattr(split, name)) is not None]
-        means[name] = sum(known) / len(known) if known else None
-    for table in ("collectives", "units"):
-        means[table] = _mean_rows([getattr(split, table) for split in splits])
+    """The mean of one or more splits; a row that a split has not counts as 0, an unknown time not at all.
+
+    Rows with most exposed time come first.
+    """
+    means: dict[str, Any] = {name: _mean(splits, name) for name in (*TIMES, "effective_overlap")}
+    for name in ("collectives", "units"):
+        tables: list[Rows] = [getattr(split, name) for split in splits]
+        rows = {}
+        for key in dict.fromkeys(key for table in tables for key in table):
+            found = [table[key] for table in tables if key in table]
+            rows[key] = Row(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
+        means[name] = dict(sorted(rows.items(), key=lambda item: -item[1].exposed))
     return Split(**means)
 
 
-def _mean_rows(tables: Sequence[Rows]) -> Rows:
-    """The mean of each row, those with most exposed time first."""
-    rows = {}
-    for key in dict.fromkeys(key for table in tables for key in table):
-        found = [table[key] for table in tables if key in table]
-        means: dict[str, Any] = {}
-        for name in vars(found[0]):
-            known = [value for row in found if (value := getattr(row, name)) is not None]
-            means[name] = sum(known) / len(tables) if known else None
-        rows[key] = Row(**means)
-    return dict(sorted(rows.items(), key=lambda item: -item[1].exposed))
+def _mean(found: Sequence[object], name: str, *, of: int | None = None) -> Any:
+    """The mean of what is known of a field, over as many as are known or `of` as many; None: nothing is."""
+    known = [value for one in found if (value := getattr(one, name)) is not None]
+    return sum(known) / (of or len(known)) if known else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +103,8 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
         UserError: the model cannot be built.
     """
     length = config.data.seq_len if full else likeness_length(world.size)
-    with _shared_folder(world) as model:
+    with TemporaryDirectory(ignore_cleanup_errors=True) if world.is_main else nullcontext("") as mine:
+        model = Path(gather_objects(mine)[0])  # every rank of this machine knows it
         reference = None
         with agreement():
             hf_config = load_hf_config(config.model)
@@ -126,18 +125,6 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
                 verdict = reference.compare(variant, found) if reference is not None else None
                 rows.append(gather_objects(verdict)[0])
         return rows
-
-
-@contextmanager
-def _shared_folder(world: World) -> Iterator[Path]:
-    """A temporary folder that every rank of this machine knows."""
-    mine = tempfile.mkdtemp(prefix="fsdp2kit-parity-") if world.is_main else ""
-    folder = Path(gather_objects(mine)[0])
-    try:
-        yield folder
-    finally:
-        if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_variant(config: TrainingConfig, batches: list[Rows], *, world: World) -> Numbers | UserError:

@@ -10,10 +10,11 @@ import pytest
 import tomli
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp2kit.migrate.translate import Translation, translate
+from fsdp2kit.migrate.draft import Draft
+from fsdp2kit.migrate.translate import translate
 
 
-def translated(values: dict[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Translation]:
+def translated(values: dict[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Draft]:
     path = folder / "fsdp.json"
     path.write_text(json.dumps(values))
     found = translate(path, toml=str(folder / "x.toml"), **options)

@@ -20,8 +20,9 @@ import tomli
 import yaml
 
 from fsdp2kit import run
+from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import read_fields
-from fsdp2kit.migrate.translate import Translation, translate
+from fsdp2kit.migrate.translate import translate
 from tests.migrate.test_fields import translated
 from tools import migrate_fsdp1
 
@@ -93,7 +94,7 @@ EXPECTED = {
 }
 
 
-def _translated(path: Path, **options: Any) -> Translation:
+def _translated(path: Path, **options: Any) -> Draft:
     return translate(path, toml="x.toml", **({"world_size": 8} if path.suffix == ".json" else {}), **options)
 
 

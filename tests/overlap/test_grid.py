@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit.overlap.events import Collective, Scope, Work
@@ -19,10 +19,11 @@ def instants(intervals: list[tuple[int, int]]) -> set[int]:
     return {at for start, end in intervals for at in range(start, end)} & set(range(*WINDOW))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, INTERVALS)
 def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, [*first, *second])
-    a, b = (grid.count(grid.locate(intervals)) > 0 for intervals in (first, second))
+    a, b = (grid.count(intervals) > 0 for intervals in (first, second))
     for found, expected in (
         (a, instants(first)),
         (a & b, instants(first) & instants(second)),
@@ -36,10 +37,11 @@ def test_as_sets_of_instants(first: list[tuple[int, int]], second: list[tuple[in
         assert grid.total(found) == len(expected)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS)
 def test_counts_are_those_of_every_instant(intervals: list[tuple[int, int]]) -> None:
     grid = Grid(WINDOW, intervals)
-    counts = grid.count(grid.locate(intervals))
+    counts = grid.count(intervals)
     for number in range(len(intervals) + 1):
         expected = {at for at in range(*WINDOW) if sum(start <= at < end for start, end in intervals) == number}
         assert instants(grid.stretches(counts == number)) == expected
@@ -48,6 +50,7 @@ def test_counts_are_those_of_every_instant(intervals: list[tuple[int, int]]) -> 
 COLLECTIVES = st.lists(st.tuples(*[st.integers(0, 60)] * 4), max_size=6)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, COLLECTIVES)
 def test_shares_divide_every_exposed_instant(work: list[tuple[int, int]], times: list[tuple[int, ...]]) -> None:
     scope = Scope("forward", "", is_fsdp=False)
