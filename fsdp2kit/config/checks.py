@@ -6,14 +6,7 @@ import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 
-from fsdp2kit.config.schema import (
-    DataConfig,
-    FSDPConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrainingConfig,
-)
+from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
@@ -48,7 +41,9 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         UserError: the sizes do not multiply to the world size, or the strategy forbids them.
     """
     if world_size % mesh.cp:
-        raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", _fitting(world_size))
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        todo = f"use one of {divisors}, or start another number of processes"
+        raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", todo)
     dp = world_size // mesh.cp
     replicate, shard = mesh.dp_replicate, mesh.dp_shard
     if fsdp.strategy == "no_shard":
@@ -96,19 +91,19 @@ def shard_ranks(fsdp: FSDPConfig, sizes: MeshSizes) -> int:
     return 1 if fsdp.strategy == "no_shard" else sizes.dp_shard * sizes.cp
 
 
-def resolve_accumulation(train: TrainConfig, *, dp: int) -> int:
+def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: int) -> int:
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
     Raises:
         UserError: it is not a whole number; the message says which global batch sizes would fit.
     """
-    per_round = dp * train.micro_batch_size
-    accumulation, rest = divmod(train.global_batch_size, per_round)
+    per_round = dp * micro_batch_size
+    accumulation, rest = divmod(global_batch_size, per_round)
     if rest:
         near = sorted({max(1, accumulation) * per_round, (accumulation + 1) * per_round})
         raise UserError(
             "train.global_batch_size",
-            f"{train.global_batch_size} is not a multiple of dp {dp} × micro_batch_size {train.micro_batch_size}",
+            f"{global_batch_size} is not a multiple of dp {dp} × micro_batch_size {micro_batch_size}",
             f"use {' or '.join(map(str, near))}, or another micro_batch_size",
         )
     return accumulation
@@ -121,8 +116,11 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         UserError: at the first that fails.
     """
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
-    resolve_accumulation(config.train, dp=sizes.dp)
-    _check_train_length(config)
+    train = config.train
+    resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
+    if (train.steps is None) == (train.epochs is None):
+        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
+        raise UserError("train", what, "give exactly one of train.steps and train.epochs")
     check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
@@ -203,13 +201,6 @@ def _check_float8(config: TrainingConfig) -> None:
             raise UserError(f"fsdp.{key}", what, "name the class of the module around them, or use float8.exclude")
 
 
-def _check_train_length(config: TrainingConfig) -> None:
-    train = config.train
-    if (train.steps is None) == (train.epochs is None):
-        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
-        raise UserError("train", what, "give exactly one of train.steps and train.epochs")
-
-
 def _check_model(config: TrainingConfig) -> None:
     model = config.model
     if model.path is None and "model_type" not in model.config:
@@ -228,11 +219,6 @@ def _check_model(config: TrainingConfig) -> None:
         # torch does not see what Triton's kernels write, so its own checks would not notice.
         what = "true with mode = 'selective': Liger's RoPE changes in place the results that are kept for backward"
         raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
-
-
-def _fitting(world_size: int) -> str:
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    return f"use one of {', '.join(map(str, divisors))}, or start another number of processes"
 
 
 def check_data(config: TrainingConfig) -> None:
@@ -263,7 +249,7 @@ def _check_sources(data: DataConfig) -> None:
         raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
     if data.format == "synthetic":
         raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
-    with_weight, with_epochs = (sum(one is not None for one in values) for values in _weights_and_epochs(data))
+    with_weight, with_epochs = (sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs"))
     if with_epochs and (with_weight or with_epochs < len(parts)):
         raise UserError(
             "data.sources",
@@ -277,10 +263,6 @@ def _check_sources(data: DataConfig) -> None:
     names = Counter(part.name for part in parts if part.name is not None)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
-
-
-def _weights_and_epochs(data: DataConfig) -> tuple[list[float | None], list[float | None]]:
-    return [part.weight for part in data.sources], [part.epochs for part in data.sources]
 
 
 def _check_streaming(config: TrainingConfig) -> None:
