@@ -249,7 +249,9 @@ def _check_sources(data: DataConfig) -> None:
         raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
     if data.format == "synthetic":
         raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
-    with_weight, with_epochs = (sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs"))
+    with_weight, with_epochs = (
+        sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
+    )
     if with_epochs and (with_weight or with_epochs < len(parts)):
         raise UserError(
             "data.sources",

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.config.schema import DataConfig, Overlong
 from fsdp2kit.data.formats import row_format
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source, find_source
@@ -23,7 +23,6 @@ from fsdp2kit.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Overlong = Literal["truncate", "drop", "split", "error"]
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
 
