@@ -15,15 +15,12 @@ import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import fsspec
 
 from fsdp2kit.data.sources import COMPRESSED, Source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Position = dict[str, Any]  # what JSON can hold
 _BOM = b"\xef\xbb\xbf"
@@ -98,8 +95,10 @@ def hub_content(source: Source) -> str:
     Raises:
         UserError: the dataset cannot be downloaded, and is not there yet.
     """
+    import datasets
+
     with _readable(source), _quiet():
-        rows = _download(source)
+        rows = datasets.load_dataset(source.path, split=source.split)
     return json.dumps([len(rows), [file["filename"] for file in rows.cache_files]])
 
 
@@ -137,9 +136,8 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
     import datasets
 
     if source.kind == "hub":
-        if download:
-            return _download(source).to_iterable_dataset()
-        return datasets.load_dataset(source.path, split=source.split, streaming=True)
+        found = datasets.load_dataset(source.path, split=source.split, streaming=not download)
+        return found.to_iterable_dataset() if download else found
     if source.kind == "saved":
         saved = datasets.load_from_disk(source.path)
         if isinstance(saved, datasets.Dataset):
@@ -147,22 +145,12 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
         if source.split not in saved:
             raise ValueError(f"there is no split {source.split!r}; it has {', '.join(map(str, saved))}")
         return saved[source.split].to_iterable_dataset()
-    local = _fetched(file) if download and is_url(file) else file
-    return datasets.load_dataset(source.kind, data_files=local, split="train", streaming=True)
-
-
-def _download(source: Source) -> Dataset:
-    import datasets
-
-    return datasets.load_dataset(source.path, split=source.split)
-
-
-def _fetched(url: str) -> str:
-    """A local copy of a remote file, made anew when that changes; `datasets` itself refuses URLs when offline."""
-    import datasets
-
-    storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
-    return fsspec.open_local(f"filecache::{url}", filecache={"cache_storage": storage, "check_files": True})  # pyright: ignore
+    if download and is_url(file):
+        # A local copy, made anew when the file changes; `datasets` itself refuses URLs when offline.
+        storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
+        cache = {"cache_storage": storage, "check_files": True}
+        file = str(fsspec.open_local(f"filecache::{file}", filecache=cache))
+    return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True)
 
 
 def _without_none(value: Any) -> Any:
@@ -256,20 +244,13 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from None
     except RecursionError:
         raise UserError(where, "is nested too deep", "give flatter rows") from None
-    if b"\\ud" in data or b"\\uD" in data:
-        _refuse_half_characters(value, where)
-    return value
-
-
-def _refuse_half_characters(value: Any, where: str) -> None:
-    """JSON can write half of a surrogate pair, which is no character: no tokenizer and no file takes it."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        if b"\\ud" in data or b"\\uD" in data:  # JSON can write half of a surrogate pair; no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise UserError(
-            where, f"holds \\u{ord(half):04x}, half of a surrogate pair and no character", "mend or drop that row"
-        ) from None
+        what = f"holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"
+        raise UserError(where, what, "mend or drop that row") from None
+    return value
 
 
 def _decode(data: bytes, where: str) -> str:
