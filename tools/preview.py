@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Statistics(Report):
     """Figures of one source: what became of its rows, and how long and how well packed its documents are."""
 

@@ -70,10 +70,6 @@ class Prefetch:
         """What a stream needs to make batch ``index``, just asked for or next, again; None for data read whole."""
         return self._states.get(index)
 
-    def close(self) -> None:
-        """Forget what was made ahead."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
     def _make(self, index: int) -> tuple[list[Batch], State | None]:
         batches = self._loader.batch(index)
         # Taken here, by the only thread that moves the stream.

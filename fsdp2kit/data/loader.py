@@ -6,7 +6,7 @@ A global batch is a pure function of (documents, seed, index): neither the mesh 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -122,9 +122,7 @@ class Part:
 
     documents: Documents
     plan: PackPlan
-    """Rows of documents, as indices into ``order``."""
-    order: np.ndarray
-    """int64 [documents]: the order in which documents were packed."""
+    """Rows of indices into ``documents``."""
     name: str
 
 
@@ -187,7 +185,7 @@ class Loader:
         own_epoch, number = divmod(turn, len(part.plan))
         if self.shuffle:  # stream 0 is that of the documents
             number = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[number])
-        return PackedRow([part.documents[at] for at in part.order[part.plan[number]].tolist()], source)
+        return PackedRow([part.documents[at] for at in part.plan[number].tolist()], source)
 
 
 def build_loader(
@@ -218,7 +216,7 @@ def build_loader(
         order = permutation(len(documents), seed, 0, number) if shuffle else np.arange(len(documents))
         lengths = documents.lengths[order]
         plan = plan_packs(lengths, seq_len=share.seq_len) if pack else plan_single(lengths)
-        parts.append(Part(documents, plan, order, name))
+        parts.append(Part(documents, replace(plan, documents=order[plan.documents]), name))
     counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]
     return Loader(tuple(parts), plan_mix(counts), share, shuffle, seed)
 
