@@ -58,7 +58,9 @@ class RowReader:
 
     def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
         self._source, self._download, self._is_start = source, download, position is None
-        self._at = position or {"file": 0, "offset": 0, "line": 0}
+        start = {"file": 0, "offset": 0, "line": 0}
+        # Earlier versions counted the rows of all tables together.
+        self._at, self._skip = (start, position["row"]) if position and "row" in position else (position or start, 0)
         self._table: Any = None
 
     @property
@@ -74,7 +76,10 @@ class RowReader:
             read = _text_rows if source.is_text else self._table_rows
             for row, offset, line in read(file, at):
                 self._at, is_empty = {"file": number, "offset": offset, "line": line}, False
-                yield row
+                if self._skip:
+                    self._skip -= 1
+                else:
+                    yield row
         if is_empty:
             raise UserError(source.where, "there are no rows", "give data with at least one row")
 
