@@ -7,9 +7,9 @@ prompt is the assistant's, which is verified to be a piece of the whole text. Bo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,20 +44,7 @@ _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 # The empty expression keeps Jinja's trim_blocks from eating a newline that opens the template.
 _MACRO = "{% macro fsdp2kit_span() %}{{ '" + _OPEN + "' }}{{ caller() }}{{ '" + _CLOSE + "' }}{% endmacro %}{{ '' }}"
-_BORDERS = re.compile(f"([{_OPEN}{_CLOSE}])")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One row of chat data; ``where`` names it in errors, e.g. ``chat.jsonl:17``."""
-
-    messages: Any
-    tools: Any = None
-    where: str = "messages"
-    learn_from: int = 0
-    """Index of the first message that may be supervised: those before it are a prompt."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template, like ``enable_thinking``."""
+_BORDERS = re.compile(f"[{_OPEN}{_CLOSE}]")
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:
@@ -99,12 +86,9 @@ def _kind(value: Any) -> str:
 
 
 def render_spans(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn
+    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn
 ) -> list[tuple[str, list[Span]]]:
-    """Each conversation's text and the ascending spans of it that are supervised, each with its end-of-turn token.
-
-    Args:
-        conversations: with messages that `check_messages` returned.
+    """Each chat's text and the ascending spans of it that are supervised, each with its end-of-turn token.
 
     Raises:
         UserError: the template refuses the messages, or cannot say which text is the assistant's.
@@ -113,7 +97,7 @@ def render_spans(
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
     endings = tuple(sorted(special, key=lambda text: (-len(text), text)))
-    return [_chat_spans(Chat(one, tokenizer), endings, train_on) for one in conversations]
+    return [_chat_spans(chat, endings, train_on) for chat in chats]
 
 
 def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
@@ -132,23 +116,16 @@ def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tupl
 
 def _marked_spans(chat: Chat, text: str) -> list[Span]:
     """Spans between ``{% generation %}`` and ``{% endgeneration %}``."""
-    spans: list[Span] = []
-    found, opened = "", None
-    for piece in _BORDERS.split(chat.text(marked=True)):
-        if piece == _OPEN:
-            opened = len(found)
-        elif piece == _CLOSE and opened is not None:
-            spans.append((opened, len(found)))
-            opened = None
-        else:
-            found += piece
-    if opened is not None or found != text:
+    # Other text, the assistant's, other text, …
+    pieces = _BORDERS.split(marked := chat.text(marked=True))
+    if "".join(pieces) != text or _BORDERS.findall(marked) != [_OPEN, _CLOSE] * (len(pieces) // 2):
         raise UserError(
             chat.where,
             "the chat template's {% generation %} markers cannot be located in its text",
             "let the markers enclose the assistant's text alone, without nesting or filters over them",
         )
-    return spans
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return list(zip(ends[::2], ends[1::2], strict=False))
 
 
 def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], train_on: TrainOn) -> list[Span]:
@@ -232,17 +209,32 @@ def _trim(text: str, span: Span, endings: tuple[str, ...]) -> Span:
 
 
 class Chat:
-    """A conversation under its chat template.
+    """A conversation under its chat template."""
 
-    Raises:
-        UserError: the tokenizer has no template.
-    """
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        where: str,
+        tools: Any = None,
+        variables: Mapping[str, Any],
+        learn_from: int = 0,
+    ) -> None:
+        """
+        Args:
+            messages: what `check_messages` returned.
+            where: names the row in errors.
+            variables: of the template, like ``enable_thinking``.
+            learn_from: index of the first message that may be supervised: those before it are a prompt.
 
-    def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.messages: list[dict] = conversation.messages
-        self.where, self.learn_from, self.bos_token = conversation.where, conversation.learn_from, tokenizer.bos_token
+        Raises:
+            UserError: the tokenizer has no template.
+        """
+        self.messages, self.where, self.learn_from = messages, where, learn_from
+        self.bos_token = tokenizer.bos_token
         try:
-            self._template = tokenizer.get_chat_template(tools=conversation.tools)
+            self._template = tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
             raise UserError(
                 "model.chat_template",
@@ -250,7 +242,7 @@ class Chat:
                 "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer",
             ) from None
         self.marked_template = mark_answers(self._template)
-        self._tools, self._variables = conversation.tools, {**tokenizer.special_tokens_map, **conversation.options}
+        self._tools, self._variables = tools, {**tokenizer.special_tokens_map, **variables}
 
     def text(self, turns: int | None = None, *, prompt: bool = False, marked: bool = False) -> str:
         """The text of the first ``turns`` messages, all by default.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
-from fsdp2kit.data.chat import Conversation, Span, TrainOn, check_messages, render_spans
+from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 
@@ -65,7 +65,7 @@ def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokeni
     if how.format == "preference":
         raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
     if how.format == "chat":
-        return _encode_chats([_conversation(*one, how) for one in named], how, tokenizer)
+        return _encode_chats([_chat(*one, how, tokenizer) for one in named], how, tokenizer)
     if how.format == "prompt_completion":
         columns = ("prompt", "completion")
         pairs = [(*(_column(row, name, where, how) for name in columns), row, where) for row, where in named]
@@ -97,30 +97,24 @@ def encode_preferences(rows: Sequence[Row], how: RowFormat, tokenizer: PreTraine
     return [Preference(chosen, rejected) for chosen, rejected in zip(*sides, strict=True)]
 
 
-def _conversation(row: Mapping[str, Any], where: str, how: RowFormat) -> Conversation:
+def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
     name = how.column("messages")
     if name not in row and how.columns.messages is None and "conversations" in row:
         name = "conversations"
     messages = check_messages(_column(row, "messages", where, how, name=name), where, name=name)
-    return Conversation(messages, _tools(row, where, how), where, options=_options(row, where))
+    return Chat(messages, tokenizer, where=where, **_options(row, where, how))
 
 
-def _tools(row: Mapping[str, Any], where: str, how: RowFormat) -> Any:
-    tools = row.get(how.column("tools")) or None
-    if not isinstance(tools, str):
-        return tools
+def _options(row: Mapping[str, Any], where: str, how: RowFormat) -> dict[str, Any]:
+    """A row's tools, and its variables for the template, by the name that transformers and TRL use."""
+    tools, variables = row.get(how.column("tools")), row.get("chat_template_kwargs") or {}
     try:
-        return json.loads(tools) or None
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
     except json.JSONDecodeError as error:
         raise UserError(where, f"its tools are not valid JSON ({error.msg})", "give a list of JSON schemas") from None
-
-
-def _options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Variables for the template, like ``enable_thinking``, by the name that transformers and TRL use."""
-    options = row.get("chat_template_kwargs") or {}
-    if not isinstance(options, Mapping):
+    if not isinstance(variables, Mapping):
         raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-    return dict(options)
+    return {"tools": tools or None, "variables": variables}
 
 
 def _encode_pairs(
@@ -142,18 +136,17 @@ def _encode_pairs(
             masked = _encode_spans(texts, spans, tokenizer, add_special_tokens=True)
             encoded += [_ended(ids, mask, tokenizer) for ids, mask in masked]
         elif kinds == (False, False):
-            encoded += _encode_chats([_answered(*pair, how) for pair in alike], how, tokenizer)
+            chats = []
+            for prompt, answer, row, where in alike:
+                before = check_messages(prompt, where, name="prompt")
+                messages = [*before, *check_messages(answer, where, name="completion")]
+                options = _options(row, where, how)
+                chats.append(Chat(messages, tokenizer, where=where, learn_from=len(before), **options))
+            encoded += _encode_chats(chats, how, tokenizer)
         else:
             what = "prompt and completion are a text and a list of messages"
             raise UserError(alike[0][3], what, "give two of a kind")
     return encoded
-
-
-def _answered(prompt: Any, answer: Any, row: Mapping[str, Any], where: str, how: RowFormat) -> Conversation:
-    """A conversation that is learnt from the answer on."""
-    before = check_messages(prompt, where, name="prompt")
-    messages = [*before, *check_messages(answer, where, name="completion")]
-    return Conversation(messages, _tools(row, where, how), where, len(before), _options(row, where))
 
 
 def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
@@ -225,10 +218,8 @@ def _shared_prompt(answer: Any, other: Any, where: str, name: str) -> tuple[Any,
     return mine[:shared], mine[shared:]
 
 
-def _encode_chats(
-    conversations: Sequence[Conversation], how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded]:
-    rendered = render_spans(conversations, tokenizer, train_on=how.train_on)
+def _encode_chats(chats: Sequence[Chat], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    rendered = render_spans(chats, tokenizer, train_on=how.train_on)
     texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
     return _encode_spans(texts, spans, tokenizer, add_special_tokens=False)
 
