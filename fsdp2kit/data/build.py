@@ -228,17 +228,11 @@ def check_first_rows(config: Any) -> list[str]:
 
 
 def _training_sets(data: DataConfig) -> list[RowSet]:
-    if not data.sources:
-        return [RowSet(data, "data.path")]
-    return [
-        # What the metrics call a source of a mix is its name, or its path's.
-        RowSet(
-            _with_rows(data, part),
-            f"data.sources.{at}.path",
-            part.name or Path(part.path).name.partition(".")[0] or str(at),
-        )
-        for at, part in enumerate(data.sources)
-    ]
+    sets = []
+    for at, part in enumerate(data.sources):
+        name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
+        sets.append(RowSet(_with_rows(data, part), f"data.sources.{at}.path", name))
+    return sets or [RowSet(data, "data.path")]
 
 
 def _held_out_sets(config: Any) -> list[RowSet]:

@@ -134,11 +134,7 @@ def build_documents(
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The tokenizer, or a `UserError` if there is none."""
     if tokenizer is None:
         raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
     return tokenizer
