@@ -53,7 +53,7 @@ class RowReader:
         download: keep a local copy of what is remote, instead of reading it over the network.
 
     Raises:
-        UserError: the source cannot be opened; while iterating, a row is malformed, or there is none at all.
+        UserError: while iterating, the source cannot be opened, a row is malformed, or there is none at all.
     """
 
     def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
