@@ -220,10 +220,10 @@ def _encode_blocks(
             continue
         waiting.append((pool.submit(_encode, rows, how), names, position))
         if len(waiting) > ahead:
-            tokens, *about = waiting.popleft()
-            yield Block(tokens.result(), *about)
-    for tokens, *about in waiting:
-        yield Block(tokens.result(), *about)
+            tokens, names, position = waiting.popleft()
+            yield Block(tokens.result(), names, position)
+    for tokens, names, position in waiting:
+        yield Block(tokens.result(), names, position)
 
 
 _of_worker: PreTrainedTokenizerBase | None = None  # a worker process gets it once
