@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import PydanticUndefinedAnnotation
+
 from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
@@ -131,6 +133,11 @@ def load_recipe(path: Path) -> ModuleType:
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise UserError(str(path), f"defines no {name}", "a recipe has a class Config and a function main(config)")
+    try:
+        module.Config.model_rebuild()
+    except PydanticUndefinedAnnotation as error:
+        what = f"Config has a field of the type {error.name}, which is not defined"
+        raise UserError(str(path), what, "define or import it in the recipe") from None
     return module
 
 

@@ -61,6 +61,7 @@ def main(config: Config) -> None:
             plan=plan,
             mesh=job.mesh,
             metrics=metrics,
+            total_steps=data.total_steps,
             progress=progress,
             checkpoints=checkpoints,
             evaluate=evaluate,

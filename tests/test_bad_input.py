@@ -450,3 +450,15 @@ def test_a_recipe_that_cannot_be_executed_is_named_with_its_line(tmp_path: Path)
         UserError, match=rf"{recipe}:4: NameError: name 'TrainingConfg' is not defined; mend that line"
     ):
         run.load_recipe(recipe)
+
+
+def test_a_config_with_a_type_that_is_not_defined_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from __future__ import annotations\nfrom fsdp2kit.config.schema import TrainingConfig\n\n\n"
+        "class Config(TrainingConfig):\n    distill: DistillConfig\n\n\ndef main(config):\n    pass\n"
+    )
+    with pytest.raises(UserError, match=rf"{recipe}: Config has a field of the type DistillConfig, which is not def"):
+        run.load_recipe(recipe)
+    recipe.write_text(f"{recipe.read_text()}\n\nfrom fsdp2kit.config.schema import RunConfig as DistillConfig\n")
+    assert run.load_recipe(recipe).Config.model_fields["distill"].is_required()

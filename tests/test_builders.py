@@ -27,7 +27,7 @@ from fsdp2kit.config.schema import (
     TrainingConfig,
 )
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.loader import build_loader
+from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.job import start_job
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
@@ -94,21 +94,9 @@ def test_apply_activation_checkpointing_changes_no_gradient() -> None:
 
 def test_tokenizer_documents_and_loader() -> None:
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(DEMO / "tokenizer")))
-    documents = build_documents(
-        ChatDataConfig(seq_len=64), path=str(DEMO / "heldout.jsonl"), split="train", tokenizer=tokenizer, seed=0
-    )
-    loader = build_loader(
-        documents,
-        seq_len=64,
-        pack=True,
-        shuffle=True,
-        global_batch_size=4,
-        micro_batch_size=2,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-        pad_id=0,
-    )
+    section = ChatDataConfig(path=str(DEMO / "heldout.jsonl"), seq_len=64)
+    documents = build_documents(section, tokenizer=tokenizer)
+    loader = build_loader([documents], share=Share(64, 4, 2), pack=True, shuffle=True, seed=0)
     assert [tuple(batch.input_ids.shape) for batch in loader.batch(0)] == [(2, 64)] * 2
 
 

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Statistics(Report):
     """Figures of one source: what became of its rows, and how long and how well packed its documents are."""
 
@@ -179,7 +179,7 @@ def build_preview(
 ) -> Preview:
     """Look at a loader: its first ``packs`` rows in the order of training, and everything that can be counted."""
     rows = [loader.row(0, index) for index in range(min(packs, loader.rows_per_epoch))]
-    statistics = {part.name: compute_statistics(part, seq_len=loader.seq_len) for part in loader.parts}
+    statistics = {part.name: compute_statistics(part, seq_len=loader.share.seq_len) for part in loader.parts}
     warnings = []
     for part in loader.parts:
         found = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
@@ -187,13 +187,13 @@ def build_preview(
     return Preview(
         title=title,
         packs=[[list(pieces_of(*document, tokenizer)) for document in row.documents] for row in rows],
-        padding=[loader.seq_len - sum(len(ids) for ids, _ in row.documents) for row in rows],
+        padding=[loader.share.seq_len - sum(len(ids) for ids, _ in row.documents) for row in rows],
         statistics=statistics,
         warnings=warnings,
         rows_per_epoch=loader.rows_per_epoch,
         tokens_per_epoch=loader.tokens_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
-        seq_len=loader.seq_len,
+        seq_len=loader.share.seq_len,
     )
 
 

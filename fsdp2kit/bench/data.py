@@ -16,9 +16,9 @@ from unittest import mock
 
 from fsdp2kit.bench.harness import Command, Cost, cost_rows, option, provenance, take_turns, timed
 from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
-from fsdp2kit.data.chat import has_markers
+from fsdp2kit.data.chat import mark_answers
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.loader import build_part
+from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.distributed import start
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -79,16 +79,20 @@ def bench_data(options: Options) -> dict[str, Any]:
         "benchmark": "data",
         "options": asdict(options),
         "rows": rows,
-        "notes": [f"the template is {'with' if has_markers(tokenizer) else 'without'} generation markers"],
+        "notes": [f"the template is {'with' if _has_markers(tokenizer) else 'without'} generation markers"],
         "provenance": source,
     }
 
 
+def _has_markers(tokenizer: Any) -> bool:
+    return mark_answers(str(tokenizer.chat_template)) is not None
+
+
 def _ours(options: Options, tokenizer: Any) -> Packed:
-    section = ChatDataConfig(seq_len=options.seq_len, workers=0)
-    documents = build_documents(section, path=options.data, split="train", tokenizer=tokenizer, seed=0)
-    part = build_part(documents, seq_len=options.seq_len, pack=True, shuffle=True, seed=0)
-    return Packed(int(documents.lengths.sum()), len(part.plan))
+    section = ChatDataConfig(path=options.data, seq_len=options.seq_len, workers=0)
+    documents = build_documents(section, tokenizer=tokenizer)
+    loader = build_loader([documents], share=Share(options.seq_len, 1), pack=True, shuffle=True, seed=0)
+    return Packed(int(documents.lengths.sum()), loader.rows_per_epoch)
 
 
 def _trl(options: Options, tokenizer: Any) -> Callable[[], Packed]:
@@ -98,7 +102,7 @@ def _trl(options: Options, tokenizer: Any) -> Callable[[], Packed]:
         raise UserError("trl", "is not installed", "pip install trl, in an environment of its own") from None
     import datasets
 
-    masks = has_markers(tokenizer)
+    masks = _has_markers(tokenizer)
 
     def tokenise(example: dict[str, Any]) -> dict[str, Any]:
         encoded = tokenizer.apply_chat_template(

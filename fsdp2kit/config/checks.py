@@ -6,14 +6,7 @@ import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 
-from fsdp2kit.config.schema import (
-    DataConfig,
-    FSDPConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrainingConfig,
-)
+from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
@@ -48,31 +41,27 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         UserError: the sizes do not multiply to the world size, or the strategy forbids them.
     """
     if world_size % mesh.cp:
-        raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", _fitting(world_size))
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        todo = f"use one of {divisors}, or start another number of processes"
+        raise UserError("mesh.cp", f"{mesh.cp} does not divide the world size {world_size}", todo)
     dp = world_size // mesh.cp
     replicate, shard = mesh.dp_replicate, mesh.dp_shard
     if fsdp.strategy == "no_shard":
         if shard not in ("auto", 1):
-            raise UserError(
-                "mesh.dp_shard",
-                f"{shard} with fsdp.strategy = 'no_shard', which shards nothing",
-                "leave mesh.dp_shard out, or choose fsdp.strategy = 'full_shard'",
-            )
+            what = f"{shard} with fsdp.strategy = 'no_shard', which shards nothing"
+            raise UserError("mesh.dp_shard", what, "leave it out, or choose fsdp.strategy = 'full_shard'")
         shard = 1
     elif fsdp.strategy in HYBRID:
         if replicate == "auto" and shard == "auto":
             if local_world_size % mesh.cp:
-                raise UserError(
-                    "mesh.cp",
-                    f"{mesh.cp} does not divide the {local_world_size} ranks of a node",
-                    "set mesh.dp_shard yourself; hybrid sharding defaults to dp_shard × cp = LOCAL_WORLD_SIZE",
-                )
+                what = f"{mesh.cp} does not divide the {local_world_size} ranks of a node"
+                todo = "set mesh.dp_shard yourself; hybrid sharding defaults to dp_shard × cp = LOCAL_WORLD_SIZE"
+                raise UserError("mesh.cp", what, todo)
             shard = local_world_size // mesh.cp
     elif replicate not in ("auto", 1):
+        what = f"{replicate} with fsdp.strategy = {fsdp.strategy!r}"
         raise UserError(
-            "mesh.dp_replicate",
-            f"{replicate} with fsdp.strategy = {fsdp.strategy!r}",
-            "choose fsdp.strategy = 'hybrid_shard' to replicate a sharded model",
+            "mesh.dp_replicate", what, "choose fsdp.strategy = 'hybrid_shard' to replicate a sharded model"
         )
     else:
         replicate = 1
@@ -82,12 +71,9 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         shard = dp // int(replicate) if dp % int(replicate) == 0 else 1
     sizes = MeshSizes(int(replicate), int(shard), mesh.cp)
     if sizes.world_size != world_size:
-        raise UserError(
-            "mesh",
-            f"dp_replicate {replicate} × dp_shard {shard} × cp {mesh.cp} = {sizes.world_size}, "
-            f"but the world size is {world_size}",
-            "change one of them, leave it to 'auto', or start another number of processes",
-        )
+        product = f"dp_replicate {replicate} × dp_shard {shard} × cp {mesh.cp} = {sizes.world_size}"
+        todo = "change one of them, leave it to 'auto', or start another number of processes"
+        raise UserError("mesh", f"{product}, but the world size is {world_size}", todo)
     return sizes
 
 
@@ -96,21 +82,19 @@ def shard_ranks(fsdp: FSDPConfig, sizes: MeshSizes) -> int:
     return 1 if fsdp.strategy == "no_shard" else sizes.dp_shard * sizes.cp
 
 
-def resolve_accumulation(train: TrainConfig, *, dp: int) -> int:
+def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: int) -> int:
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
     Raises:
         UserError: it is not a whole number; the message says which global batch sizes would fit.
     """
-    per_round = dp * train.micro_batch_size
-    accumulation, rest = divmod(train.global_batch_size, per_round)
+    per_round = dp * micro_batch_size
+    accumulation, rest = divmod(global_batch_size, per_round)
     if rest:
         near = sorted({max(1, accumulation) * per_round, (accumulation + 1) * per_round})
-        raise UserError(
-            "train.global_batch_size",
-            f"{train.global_batch_size} is not a multiple of dp {dp} × micro_batch_size {train.micro_batch_size}",
-            f"use {' or '.join(map(str, near))}, or another micro_batch_size",
-        )
+        what = f"{global_batch_size} is not a multiple of dp {dp} × micro_batch_size {micro_batch_size}"
+        todo = f"use {' or '.join(map(str, near))}, or another micro_batch_size"
+        raise UserError("train.global_batch_size", what, todo)
     return accumulation
 
 
@@ -121,34 +105,29 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         UserError: at the first that fails.
     """
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
-    resolve_accumulation(config.train, dp=sizes.dp)
-    _check_train_length(config)
+    train = config.train
+    resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
+    if (train.steps is None) == (train.epochs is None):
+        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
+        raise UserError("train", what, "give exactly one of train.steps and train.epochs")
     check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
-        raise UserError(
-            "data.seq_len",
-            f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}",
-            f"use {below} or {below + sizes.cp}",
-        )
+        what = f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}"
+        raise UserError("data.seq_len", what, f"use {below} or {below + sizes.cp}")
     _check_model(config)
     _check_fsdp(config.fsdp, sizes)
     checkpointing = config.activation_checkpointing
     if checkpointing.offload and checkpointing.mode != "full":
-        raise UserError(
-            "activation_checkpointing.offload",
-            f"with mode = {checkpointing.mode!r}, which keeps more than the layers' inputs",
-            'set activation_checkpointing.mode = "full"',
-        )
+        what = f"with mode = {checkpointing.mode!r}, which keeps more than the layers' inputs"
+        raise UserError("activation_checkpointing.offload", what, 'set activation_checkpointing.mode = "full"')
     _check_optimizer(config.optimizer, config.fsdp)
     check_wandb(config.wandb)
     _check_float8(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
-        raise UserError(
-            "lr_schedule.min_lr_ratio",
-            f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}",
-            "use name = 'cosine' or 'wsd', which have a floor, or leave it out",
-        )
+        what = f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}"
+        todo = "use name = 'cosine' or 'wsd', which have a floor, or leave it out"
+        raise UserError("lr_schedule.min_lr_ratio", what, todo)
     return sizes
 
 
@@ -160,11 +139,8 @@ def _check_fsdp(section: FSDPConfig, sizes: MeshSizes) -> None:
     if type(reshard) is int and reshard == 1:
         raise UserError("fsdp.reshard_after_forward", "1 rank would hold everything", "use false, which says so")
     if type(reshard) is int and ranks % reshard:
-        raise UserError(
-            "fsdp.reshard_after_forward",
-            f"{reshard} does not divide the shard size {ranks}",
-            "use true, false, or a divisor of dp_shard × cp",
-        )
+        what = f"{reshard} does not divide the shard size {ranks}"
+        raise UserError("fsdp.reshard_after_forward", what, "use true, false, or a divisor of dp_shard × cp")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
@@ -203,36 +179,18 @@ def _check_float8(config: TrainingConfig) -> None:
             raise UserError(f"fsdp.{key}", what, "name the class of the module around them, or use float8.exclude")
 
 
-def _check_train_length(config: TrainingConfig) -> None:
-    train = config.train
-    if (train.steps is None) == (train.epochs is None):
-        what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
-        raise UserError("train", what, "give exactly one of train.steps and train.epochs")
-
-
 def _check_model(config: TrainingConfig) -> None:
     model = config.model
     if model.path is None and "model_type" not in model.config:
-        raise UserError(
-            "model",
-            "neither model.path nor model.config.model_type is given",
-            "give a Hugging Face directory or hub id, or a config with its model_type",
-        )
+        todo = "give a Hugging Face directory or hub id, or a config with its model_type"
+        raise UserError("model", "neither model.path nor model.config.model_type is given", todo)
     if model.path is None and model.weights == "pretrained":
-        raise UserError(
-            "model.weights",
-            "'pretrained' without a model.path to load from",
-            "give model.path, or set model.weights = 'random'",
-        )
+        what = "'pretrained' without a model.path to load from"
+        raise UserError("model.weights", what, "give model.path, or set model.weights = 'random'")
     if model.liger and config.activation_checkpointing.mode == "selective":
         # torch does not see what Triton's kernels write, so its own checks would not notice.
         what = "true with mode = 'selective': Liger's RoPE changes in place the results that are kept for backward"
         raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
-
-
-def _fitting(world_size: int) -> str:
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    return f"use one of {', '.join(map(str, divisors))}, or start another number of processes"
 
 
 def check_data(config: TrainingConfig) -> None:
@@ -263,24 +221,18 @@ def _check_sources(data: DataConfig) -> None:
         raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
     if data.format == "synthetic":
         raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
-    with_weight, with_epochs = (sum(one is not None for one in values) for values in _weights_and_epochs(data))
+    with_weight, with_epochs = (
+        sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
+    )
     if with_epochs and (with_weight or with_epochs < len(parts)):
-        raise UserError(
-            "data.sources",
-            f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight",
-            "give all of them epochs, or none",
-        )
+        what = f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight"
+        raise UserError("data.sources", what, "give all of them epochs, or none")
     if 0 < with_weight < len(parts):
-        raise UserError(
-            "data.sources", f"{with_weight} of {len(parts)} have a weight", "give all of them one, or none"
-        )
+        what = f"{with_weight} of {len(parts)} have a weight"
+        raise UserError("data.sources", what, "give all of them one, or none")
     names = Counter(part.name for part in parts if part.name is not None)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
-
-
-def _weights_and_epochs(data: DataConfig) -> tuple[list[float | None], list[float | None]]:
-    return [part.weight for part in data.sources], [part.epochs for part in data.sources]
 
 
 def _check_streaming(config: TrainingConfig) -> None:
@@ -306,11 +258,8 @@ def _check_evaluation(config: TrainingConfig) -> None:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
     trained_on = {(part.path, part.split) for part in data.sources} | {(data.path, data.split)}
     if evaluates and (not held_out or any(one in trained_on for one in held_out)):
-        raise UserError(
-            "eval",
-            "evaluation would run on the training data itself",
-            "give eval.path, eval.sets, or an eval.split other than data.split",
-        )
+        todo = "give eval.path, eval.sets, or an eval.split other than data.split"
+        raise UserError("eval", "evaluation would run on the training data itself", todo)
     if data.sources and evaluates and evaluation.path is None and not evaluation.sets:
         raise UserError("eval.split", "of which of data.sources?", "give eval.path or eval.sets")
     for name in ("patience", "keep_best", "prompts"):

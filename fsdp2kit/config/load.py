@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -19,6 +18,8 @@ from fsdp2kit.config.section import OverrideText, Section
 from fsdp2kit.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
+_Known = dict[str, FieldInfo | None]
+_ANY = "*"
 
 # Removed keys: the value that changed nothing (a run's own config.toml has it), and what to do instead of another.
 REMOVED = {
@@ -67,11 +68,12 @@ def load_config(
     merged = copy.deepcopy(dict(values))
     for override in overrides:
         _apply_override(merged, override)
-    _drop_removed(schema, merged, source, overrides)
+    known = _known_keys(schema)
+    _drop_removed(known, merged, source, overrides)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
     except ValidationError as error:
-        raise _explain(error, schema, source, overrides) from None
+        raise _explain(error, known, source, overrides) from None
 
 
 def dump_toml(config: Section) -> str:
@@ -114,9 +116,8 @@ def _from_command_line(value: Any) -> Any:
     return OverrideText(value) if isinstance(value, str) else value
 
 
-def _drop_removed(schema: type[BaseModel], values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
+def _drop_removed(known: Collection[str], values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
     """Leave out removed keys that changed nothing, in place, and refuse the others."""
-    known = dict(_known_keys(schema))
     for key, (harmless, instead) in REMOVED.items():
         section, name = key.split(".")
         given = values.get(section)
@@ -126,11 +127,6 @@ def _drop_removed(schema: type[BaseModel], values: dict[str, Any], source: Path,
             raise UserError(_where([section, name], source, overrides), "was removed", instead)
         if not given and section not in known:
             del values[section]
-    optimizer = values.get("optimizer")
-    name = optimizer.get("name") if isinstance(optimizer, dict) else None
-    if isinstance(name, str) and name in REMOVED_OPTIMIZERS:
-        where = _where(["optimizer", "name"], source, overrides)
-        raise UserError(where, f"{name!r} was removed", REMOVED_OPTIMIZERS[name])
 
 
 def _where(location: Sequence[str], source: Path, overrides: Sequence[str]) -> str:
@@ -141,95 +137,72 @@ def _where(location: Sequence[str], source: Path, overrides: Sequence[str]) -> s
     return f"override {key}" if overridden else f"{source}: {key}"
 
 
-def _explain(error: ValidationError, schema: type[BaseModel], source: Path, overrides: Sequence[str]) -> UserError:
+def _explain(error: ValidationError, known: _Known, source: Path, overrides: Sequence[str]) -> UserError:
+    problems = [(problem, *_locate(problem, known)) for problem in error.errors()]
     # Report a misspelt key first: it may be why another key is missing.
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
-    steps = _walk(schema, first["loc"])
-    locations = [[step.name for step in _walk(schema, problem["loc"])] for problem in problems]
-    location = locations[0]
-    where = _where(location, source, overrides)
-    others = len({tuple(other) for other in locations}) - 1
+    problems.sort(key=lambda one: one[0]["type"] != "extra_forbidden")
+    first, location, key = problems[0]
+    kind, given, where = first["type"], first["input"], _where(location, source, overrides)
+    others = len({tuple(other) for _, other, _ in problems}) - 1
     more = f" (and {others} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        return _explain_unknown(schema, steps, where, more)
-    if first["type"] == "missing" and not isinstance(first["loc"][-1], int):
+    if kind == "extra_forbidden":
+        name = "key" if len(location) > 1 else "section or key"
+        return UserError(where, f"unknown {name} {location[-1]!r}{more}", _nearest(location, key, known))
+    if kind == "missing" and not location[-1].isdecimal():
         return UserError(where, f"is required{more}", "add it to the TOML")
-    if first["type"] == "model_type":
-        return UserError(
-            where, f"{first['input']!r} is not a section{more}", f"write [{'.'.join(location)}], and its keys under it"
-        )
+    if kind == "model_type":
+        todo = f"write [{'.'.join(location)}], and its keys under it"
+        return UserError(where, f"{given!r} is not a section{more}", todo)
+    if key == ["optimizer", "name"] and str(given) in REMOVED_OPTIMIZERS:
+        return UserError(where, f"{given!r} was removed", REMOVED_OPTIMIZERS[given])
     # A union has an error for each of its members.
-    texts = [problem["msg"] for problem, other in zip(problems, locations, strict=True) if other == location]
+    texts = [problem["msg"] for problem, other, _ in problems if other == location]
     reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in texts))
-    what = f"{first['input']!r} is not accepted: {reasons}{more}"
-    key = next(step for step in reversed(steps) if not step.is_item)
-    doc = f"{key.name}: {key.field.description}" if key.field and key.field.description else ""
+    while key[-1] == _ANY:
+        key = key[:-1]
+    field = known[".".join(key)]
+    doc = f"{key[-1]}: {field.description}" if field and field.description else ""
+    what = f"{given!r} is not accepted: {reasons}{more}"
     return UserError(where, what, doc or "see toml/schema.json for what is accepted")
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One part of an error's location, resolved in the schema."""
+def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[str]]:
+    """Where a mistake is in the TOML, and the parts of the known key that this is.
 
-    name: str
-    is_item: bool
-    """Whether it is an index of a list, or a user-chosen name in a table."""
-    field: FieldInfo | None
-    """The schema field, if it is a key."""
-
-
-def _walk(schema: type[BaseModel], parts: Sequence[str | int]) -> list[_Step]:
-    """The parts of a pydantic location that are in the TOML, without the names of union members."""
-    steps: list[_Step] = []
-    section: type[BaseModel] | None = schema
-    items: type[BaseModel] | None = None  # the section at the next index or user-chosen name
-    for part in parts:
-        if items is not None or isinstance(part, int):
-            steps.append(_Step(str(part), True, None))
-            section, items = items or section, None
-        elif section is not None:
-            field = section.model_fields.get(part)
-            steps.append(_Step(part, False, field))
-            section, items = (_section_of(field.annotation), _items_of(field.annotation)) if field else (None, None)
-    return steps
+    Left out are the names of a union's members, which pydantic puts into a location.
+    """
+    location: list[str] = []
+    key: list[str] = []
+    for part in map(str, problem["loc"]):
+        match = next((one for one in (part, _ANY) if ".".join([*key, one]) in known), None)
+        if match is not None or problem["type"] == "extra_forbidden":
+            location.append(part)
+            key.append(match or part)
+    return location, key
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section type of a field, optional or not."""
-    members = [member for member in (annotation, *get_args(annotation)) if isinstance(member, type)]
-    is_plain = get_origin(annotation) not in (list, dict)
-    return next((member for member in members if is_plain and issubclass(member, BaseModel)), None)
-
-
-def _items_of(annotation: Any) -> type[BaseModel] | None:
-    """The section type of the items of a list or a table of names."""
-    return _section_of(get_args(annotation)[-1]) if get_origin(annotation) in (list, dict) else None
-
-
-def _explain_unknown(schema: type[BaseModel], steps: list[_Step], where: str, more: str) -> UserError:
-    known = dict(_known_keys(schema))
-    location = [step.name for step in steps]
-    section = ".".join(step.name for step in steps[:-1] if not step.is_item)
-    siblings = [name for name, parent in known.items() if parent == section]
-    name = location[-1]
-    candidates = [sibling.rpartition(".")[2] for sibling in siblings]
-    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
-    kind = "key" if section else "section or key"
+def _nearest(location: Sequence[str], key: Sequence[str], known: _Known) -> str:
+    """What to do about an unknown key."""
+    name, section = location[-1], ".".join(key[:-1])
+    siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
+    elsewhere = [one for one in known if one.rpartition(".")[2] == name]
     if elsewhere:  # the same name in another section, before similar names
-        todo = f"did you mean {elsewhere[0]}?"
-    elif nearest:
-        todo = f"did you mean {'.'.join([*location[:-1], nearest[0]])}?"
-    else:
-        todo = f"known here: {', '.join(candidates)}"
-    return UserError(where, f"unknown {kind} {name!r}{more}", todo)
+        return f"did you mean {elsewhere[0]}?"
+    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+        return f"did you mean {'.'.join([*location[:-1], *nearest])}?"
+    return f"known here: {', '.join(siblings)}"
 
 
-def _known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every dotted key of a config class, with its dotted section."""
+def _known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:
+    """Every dotted key of a config class; `_ANY` stands for an index or for a name that the user chooses."""
+    known: _Known = {}
     for name, field in schema.model_fields.items():
-        full = f"{prefix}.{name}" if prefix else name
-        yield full, prefix
-        if section := _section_of(field.annotation) or _items_of(field.annotation):
-            yield from _known_keys(section, full)
+        key, members = f"{prefix}{name}", get_args(field.annotation) or (field.annotation,)
+        known[key] = field
+        if get_origin(field.annotation) in (list, dict, tuple):
+            key = f"{key}.{_ANY}"
+            known[key] = None
+        for section in members:
+            if isinstance(section, type) and not get_args(section) and issubclass(section, BaseModel):
+                known |= _known_keys(section, f"{key}.")
+    return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import netrc
 import os
 from pathlib import Path
@@ -60,24 +61,13 @@ def _read_settings() -> dict[str, str]:
 
 def _in_netrc(base_url: str | None) -> bool:
     try:
-        entries = netrc.netrc(_netrc_path())
+        entries = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
         return False
-    hosts = {urlsplit(base_url).netloc} if base_url else _default_hosts()
+    hosts = {urlsplit(base_url).netloc} if base_url else {_CLOUD_HOST}
+    if not base_url:
+        with contextlib.suppress(Exception):  # a broken wandb is reported where it is needed; this needs only the name
+            import wandb
+
+            hosts.add(urlsplit(wandb.Settings().base_url).netloc)
     return any((entry := entries.authenticators(host)) and entry[2] for host in hosts)
-
-
-def _netrc_path() -> Path:
-    if path := os.environ.get("NETRC"):
-        return Path(path).expanduser()
-    unix, windows = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()
-    return windows if windows.exists() and not unix.exists() else unix
-
-
-def _default_hosts() -> set[str]:
-    try:
-        import wandb
-
-        return {_CLOUD_HOST, urlsplit(wandb.Settings().base_url).netloc}
-    except Exception:  # a broken wandb is reported where it is needed; this needs only the name
-        return {_CLOUD_HOST}

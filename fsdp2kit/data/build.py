@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp2kit.config.schema import DataConfig, SourceConfig
-from fsdp2kit.data.documents import build_documents, check_vocabulary, require_tokenizer
-from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_format
-from fsdp2kit.data.loader import Batch, Loader, Part, Share, build_mixed_loader, build_part
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.documents import Document, build_documents, require_tokenizer
+from fsdp2kit.data.formats import encode_preferences, encode_rows, row_format
+from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source, is_url
-from fsdp2kit.data.stream import PackedStream, State, StreamLoader
+from fsdp2kit.data.stream import State, StreamLoader, packed_rows
 from fsdp2kit.data.tokens import cache_key, iterate_blocks, start_workers
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
@@ -50,10 +50,6 @@ class Prefetch:
         self._states: dict[int, State | None] = {}
 
     @property
-    def steps_per_epoch(self) -> int:
-        return self._loader.steps_per_epoch
-
-    @property
     def source_names(self) -> tuple[str, ...]:
         return self._loader.source_names
 
@@ -74,10 +70,6 @@ class Prefetch:
         """What a stream needs to make batch ``index``, just asked for or next, again; None for data read whole."""
         return self._states.get(index)
 
-    def close(self) -> None:
-        """Forget what was made ahead."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
     def _make(self, index: int) -> tuple[list[Batch], State | None]:
         batches = self._loader.batch(index)
         # Taken here, by the only thread that moves the stream.
@@ -97,11 +89,6 @@ class Data:
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     prefetch: int = 2
 
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """Names of the sources of a mix; empty without a mix."""
-        return self.loader.source_names
-
     def batches(self, progress: Progress | None = None) -> Prefetch:
         """Global batches from ``progress.step`` (default: the first) to the last, made ahead in the background.
 
@@ -119,9 +106,10 @@ class Data:
 
     def describe(self) -> list[str]:
         """What the user should know of the data before training on it, a line each."""
+        seq_len = self.loader.share.seq_len
         if isinstance(self.loader, StreamLoader):
             mix = f" of {', '.join(self.loader.source_names)}" if self.loader.source_names else ""
-            return [f"data: a stream{mix}, packed into rows of {self.loader.seq_len:,} tokens as it is read"]
+            return [f"data: a stream{mix}, packed into rows of {seq_len:,} tokens as it is read"]
         lines = []
         for number, part in enumerate(self.loader.parts):
             times = self.loader.mix.counts[number] / len(part.plan)
@@ -129,20 +117,18 @@ class Data:
             lines.append(f"data{of_mix}: {part.documents.report}")
         return [
             *lines,
-            f"an epoch: {self.loader.rows_per_epoch:,} rows of {self.loader.seq_len:,} tokens, "
+            f"an epoch: {self.loader.rows_per_epoch:,} rows of {seq_len:,} tokens, "
             f"{self.loader.packing_efficiency:.1%} full, in {self.loader.steps_per_epoch:,} steps",
         ]
 
 
-@dataclass(frozen=True)
-class RowSet:
+class RowSet(NamedTuple):
     """A set of rows that a config names."""
 
+    section: DataConfig
+    """``[data]`` with the set's own path, split, format and columns."""
     key: str
     """The TOML key that names it, for errors."""
-    path: str | None
-    split: str
-    how: RowFormat
     name: str = ""
 
 
@@ -165,35 +151,40 @@ def build_data(
         vocab_size: where there is no model. Default: the tokenizer's.
 
     Raises:
-        UserError: as `build_documents` and `check_vocabulary` do.
+        UserError: as `build_documents` does.
     """
-    section: DataConfig = config.data
-    if vocab_size is None:
-        vocab_size = len(tokenizer) if tokenizer is not None else 0
-    size: int = model.config.get_text_config().vocab_size if model is not None else vocab_size
-    share = Share(
-        section.seq_len,
-        config.train.global_batch_size,
-        config.train.micro_batch_size,
-        mesh.dp_rank if mesh is not None else 0,
-        mesh.sizes.dp if mesh is not None else 1,
-        padding_id(tokenizer),
-        max(1, len(section.sources)),
-    )
+    section, train, seed = config.data, config.train, config.run.seed
+    if model is not None:
+        vocab_size = model.config.get_text_config().vocab_size
+    rank, size = (mesh.dp_rank, mesh.sizes.dp) if mesh is not None else (0, 1)
+    # Any valid id does for padding: it is a document of its own and never a target.
+    candidates = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    pad_id = next((candidate for candidate in candidates if isinstance(candidate, int)), 0)
+    share = Share(section.seq_len, train.global_batch_size, train.micro_batch_size, rank, size, pad_id)
+    read = partial(build_documents, tokenizer=tokenizer, vocab_size=vocab_size)
+    build = partial(build_loader, share=share, pack=section.pack, seed=seed)
     sets = _training_sets(section)
-    build = partial(_build_part, section, tokenizer=tokenizer, vocab_size=size)
     if section.streaming:
-        loader, fingerprint = _build_stream(section, sets, share=share, tokenizer=tokenizer, vocab_size=size)
+        loader, fingerprint = _build_stream(section, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size)
     else:
-        parts = [build(one, shuffle=section.shuffle, seed=config.run.seed, source=at) for at, one in enumerate(sets)]
-        loader, fingerprint = _build_mix(section, parts, share=share, seed=config.run.seed)
-    evaluates = config.eval.every > 0 or config.train.steps == 0
+        documents = [read(one.section, key=one.key, seed=seed) for one in sets]
+        epochs = source_epochs(
+            [int(one.lengths.sum()) for one in documents],
+            weights=[part.weight for part in section.sources] or [None],
+            epochs=[part.epochs for part in section.sources] or [1.0],
+            temperature=section.temperature,
+        )
+        names = [one.name for one in sets]
+        loader = build(documents, shuffle=section.shuffle, names=names, epochs=epochs.tolist())
+        fingerprint = documents[0].fingerprint
+        if section.sources:
+            fingerprint = _digest([one.fingerprint for one in documents], loader.mix.counts.tolist())
     held_out = {}
-    for one in _held_out_sets(config) if evaluates else []:
-        # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
-        part = build(one, shuffle=False, seed=config.run.seed + 1)
-        held_out[one.name] = build_mixed_loader([part], [1.0], share=share, shuffle=False, seed=config.run.seed)
-    total_steps = config.train.total_steps(loader.steps_per_epoch)
+    if config.eval.every > 0 or train.steps == 0:
+        for one in _held_out_sets(config):
+            # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
+            held_out[one.name] = build([read(one.section, key=one.key, seed=seed + 1)], shuffle=False)
+    total_steps = train.total_steps(loader.steps_per_epoch)
     return Data(loader, fingerprint, held_out, total_steps, section.prefetch)
 
 
@@ -218,133 +209,70 @@ def check_first_rows(config: Any) -> list[str]:
         if source is None or Path(source).is_absolute():
             raise
         unchecked.append("tokenizer")
-    for one in (*_training_sets(config.data), *_held_out_sets(config)):
-        if one.path is None or one.key == "eval.split":
+    for section, key, _ in (*_training_sets(config.data), *_held_out_sets(config)):
+        if section.path is None or key == "eval.split":
             continue
-        found = None if is_url(one.path) else find_source(one.path, split=one.split, key=one.key)
+        found = None if is_url(section.path) else find_source(section.path, split=section.split, key=key)
         if found is None or found.kind == "hub":
-            unchecked.append(one.key)
+            unchecked.append(key)
             continue
         with contextlib.closing(iter(RowReader(found))) as reader:
             rows = list(itertools.islice(reader, _ROWS_CHECKED))
-        columns = [row.parse() for row in rows]
-        if tokenizer is not None:
-            encode = encode_preferences if one.how.format == "preference" else encode_rows
-            encode(columns, [row.where for row in rows], one.how, tokenizer)
+        if tokenizer is None:
+            for row in rows:
+                row.parse()
+        else:
+            encode = encode_preferences if section.format == "preference" else encode_rows
+            encode(rows, row_format(section), tokenizer)
     return unchecked
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Any valid id does: padding is a document of its own and never a target."""
-    candidates = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    return next((int(candidate) for candidate in candidates if isinstance(candidate, int)), 0)
-
-
 def _training_sets(data: DataConfig) -> list[RowSet]:
-    if not data.sources:
-        return [RowSet("data.path", data.path, data.split, row_format(data))]
-    return [
-        RowSet(f"data.sources.{at}.path", part.path, part.split, _format_of(data, part), _source_name(part, at))
-        for at, part in enumerate(data.sources)
-    ]
+    sets = []
+    for at, part in enumerate(data.sources):
+        name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
+        sets.append(RowSet(_with_rows(data, part), f"data.sources.{at}.path", name))
+    return sets or [RowSet(data, "data.path")]
 
 
 def _held_out_sets(config: Any) -> list[RowSet]:
     data, evaluation = config.data, config.eval
-    sets = [
-        RowSet(f"eval.sets.{name}.path", part.path, part.split, _format_of(data, part), name)
-        for name, part in evaluation.sets.items()
-    ]
+    sets = [RowSet(_with_rows(data, part), f"eval.sets.{name}.path", name) for name, part in evaluation.sets.items()]
     if evaluation.path is not None or evaluation.split != data.split:
-        key = "eval.path" if evaluation.path else "eval.split"
-        sets.append(RowSet(key, evaluation.path or data.path, evaluation.split, row_format(data)))
+        sets.append(RowSet(_with_rows(data, evaluation), "eval.path" if evaluation.path else "eval.split"))
     return sets
 
 
-def _format_of(data: DataConfig, part: Any) -> RowFormat:
-    return row_format(data, format=part.format, columns=part.columns)
-
-
-def _source_name(part: SourceConfig, number: int) -> str:
-    """What the metrics call a source of a mix."""
-    return part.name or Path(part.path).name.partition(".")[0] or str(number)
-
-
-def _build_part(
-    section: DataConfig,
-    rows: RowSet,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    shuffle: bool,
-    seed: int,
-    source: int = 0,
-) -> Part:
-    documents = build_documents(
-        section,
-        path=rows.path,
-        split=rows.split,
-        tokenizer=tokenizer,
-        seed=seed,
-        vocab_size=vocab_size,
-        how=rows.how,
-        key=rows.key,
-    )
-    check_vocabulary(documents.largest_id, vocab_size)
-    options = {"seq_len": section.seq_len, "pack": section.pack, "shuffle": shuffle, "seed": seed}
-    return build_part(documents, **options, name=rows.name, source=source)
-
-
-def _build_mix(section: DataConfig, parts: list[Part], *, share: Share, seed: int) -> tuple[Loader, str]:
-    """The loader of data that is read whole, and the data's digest."""
-    build = partial(build_mixed_loader, parts, share=share, shuffle=section.shuffle, seed=seed)
-    if not section.sources:
-        return build([1.0]), parts[0].documents.fingerprint
-    epochs = source_epochs(
-        [int(part.documents.lengths.sum()) for part in parts],
-        weights=[part.weight for part in section.sources],
-        epochs=[part.epochs for part in section.sources],
-        temperature=section.temperature,
-    )
-    loader = build(epochs.tolist())
-    return loader, _digest([part.documents.fingerprint for part in parts], loader.mix.counts.tolist())
+def _with_rows(data: DataConfig, part: Any) -> DataConfig:
+    """``[data]`` with what one of its sources or a held-out set says of its own rows."""
+    own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
+    return data.model_copy(update={name: value for name, value in own.items() if value is not None})
 
 
 def _build_stream(
     section: DataConfig,
-    sets: list[RowSet],
+    sets: Sequence[RowSet],
     *,
     share: Share,
     tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
+    vocab_size: int | None,
 ) -> tuple[StreamLoader, str]:
     """The loader of data that is read in order, and a digest of what it is."""
     words = require_tokenizer(tokenizer)
     with agreement():
-        found = [find_source(one.path or "", split=one.split, key=one.key) for one in sets]
+        found = [find_source(one.section.path or "", split=one.section.split, key=one.key) for one in sets]
     pool = start_workers(0 if section.workers == "auto" else section.workers, words)
+    formats = [row_format(one.section) for one in sets]
 
-    def open_source(number: int, state: State | None) -> PackedStream:
-        source = found[number]
-        return PackedStream(
-            partial(iterate_blocks, source, sets[number].how, words, pool=pool),
-            seq_len=section.seq_len,
-            pack=section.pack,
-            overlong=section.overlong,
-            vocab_size=vocab_size,
-            where=source.where,
-            state=state,
-        )
+    def open_source(number: int, state: State | None) -> Iterator[tuple[list[Document], State]]:
+        blocks = partial(iterate_blocks, found[number], formats[number], words, pool=pool)
+        size = len(words) if vocab_size is None else vocab_size
+        return packed_rows(blocks, section, vocab_size=size, where=found[number].where, state=state)
 
     weights = shares([part.weight or 1.0 for part in section.sources] or [1.0], temperature=section.temperature)
-    loader = StreamLoader(
-        lambda states: [open_source(number, state) for number, state in enumerate(states)],
-        share=share,
-        weights=weights.tolist(),
-        names=[one.name for one in sets],
-    )
-    contents = [source.path + source.split for source in found]
-    identity = [cache_key(content, one.how, words) for content, one in zip(contents, sets, strict=True)]
+    names = [one.name for one in sets]
+    loader = StreamLoader(open_source, share=share, weights=weights.tolist(), names=names)
+    identity = [cache_key(one.path + one.split, how, words) for one, how in zip(found, formats, strict=True)]
     return loader, _digest(identity, weights.tolist(), section.overlong)
 
 

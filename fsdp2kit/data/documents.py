@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.formats import RowFormat, row_format
-from fsdp2kit.data.rows import RowReader, name_exactly
+from fsdp2kit.config.schema import DataConfig, Overlong
+from fsdp2kit.data.formats import row_format
+from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source, find_source
 from fsdp2kit.data.tokens import NO_ENDING, tokenise
 from fsdp2kit.distributed import agreement, one_per_machine_first
@@ -23,7 +23,6 @@ from fsdp2kit.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Overlong = Literal["truncate", "drop", "split", "error"]
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
 
@@ -37,13 +36,13 @@ class Report:
     tokens: int
     supervised_tokens: int
     """Targets of the loss. A document's first token is none, whatever its mask says."""
-    truncated: int
+    truncated: int = 0
     """Rows cut at seq_len."""
-    dropped: int
+    dropped: int = 0
     """Rows left out because they are longer than seq_len."""
-    split: int
+    split: int = 0
     """Rows cut into several documents."""
-    unsupervised: int
+    unsupervised: int = 0
     """Documents left out because nothing in them is supervised."""
 
     def __str__(self) -> str:
@@ -82,42 +81,46 @@ class Documents:
 def build_documents(
     section: DataConfig,
     *,
-    path: str | None,
-    split: str,
     tokenizer: PreTrainedTokenizerBase | None,
-    seed: int,
+    seed: int = 0,
     vocab_size: int | None = None,
-    how: RowFormat | None = None,
     key: str = "data.path",
 ) -> Documents:
     """Read, tokenise and cut the data; every rank calls this, and one on each machine fills the cache.
 
     Args:
-        path: the data (`section.path`, or a source's, or the evaluation's); unused for the "synthetic" format.
+        section: with the data's own path, split, format and columns; `sources` are not read.
         tokenizer: needed by all formats but "synthetic".
         seed: of the synthetic tokens; other formats do not depend on it.
-        vocab_size: of the synthetic tokens. Default: the tokenizer's.
-        how: the format. Default: the section's.
+        vocab_size: rows of the model's embedding. Default: the tokenizer's size.
         key: the TOML key that names the data, for errors.
 
     Raises:
-        UserError: the data is missing or malformed, too long under ``overlong = "error"``, or has nothing to learn.
+        UserError: the data is missing or malformed, too long under ``overlong = "error"``, has nothing to learn, or
+            holds a token beyond the vocabulary.
     """
+    vocab_size = (len(tokenizer) if tokenizer is not None else 0) if vocab_size is None else vocab_size
     if section.format == "synthetic":
-        size = vocab_size or (len(tokenizer) if tokenizer is not None else 0)
-        return _synthetic(seq_len=section.seq_len, vocab_size=size, seed=seed)
-    how = how or row_format(section)
+        return _synthetic(seq_len=section.seq_len, vocab_size=vocab_size, seed=seed)
+    path, words = section.path, require_tokenizer(tokenizer)
     if path is None:
-        raise UserError(key, f'is required by data.format = "{how.format}"', "name a file, folder, URL or hub id")
-    words, found = require_tokenizer(tokenizer), partial(find_source, path, split=split, key=key)
-    table = one_per_machine_first(lambda: tokenise(found(), how=how, tokenizer=words, workers=section.workers))
+        raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
+
+    def read() -> tuple[Source, pa.Table]:
+        source = find_source(path, split=section.split, key=key)
+        return source, tokenise(source, how=row_format(section), tokenizer=words, workers=section.workers)
+
+    source, table = one_per_machine_first(read)
     with agreement():
-        source = found()
         pieces, report = cut_rows(
-            table, seq_len=section.seq_len, overlong=section.overlong, name=lambda row: _name_row(source, row)
+            table,
+            seq_len=section.seq_len,
+            overlong=section.overlong,
+            name=lambda row: next(itertools.islice(RowReader(source, download=True), row, None)).where,
         )
         if not report.documents:
             raise _nothing_to_learn(report, source.where, section.seq_len)
+        check_vocabulary(largest_id(table), vocab_size)
         digests = np.frombuffer(b"".join(table["digest"].to_pylist()), dtype="V16")[pieces.rows]
         where = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
         return Documents(
@@ -131,11 +134,7 @@ def build_documents(
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The tokenizer, or a `UserError` if there is none."""
     if tokenizer is None:
         raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
     return tokenizer
@@ -185,7 +184,7 @@ def cut_rows(
     Raises:
         UserError: a row is too long under ``overlong = "error"``.
     """
-    row_lengths, row_targets = tokens["length"].to_numpy(), tokens["targets"].to_numpy()
+    row_lengths = tokens["length"].to_numpy()
     is_long = row_lengths > seq_len
     long = int(is_long.sum())
     if overlong == "error" and long:
@@ -196,7 +195,14 @@ def cut_rows(
             'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"',
         )
     rows, starts, stops = _slices(row_lengths, seq_len=seq_len, overlong=overlong)
-    targets, is_open = _count_targets(tokens, rows, starts, stops, row_lengths[rows], row_targets[rows])
+    lengths, targets = row_lengths[rows], tokens["targets"].to_numpy()[rows]
+    is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
+    targets = np.where(is_cut, stops - starts - 1, targets)
+    # Masks are read only where a row was cut and is partly supervised.
+    for index in np.flatnonzero(is_cut & ~is_all_supervised):
+        mask = _slice(tokens["supervised"], rows[index], starts[index], stops[index])
+        targets[index] = mask[1:].sum()
+        is_open[index] &= mask[-1]
     endings = np.full(len(rows), NO_ENDING, dtype=np.int64)
     if overlong == "truncate":
         endings[is_open] = tokens["ending"].to_numpy()[rows[is_open]]
@@ -216,13 +222,17 @@ def cut_rows(
 
 def read_piece(tokens: pa.Table, pieces: Pieces, index: int) -> Document:
     """One of the documents that `cut_rows` found in ``tokens``."""
-    row, part = int(pieces.rows[index]), slice(int(pieces.starts[index]), int(pieces.stops[index]))
-    ids = tokens["ids"][row].values[part].to_numpy().astype(np.int64)
-    supervised = tokens["supervised"][row].values[part].to_numpy(zero_copy_only=False)
+    where = pieces.rows[index], pieces.starts[index], pieces.stops[index]
+    ids, supervised = _slice(tokens["ids"], *where).astype(np.int64), _slice(tokens["supervised"], *where)
     if pieces.endings[index] != NO_ENDING:
         supervised = supervised.copy()
         ids[-1], supervised[-1] = pieces.endings[index], True
     return ids, supervised
+
+
+def _slice(lists: pa.ChunkedArray, row: int, start: int, stop: int) -> np.ndarray:
+    """Some of the values of one row of a column of lists."""
+    return lists[int(row)].values[int(start) : int(stop)].to_numpy(zero_copy_only=False)
 
 
 def largest_id(tokens: pa.Table) -> int:
@@ -241,39 +251,6 @@ def _slices(lengths: np.ndarray, *, seq_len: int, overlong: Overlong) -> tuple[n
         rows = np.repeat(rows, pieces)
         starts = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
     return rows, starts, np.minimum(lengths[rows], starts + seq_len)
-
-
-def _count_targets(
-    tokens: pa.Table,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    stops: np.ndarray,
-    row_lengths: np.ndarray,
-    row_targets: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Targets in each document, int64, and whether it was cut within what is supervised.
-
-    Masks are read only where a row was cut and is partly supervised.
-
-    Args:
-        row_lengths: of the row of each document; ``row_targets`` likewise.
-    """
-    is_part = stops - starts < row_lengths
-    counts = np.where(is_part, np.maximum(stops - starts - 1, 0), row_targets)
-    is_partly_supervised = row_targets < row_lengths - 1
-    is_open = (stops < row_lengths) & ~is_partly_supervised
-    for index in np.flatnonzero(is_part & is_partly_supervised):
-        row, part = int(rows[index]), slice(int(starts[index]), int(stops[index]))
-        mask = tokens["supervised"][row].values[part].to_numpy(zero_copy_only=False)
-        counts[index] = mask[1:].sum()
-        is_open[index] = stops[index] < row_lengths[index] and mask[-1]
-    return counts, is_open
-
-
-def _name_row(source: Source, index: int) -> str:
-    """What an error calls a row of data that was read whole, found by reading it again."""
-    row = next(itertools.islice(RowReader(source, download=True), index, None))
-    return name_exactly(row.where, source)
 
 
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
@@ -304,6 +281,6 @@ def _synthetic(*, seq_len: int, vocab_size: int, seed: int) -> Documents:
         return (bits % np.uint64(vocab_size)).astype(np.int64), np.ones(len(bits), dtype=bool)
 
     tokens = int(lengths.sum())
-    report = Report(SYNTHETIC_DOCUMENTS, SYNTHETIC_DOCUMENTS, tokens, tokens - SYNTHETIC_DOCUMENTS, 0, 0, 0, 0)
+    report = Report(SYNTHETIC_DOCUMENTS, SYNTHETIC_DOCUMENTS, tokens, tokens - SYNTHETIC_DOCUMENTS)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return Documents(lengths, fingerprint, report, vocab_size - 1, read)

@@ -7,20 +7,21 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from fsdp2kit.config.schema import ColumnsConfig, DataConfig
-from fsdp2kit.data.chat import Conversation, Span, TrainOn, check_messages, render_spans
+from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
+from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
+from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal["chat", "prompt_completion", "text", "tokens", "preference"]
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 
 
@@ -28,7 +29,7 @@ Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervi
 class RowFormat:
     """How rows become tokens."""
 
-    format: Format
+    format: DataFormat
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     train_on: TrainOn = "assistant"
 
@@ -45,51 +46,48 @@ class Preference:
     rejected: Encoded
 
 
-def row_format(section: DataConfig, *, format: str | None = None, columns: ColumnsConfig | None = None) -> RowFormat:
-    """The format of ``[data]``, or where they are given that of one of its sources."""
-    return RowFormat(format or section.format, columns or section.columns, section.train_on)  # pyright: ignore
+def row_format(section: DataConfig) -> RowFormat:
+    """The format of ``[data]``."""
+    return RowFormat(section.format, section.columns, section.train_on)
 
 
-def encode_rows(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded]:
+def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
     """Token ids and masks of rows, in their order.
 
-    Args:
-        names: what errors call each row.
+    Supervised are the assistant's tokens and its end-of-turn tokens, not the whitespace after them; a token of which
+    any character is the assistant's counts as the assistant's. The template alone decides on BOS.
 
     Raises:
-        UserError: a row lacks a column of its format or holds another type; or the format is "preference".
+        UserError: a row is malformed, lacks a column of its format or holds another type; the template cannot say
+            which tokens are the assistant's; or the format is "preference".
     """
-    if not rows:
-        return []
+    named = [(row.parse(), row.where) for row in rows]
     if how.format == "preference":
         raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
-    named = list(zip(rows, names, strict=True))
     if how.format == "chat":
-        return encode_chats([_conversation(*one, how) for one in named], tokenizer, train_on=how.train_on)
+        return _encode_chats([_chat(*one, how, tokenizer) for one in named], how, tokenizer)
     if how.format == "prompt_completion":
         columns = ("prompt", "completion")
         pairs = [(*(_column(row, name, where, how) for name in columns), row, where) for row, where in named]
         return _encode_pairs(pairs, how, tokenizer)
-    if how.format == "text":
-        return _encode_texts([_text(*one, how) for one in named], tokenizer)
-    return [_tokens(*one, how) for one in named]
+    if how.format == "tokens":
+        return [_tokens(*one, how) for one in named]
+    texts = [_text(*one, how) for one in named]
+    # Special tokens as the tokenizer adds them. All are supervised.
+    encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}
+    return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
 
 
-def encode_preferences(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> list[Preference]:
+def encode_preferences(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Preference]:
     """Rows with ``chosen`` and ``rejected``, and a ``prompt`` unless both are whole conversations that share one.
 
     Raises:
         UserError: as `encode_rows`.
     """
     sides = []
-    for name in ("chosen", "rejected"):
-        other = "rejected" if name == "chosen" else "chosen"
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
         pairs = []
-        for row, where in zip(rows, names, strict=True):
+        for row, where in [(one.parse(), one.where) for one in rows]:
             answer = _column(row, name, where, how)
             prompt = row.get(how.column("prompt"))
             if prompt is None:
@@ -99,72 +97,56 @@ def encode_preferences(
     return [Preference(chosen, rejected) for chosen, rejected in zip(*sides, strict=True)]
 
 
-def _conversation(row: Mapping[str, Any], where: str, how: RowFormat) -> Conversation:
+def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
     name = how.column("messages")
     if name not in row and how.columns.messages is None and "conversations" in row:
         name = "conversations"
     messages = check_messages(_column(row, "messages", where, how, name=name), where, name=name)
-    return Conversation(messages, _tools(row, where, how), where, options=_options(row, where))
+    return Chat(messages, tokenizer, where=where, **_options(row, where, how))
 
 
-def _tools(row: Mapping[str, Any], where: str, how: RowFormat) -> Any:
-    tools = row.get(how.column("tools")) or None
-    if not isinstance(tools, str):
-        return tools
+def _options(row: Mapping[str, Any], where: str, how: RowFormat) -> dict[str, Any]:
+    """A row's tools, and its variables for the template, by the name that transformers and TRL use."""
+    tools, variables = row.get(how.column("tools")), row.get("chat_template_kwargs") or {}
     try:
-        return json.loads(tools) or None
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
     except json.JSONDecodeError as error:
         raise UserError(where, f"its tools are not valid JSON ({error.msg})", "give a list of JSON schemas") from None
-
-
-def _options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Variables for the template, like ``enable_thinking``, by the name that transformers and TRL use."""
-    options = row.get("chat_template_kwargs") or {}
-    if not isinstance(options, Mapping):
+    if not isinstance(variables, Mapping):
         raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-    return dict(options)
+    return {"tools": tools or None, "variables": variables}
 
 
 def _encode_pairs(
     pairs: Sequence[tuple[Any, Any, Mapping[str, Any], str]], how: RowFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[Encoded]:
-    """Prompts with their answers, as texts or as messages; only the answers are supervised, unless all is."""
-    chats: dict[int, Conversation] = {}
-    texts: dict[int, tuple[str, str]] = {}
-    for at, (prompt, answer, row, where) in enumerate(pairs):
-        if isinstance(prompt, str) and isinstance(answer, str):
-            texts[at] = (prompt, answer)
-            continue
-        if isinstance(prompt, str) or isinstance(answer, str):
-            raise UserError(where, "prompt and completion are a text and a list of messages", "give two of a kind")
-        before = check_messages(prompt, where, name="prompt")
-        messages = [*before, *check_messages(answer, where, name="completion")]
-        chats[at] = Conversation(messages, _tools(row, where, how), where, len(before), _options(row, where))
-    of_chats = encode_chats(list(chats.values()), tokenizer, train_on=how.train_on)
-    of_texts = _encode_text_pairs(list(texts.values()), how.train_on, tokenizer)
-    encoded = dict(zip([*chats, *texts], [*of_chats, *of_texts], strict=True))
-    return [encoded[at] for at in range(len(pairs))]
+    """Prompts with their answers, as texts or as messages; only the answers are supervised, unless all is.
 
-
-def _encode_text_pairs(
-    pairs: Sequence[tuple[str, str]], train_on: TrainOn, tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded]:
-    """Each prompt with its completion as one text, and an end-of-text token, which is supervised."""
-    if not pairs:
-        return []
-    require_offsets(tokenizer)
-    texts = [prompt + completion for prompt, completion in pairs]
-    spans: list[list[Span]] = [
-        [(0 if train_on == "all" else len(prompt), len(prompt + rest))] for prompt, rest in pairs
-    ]
-    encoded = encode_spans(texts, spans, tokenizer, add_special_tokens=True)
-    return [_ended(ids, mask, tokenizer) for ids, mask in encoded]
-
-
-def _encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Special tokens as the tokenizer adds them, and an end-of-text token where there is one. All supervised."""
-    encoding = tokenizer(list(texts), truncation=False, verbose=False)
-    return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
+    Each text gets an end-of-text token, which is supervised.
+    """
+    encoded: list[Encoded] = []
+    for kinds, group in itertools.groupby(
+        pairs, key=lambda pair: (isinstance(pair[0], str), isinstance(pair[1], str))
+    ):
+        alike = list(group)
+        if kinds == (True, True):
+            texts = [prompt + answer for prompt, answer, *_ in alike]
+            starts = [0 if how.train_on == "all" else len(prompt) for prompt, *_ in alike]
+            spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
+            masked = _encode_spans(texts, spans, tokenizer, add_special_tokens=True)
+            encoded += [_ended(ids, mask, tokenizer) for ids, mask in masked]
+        elif kinds == (False, False):
+            chats = []
+            for prompt, answer, row, where in alike:
+                before = check_messages(prompt, where, name="prompt")
+                messages = [*before, *check_messages(answer, where, name="completion")]
+                options = _options(row, where, how)
+                chats.append(Chat(messages, tokenizer, where=where, learn_from=len(before), **options))
+            encoded += _encode_chats(chats, how, tokenizer)
+        else:
+            what = "prompt and completion are a text and a list of messages"
+            raise UserError(alike[0][3], what, "give two of a kind")
+    return encoded
 
 
 def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
@@ -236,57 +218,32 @@ def _shared_prompt(answer: Any, other: Any, where: str, name: str) -> tuple[Any,
     return mine[:shared], mine[shared:]
 
 
-def encode_chat(
-    messages: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: Any = None,
-    train_on: TrainOn = "assistant",
-    where: str = "messages",
-) -> Encoded:
-    """Token ids of a conversation and, for each, whether the model is to learn it.
-
-    Args:
-        messages: list of ``{"role": …, "content": …}``; anything else the template knows passes through.
-        tools: list of JSON schemas, for templates that take tools.
-        train_on: the assistant's turns, the last of them, or every token.
-        where: names the row in errors.
-
-    Returns:
-        ``(ids, supervised)`` of equal length. Supervised are the assistant's tokens and the end-of-turn token, not
-        the whitespace after it; a token of which any character is the assistant's counts as the assistant's. The
-        template alone decides on BOS.
-
-    Raises:
-        UserError: the messages are malformed, or the template cannot say which tokens are the assistant's.
-    """
-    conversation = Conversation(check_messages(messages, where), tools, where)
-    return encode_chats([conversation], tokenizer, train_on=train_on)[0]
+def _encode_chats(chats: Sequence[Chat], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    rendered = render_spans(chats, tokenizer, train_on=how.train_on)
+    texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
+    return _encode_spans(texts, spans, tokenizer, add_special_tokens=False)
 
 
-def encode_chats(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn = "assistant"
-) -> list[Encoded]:
-    """`encode_chat` for many conversations with checked messages, rendered and tokenised together.
-
-    Raises:
-        UserError: as `encode_chat`; or the tokenizer is not a fast one, and so knows no offsets.
-    """
-    if not conversations:
-        return []
-    require_offsets(tokenizer)
-    texts, spans = zip(*render_spans(conversations, tokenizer, train_on=train_on), strict=True)
-    return encode_spans(texts, spans, tokenizer, add_special_tokens=False)
-
-
-def encode_spans(
+def _encode_spans(
     texts: Sequence[str],
     spans: Sequence[Sequence[Span]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     add_special_tokens: bool,
 ) -> list[Encoded]:
-    """Tokenise texts, supervising the tokens that overlap each one's ascending spans."""
+    """Tokenise texts, supervising the tokens that overlap each one's ascending spans.
+
+    Raises:
+        UserError: the tokenizer is not a fast one, and so cannot say which characters a token stands for.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.tokenizer",
+            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
+            "use a fast tokenizer (one with a tokenizer.json)",
+        )
+    if not texts:
+        return []
     encoding = tokenizer(
         list(texts),
         add_special_tokens=add_special_tokens,
@@ -295,24 +252,10 @@ def encode_spans(
         truncation=False,
         verbose=False,
     )
-    assert encoding.encodings is not None, "a fast tokenizer has them (`require_offsets`)"
+    assert encoding.encodings is not None, "a fast tokenizer has them"
     # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
     rows = zip(encoding["input_ids"], encoding.encodings, spans, strict=True)
     return [(ids, _mask(row.offsets, where)) for ids, row, where in rows]
-
-
-def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer can say which characters a token stands for.
-
-    Raises:
-        UserError: it is not a fast one.
-    """
-    if not tokenizer.is_fast:
-        raise UserError(
-            "model.tokenizer",
-            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
-            "use a fast tokenizer (one with a tokenizer.json)",
-        )
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp2kit.config.checks import resolve_accumulation
 from fsdp2kit.data.documents import Document, Documents
 from fsdp2kit.data.packing import Mix, PackPlan, plan_mix, plan_packs, plan_single
-from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 
 # Padding is cut into documents so short that attention over them costs next to nothing.
@@ -59,24 +59,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """How a global batch of rows is cut into the micro-batches of one data-parallel rank."""
+    """Which rows of a global batch one data-parallel rank reads: rows [r × n, (r + 1) × n), n = global ÷ dp_size.
+
+    Raises:
+        UserError: ``global_batch_size`` is not a multiple of ``dp_size × micro_batch_size``.
+    """
 
     seq_len: int
     global_batch_size: int
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-    pad_id: int
-    sources: int = 1
+    micro_batch_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    pad_id: int = 0
+    """Input token of padding, which is never a target."""
 
     def __post_init__(self) -> None:
-        if self.global_batch_size % (self.dp_size * self.micro_batch_size):
-            raise UserError(
-                "train.global_batch_size",
-                f"{self.global_batch_size} is not a multiple of dp {self.dp_size} × micro_batch_size "
-                f"{self.micro_batch_size}",
-                f"use a multiple of {self.dp_size * self.micro_batch_size}",
-            )
+        resolve_accumulation(self.global_batch_size, self.micro_batch_size, dp=self.dp_size)
 
     @property
     def rows(self) -> range:
@@ -84,18 +82,18 @@ class Share:
         count = self.global_batch_size // self.dp_size
         return range(self.dp_rank * count, (self.dp_rank + 1) * count)
 
-    def batches(self, rows: Sequence[PackedRow]) -> list[Batch]:
-        """The micro-batches of this rank's rows, in order."""
+    def batches(self, rows: Sequence[PackedRow], *, sources: int) -> list[Batch]:
+        """The micro-batches of this rank's rows, in order, with counts for each of a mix's ``sources``."""
         size = self.micro_batch_size
-        return [self._batch(rows[at : at + size]) for at in range(0, len(rows), size)]
+        return [self._batch(rows[at : at + size], sources) for at in range(0, len(rows), size)]
 
-    def _batch(self, rows: Sequence[PackedRow]) -> Batch:
+    def _batch(self, rows: Sequence[PackedRow], sources: int) -> Batch:
         shape = len(rows), self.seq_len
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         position_ids = np.zeros(shape, dtype=np.int64)
         tokens = pairs = 0
-        by_source = [0] * self.sources
+        by_source = [0] * sources
         for line, row in enumerate(rows):
             start = 0
             for ids, supervised in row.documents:
@@ -113,8 +111,8 @@ class Share:
             supervised_tokens=sum(by_source),
             input_tokens=tokens,
             attention_pairs=pairs,
-            tokens_by_source=tuple(by_source) if self.sources > 1 else (),
-            sources=torch.tensor([row.source for row in rows]) if self.sources > 1 else None,
+            tokens_by_source=tuple(by_source) if sources > 1 else (),
+            sources=torch.tensor([row.source for row in rows]) if sources > 1 else None,
         )
 
 
@@ -124,14 +122,8 @@ class Part:
 
     documents: Documents
     plan: PackPlan
-    """Rows of documents, as indices into ``order``."""
-    order: np.ndarray
-    """int64 [documents]: the order in which documents were packed."""
-    name: str = ""
-
-    def read(self, row: int, source: int) -> PackedRow:
-        """The documents of a row."""
-        return PackedRow([self.documents[document] for document in self.order[self.plan[row]].tolist()], source)
+    """Rows of indices into ``documents``."""
+    name: str
 
 
 @dataclass(frozen=True)
@@ -143,10 +135,6 @@ class Loader:
     share: Share
     shuffle: bool
     seed: int
-
-    @property
-    def seq_len(self) -> int:
-        return self.share.seq_len
 
     @property
     def rows_per_epoch(self) -> int:
@@ -166,7 +154,7 @@ class Loader:
     @property
     def packing_efficiency(self) -> float:
         """Tokens over positions: 1 without any padding."""
-        return self.tokens_per_epoch / (len(self.mix) * self.seq_len)
+        return self.tokens_per_epoch / (len(self.mix) * self.share.seq_len)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -180,7 +168,8 @@ class Loader:
         """
         epoch, step = divmod(index, self.steps_per_epoch)
         first = step * self.share.global_batch_size
-        return self.share.batches([self.row(epoch, first + at) for at in self.share.rows])
+        rows = [self.row(epoch, first + at) for at in self.share.rows]
+        return self.share.batches(rows, sources=len(self.parts))
 
     def state(self, index: int) -> None:
         """Data that is read whole needs none to make batch ``index`` again."""
@@ -196,64 +185,40 @@ class Loader:
         own_epoch, number = divmod(turn, len(part.plan))
         if self.shuffle:  # stream 0 is that of the documents
             number = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[number])
-        return part.read(number, source)
+        return PackedRow([part.documents[at] for at in part.plan[number].tolist()], source)
 
 
 def build_loader(
-    documents: Documents,
+    sources: Sequence[Documents],
     *,
-    seq_len: int,
+    share: Share,
     pack: bool,
     shuffle: bool,
-    global_batch_size: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
     seed: int,
-    pad_id: int,
+    names: Sequence[str] = ("",),
+    epochs: Sequence[float] = (1.0,),
 ) -> Loader:
     """Plan the rows once, from the documents' lengths; every rank comes to the same plan.
 
     Args:
-        seq_len: tokens in a row, at least the longest document's.
+        sources: the documents of each source of a mix, or of a single one.
+        share: its ``seq_len`` is at least the longest document's.
         pack: put several documents into a row; otherwise each is padded to ``seq_len``.
         shuffle: permute the documents before they are packed, and the rows in every epoch, by ``seed``.
-        global_batch_size: rows in a global batch; rank r reads rows [r × n, (r + 1) × n) of it, n = global ÷ dp_size.
-        micro_batch_size: rows in a `Batch`.
-        pad_id: input token of padding, which is never a target.
+        names: of the sources.
+        epochs: how often one pass over the mix goes through each source.
 
     Raises:
-        UserError: ``global_batch_size`` is not a multiple of ``dp_size × micro_batch_size``.
         ValueError: a document is longer than ``seq_len``.
     """
-    share = Share(seq_len, global_batch_size, micro_batch_size, dp_rank, dp_size, pad_id)
-    part = build_part(documents, seq_len=seq_len, pack=pack, shuffle=shuffle, seed=seed)
-    return build_mixed_loader([part], [1.0], share=share, shuffle=shuffle, seed=seed)
-
-
-def build_part(
-    documents: Documents, *, seq_len: int, pack: bool, shuffle: bool, seed: int, name: str = "", source: int = 0
-) -> Part:
-    """Pack one source's documents.
-
-    Args:
-        source: its number in the mix.
-    """
-    order = permutation(len(documents), seed, 0, source) if shuffle else np.arange(len(documents))
-    lengths = documents.lengths[order]
-    return Part(documents, plan_packs(lengths, seq_len=seq_len) if pack else plan_single(lengths), order, name)
-
-
-def build_mixed_loader(
-    parts: Sequence[Part], epochs: Sequence[float], *, share: Share, shuffle: bool, seed: int
-) -> Loader:
-    """The loader of a mix.
-
-    Args:
-        epochs: how often one pass over the mix goes through each part.
-    """
+    parts = []
+    for number, (documents, name) in enumerate(zip(sources, names, strict=True)):
+        order = permutation(len(documents), seed, 0, number) if shuffle else np.arange(len(documents))
+        lengths = documents.lengths[order]
+        plan = plan_packs(lengths, seq_len=share.seq_len) if pack else plan_single(lengths)
+        parts.append(Part(documents, replace(plan, documents=order[plan.documents]), name))
     counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]
-    return Loader(tuple(parts), plan_mix(counts), replace(share, sources=len(parts)), shuffle, seed)
+    return Loader(tuple(parts), plan_mix(counts), share, shuffle, seed)
 
 
 @lru_cache(maxsize=32)

@@ -11,10 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PackPlan:
-    """``plan[i]`` holds the documents of row ``i``, ascending; every document is in exactly one row."""
+    """``plan[i]`` holds the documents of row ``i``; every document is in exactly one row."""
 
     documents: np.ndarray
-    """int64 [documents]: positions in the given lengths, row after row."""
+    """int64 [documents]: indices of documents, row after row."""
     borders: np.ndarray
     """int64 [rows + 1]: row ``i`` is ``documents[borders[i] : borders[i + 1]]``."""
 

@@ -15,13 +15,12 @@ import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+import fsspec
 
 from fsdp2kit.data.sources import COMPRESSED, Source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Position = dict[str, Any]  # what JSON can hold
 _BOM = b"\xef\xbb\xbf"
@@ -54,68 +53,45 @@ class RowReader:
         download: keep a local copy of what is remote, instead of reading it over the network.
 
     Raises:
-        UserError: the source cannot be opened; while iterating, a row is malformed, or there is none at all.
+        UserError: while iterating, the source cannot be opened, a row is malformed, or there is none at all.
     """
 
     def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
-        self._source, self._seen = source, position is not None
-        if source.is_text:
-            self._text: Position = position or {"file": 0, "offset": 0, "line": 0}
-            return
-        self._count = 0
-        with _readable(source), _quiet():
-            self._table = _open_table(source, download=download)
-            if position is not None:
-                self._table.load_state_dict(position["dataset"])
-                self._count = position["row"]
+        self._source, self._download, self._is_start = source, download, position is None
+        start = {"file": 0, "offset": 0, "line": 0}
+        # Earlier versions counted the rows of all tables together.
+        self._at, self._skip = (start, position["row"]) if position and "row" in position else (position or start, 0)
+        self._table: Any = None
 
     @property
     def position(self) -> Position:
         """The position after the row that was given last."""
-        if self._source.is_text:
-            return self._text
-        return {"dataset": self._table.state_dict(), "row": self._count}
+        return self._at if self._table is None else {**self._at, "dataset": self._table.state_dict()}
 
     def __iter__(self) -> Generator[Row, None, None]:
-        for row in self._text_rows() if self._source.is_text else self._table_rows():
-            self._seen = True
-            yield row
-        if not self._seen:
-            raise UserError(self._source.where, "there are no rows", "give data with at least one row")
+        source, start, is_empty = self._source, self._at, self._is_start
+        files = (source.path,) if source.kind in ("saved", "hub") else source.files
+        for number, file in enumerate(files[start["file"] :], start=start["file"]):
+            at = start if number == start["file"] else {"offset": 0, "line": 0}
+            read = _text_rows if source.is_text else self._table_rows
+            for row, offset, line in read(file, at):
+                self._at, is_empty = {"file": number, "offset": offset, "line": line}, False
+                if self._skip:
+                    self._skip -= 1
+                else:
+                    yield row
+        if is_empty:
+            raise UserError(source.where, "there are no rows", "give data with at least one row")
 
-    def _text_rows(self) -> Iterator[Row]:
-        first = self._text
-        for number, file in enumerate(self._source.files[first["file"] :], start=first["file"]):
-            offset, line = (first["offset"], first["line"]) if number == first["file"] else (0, 0)
-            for row, *after in _read_file(file, offset, line):
-                self._text = {"file": number, "offset": after[0], "line": after[1]}
-                yield row
-
-    def _table_rows(self) -> Iterator[Row]:
+    def _table_rows(self, file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
         with _readable(self._source):
-            for columns in self._table:
-                where = _name_table_row(self._source, self._count)
-                self._count += 1
+            with _quiet():
+                self._table = _open_table(self._source, file, download=self._download)
+                if "dataset" in start:
+                    self._table.load_state_dict(start["dataset"])
+            for number, columns in enumerate(self._table, start=start["offset"]):
                 # Arrow puts None for missing keys.
-                yield Row(_without_none(columns), where)
-
-
-def name_exactly(where: str, source: Source) -> str:
-    """The name of a parquet row with the very file of several, which takes reading how many rows each has."""
-    prefix = f"{source.path}: row "
-    if source.kind != "parquet" or len(source.files) < 2 or not where.startswith(prefix):
-        return where
-    import fsspec
-    import pyarrow.parquet
-
-    row = int(where.removeprefix(prefix))
-    for file in source.files:
-        with fsspec.open(file, "rb") as content:
-            count = pyarrow.parquet.read_metadata(content).num_rows
-        if row < count:
-            return f"{file}: row {row}"
-        row -= count
-    return where
+                yield Row(_without_none(columns), f"{file}: row {number}"), number + 1, 0
 
 
 def hub_content(source: Source) -> str:
@@ -124,8 +100,10 @@ def hub_content(source: Source) -> str:
     Raises:
         UserError: the dataset cannot be downloaded, and is not there yet.
     """
+    import datasets
+
     with _readable(source), _quiet():
-        rows = _download(source)
+        rows = datasets.load_dataset(source.path, split=source.split)
     return json.dumps([len(rows), [file["filename"] for file in rows.cache_files]])
 
 
@@ -158,44 +136,26 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _open_table(source: Source, *, download: bool) -> Any:
-    """A `datasets.IterableDataset`."""
+def _open_table(source: Source, file: str, *, download: bool) -> Any:
+    """A `datasets.IterableDataset` of one file, of a saved dataset or of one on the hub."""
     import datasets
 
     if source.kind == "hub":
-        if download:
-            return _download(source).to_iterable_dataset()
-        return datasets.load_dataset(source.path, split=source.split, streaming=True)
+        found = datasets.load_dataset(source.path, split=source.split, streaming=not download)
+        return found.to_iterable_dataset() if download else found
     if source.kind == "saved":
-        saved = datasets.load_from_disk(str(Path(source.path).expanduser()))
+        saved = datasets.load_from_disk(source.path)
         if isinstance(saved, datasets.Dataset):
             saved = datasets.DatasetDict({"train": saved})
         if source.split not in saved:
             raise ValueError(f"there is no split {source.split!r}; it has {', '.join(map(str, saved))}")
         return saved[source.split].to_iterable_dataset()
-    files = [_fetched(file) if download and is_url(file) else file for file in source.files]
-    return datasets.load_dataset(source.kind, data_files=files, split="train", streaming=True)
-
-
-def _download(source: Source) -> Dataset:
-    import datasets
-
-    return datasets.load_dataset(source.path, split=source.split)
-
-
-def _fetched(url: str) -> str:
-    """A local copy of a remote file, made anew when that changes; `datasets` itself refuses URLs when offline."""
-    import datasets
-    import fsspec
-
-    storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
-    return fsspec.open_local(f"filecache::{url}", filecache={"cache_storage": storage, "check_files": True})  # pyright: ignore
-
-
-def _name_table_row(source: Source, index: int) -> str:
-    """The file, where there is one alone, and the row."""
-    is_file = len(source.files) == 1 and source.kind != "saved"
-    return f"{source.files[0] if is_file else source.path}: row {index}"
+    if download and is_url(file):
+        # A local copy, made anew when the file changes; `datasets` itself refuses URLs when offline.
+        storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
+        cache = {"cache_storage": storage, "check_files": True}
+        file = str(fsspec.open_local(f"filecache::{file}", filecache=cache))
+    return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True)
 
 
 def _without_none(value: Any) -> Any:
@@ -206,32 +166,27 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _read_file(file: str, offset: int, line: int) -> Iterator[tuple[Row, int, int]]:
-    """The rows of a text file from a position on, each with the position after it.
+def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
+    """The rows of a text file from a position on, each with the offset and the line of the position after it.
 
-    Args:
-        offset: where the next row begins: in bytes (uncompressed) for lines, which are found by seeking, in rows for
-            CSV and JSON arrays.
-        line: lines before that.
+    An offset counts bytes (uncompressed) for lines, which are found by seeking, and rows for CSV and JSON arrays.
     """
     try:
         with _open_file(file) as content:
             suffix = suffix_of(file)
             if suffix in (".csv", ".tsv"):
-                yield from _csv_rows(file, content, delimiter="\t" if suffix == ".tsv" else ",", skip=offset)
+                yield from _csv_rows(file, content, delimiter="\t" if suffix == ".tsv" else ",", skip=start["offset"])
             elif suffix == ".json" and _is_array(content):
-                yield from _array_rows(file, content, skip=offset)
+                yield from _array_rows(file, content, skip=start["offset"])
             else:
-                content.seek(offset)
-                yield from _lines(file, content, offset, line, is_json=suffix != ".txt")
+                content.seek(start["offset"])
+                yield from _lines(file, content, start["offset"], start["line"], is_json=suffix != ".txt")
     except (OSError, EOFError) as error:
         raise UserError(file, f"cannot be read ({first_line(error)})", "check the file and its permissions") from None
 
 
 def _open_file(file: str) -> Any:
     if is_url(file) or file.lower().endswith(COMPRESSED):
-        import fsspec
-
         return fsspec.open(file, "rb", compression="infer")
     return Path(file).open("rb")
 
@@ -294,20 +249,13 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from None
     except RecursionError:
         raise UserError(where, "is nested too deep", "give flatter rows") from None
-    if b"\\ud" in data or b"\\uD" in data:
-        _refuse_half_characters(value, where)
-    return value
-
-
-def _refuse_half_characters(value: Any, where: str) -> None:
-    """JSON can write half of a surrogate pair, which is no character: no tokenizer and no file takes it."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        if b"\\ud" in data or b"\\uD" in data:  # JSON can write half of a surrogate pair; no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise UserError(
-            where, f"holds \\u{ord(half):04x}, half of a surrogate pair and no character", "mend or drop that row"
-        ) from None
+        what = f"holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"
+        raise UserError(where, what, "mend or drop that row") from None
+    return value
 
 
 def _decode(data: bytes, where: str) -> str:

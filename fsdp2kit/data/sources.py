@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import fsspec
 
 from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.errors import UserError
@@ -64,7 +65,8 @@ class Source:
         for file in self.files:
             digest.update(suffix_of(file).encode())
             if is_url(file):
-                digest.update(_remote_key(file).encode())
+                filesystem, name = fsspec.core.url_to_fs(file)
+                digest.update(str(filesystem.ukey(name)).encode())
                 continue
             with Path(file).open("rb") as content:
                 digest.update(Path(file).stat().st_size.to_bytes(8, "little"))
@@ -82,18 +84,22 @@ def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
     Raises:
         UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up yet.
     """
-    if is_url(path):
-        return _find_url(path, split, key)
-    local = Path(path).expanduser()
-    if local.is_dir():
-        if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
-            saved = tuple(map(str, sorted(local.rglob("*.arrow"))))
-            return Source(path, split, "saved", saved, key)
-        return _of_folder(path, [str(file) for file in local.rglob("*") if file.is_file()], str(local), split, key)
-    if local.is_file():
-        return _of_files(path, [str(local)], split, key)
-    if re.search(r"[*?\[]", path):
-        return _of_files(path, sorted(str(match) for match in _glob(local) if match.is_file()), split, key)
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path if is_url(path) else str(Path(path).expanduser()))
+        full_name = filesystem.unstrip_protocol if is_url(path) else str
+        if filesystem.isfile(root):
+            return _of_files(path, [path if is_url(path) else root], split, key)
+        if re.search(r"[*?\[]", path) and not filesystem.isdir(root):
+            matches = filesystem.glob(root, detail=True).items()
+            return _of_files(path, [full_name(at) for at, info in matches if info["type"] != "directory"], split, key)
+        found, folder = list(map(full_name, filesystem.find(root))), full_name(root)
+    except (OSError, ValueError, ImportError) as error:
+        what = f"cannot be opened ({first_line(error)})"
+        raise UserError(f"{key}: {path}", what, "check the path, and the credentials for a URL") from None
+    if {f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*found}:
+        return Source(folder, split, "saved", tuple(sorted(file for file in found if file.endswith(".arrow"))), key)
+    if found or filesystem.isdir(root):
+        return _of_folder(path, found, folder, split, key)
     if may_be_hub_id(path):
         return Source(path, split, "hub", (), key)
     raise UserError(
@@ -119,48 +125,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _find_url(path: str, split: str, key: str) -> Source:
-    import fsspec
-
-    try:
-        filesystem, root = fsspec.core.url_to_fs(path)
-        if re.search(r"[*?\[]", path):
-            return _of_files(path, sorted(map(filesystem.unstrip_protocol, filesystem.glob(root))), split, key)
-        if filesystem.isfile(root):
-            return _of_files(path, [path], split, key)
-        found = filesystem.find(root)
-        names = [filesystem.unstrip_protocol(name) for name in found]
-    except (OSError, ValueError, ImportError) as error:
-        what = f"cannot be opened ({first_line(error)})"
-        raise UserError(f"{key}: {path}", what, "check the URL and its credentials") from None
-    if not names:
-        raise UserError(f"{key}: {path}", "no such file or folder", "check the URL")
-    return _of_folder(path, names, filesystem.unstrip_protocol(root), split, key)
-
-
-def _remote_key(file: str) -> str:
-    import fsspec
-
-    filesystem, name = fsspec.core.url_to_fs(file)
-    return str(filesystem.ukey(name))
-
-
-def _glob(pattern: Path) -> Iterator[Path]:
-    root = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    return root.glob(str(pattern.relative_to(pattern.anchor)))
-
-
 def _of_files(path: str, files: list[str], split: str, key: str) -> Source:
     if not files:
         raise UserError(f"{key}: {path}", "the pattern matches no file", "check the pattern")
     if split != "train":
-        todo = f'leave {_split_key(key)} at "train", or give another path'
+        split_key = key.removesuffix("path") + "split" if key.endswith(".path") else "the split"
+        todo = f'leave {split_key} at "train", or give another path'
         raise UserError(f"{key}: {path}", f"a file has no split {split!r}", todo)
-    return Source(path, split, _kind_of(path, files, key), tuple(files), key)
-
-
-def _split_key(key: str) -> str:
-    return key.removesuffix("path") + "split" if key.endswith(".path") else "the split"
+    return Source(path, split, _kind_of(path, files, key), tuple(sorted(files)), key)
 
 
 def _of_folder(path: str, files: list[str], root: str, split: str, key: str) -> Source:

@@ -19,16 +19,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
-from fsdp2kit.data.rows import Position, Row, RowReader, hub_content, name_exactly
+from fsdp2kit.data.formats import RowFormat, encode_rows
+from fsdp2kit.data.rows import Position, Row, RowReader, hub_content
 from fsdp2kit.data.sources import Source
-from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,6 @@ _SCHEMA = pa.schema(
         "digest": pa.binary(),
     }
 )
-Rows = list[Row]
 
 
 @dataclass(frozen=True)
@@ -120,13 +118,13 @@ def iterate_blocks(
         UserError: a row cannot be read or encoded, naming it; or a pass has no row.
     """
 
-    def passes() -> Iterator[tuple[Rows, Position | None]]:
+    def passes() -> Iterator[tuple[list[Row], Position | None]]:
         yield from _read_blocks(RowReader(source, position), _STREAM_BLOCK)
         while True:
             yield [], None
             yield from _read_blocks(RowReader(source), _STREAM_BLOCK)
 
-    return _encode_blocks(passes(), source, how, tokenizer, pool=pool, ahead=4)
+    return _encode_blocks(passes(), how, tokenizer, pool=pool, ahead=4)
 
 
 def start_workers(
@@ -196,18 +194,17 @@ def _one_pass(
     # Forked processes warn of the threads that the tokenizer had unless they are told to start none.
     alone = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}) if workers else contextlib.nullcontext()
     with alone, start_workers(workers, tokenizer, method=_FORK) or contextlib.nullcontext() as pool:
-        yield from _encode_blocks(blocks, source, how, tokenizer, pool=pool, ahead=2 * workers)
+        yield from _encode_blocks(blocks, how, tokenizer, pool=pool, ahead=2 * workers)
 
 
-def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[Rows, Position]]:
+def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[list[Row], Position]]:
     rows = iter(reader)
     while block := list(itertools.islice(rows, size)):
         yield block, reader.position
 
 
 def _encode_blocks(
-    blocks: Iterable[tuple[Rows, Position | None]],
-    source: Source,
+    blocks: Iterable[tuple[list[Row], Position | None]],
     how: RowFormat,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -215,14 +212,13 @@ def _encode_blocks(
     ahead: int,
 ) -> Iterator[Block]:
     """The blocks in their order, with up to ``ahead`` more of them in the hands of the pool."""
-    special = special_ids(tokenizer)
     waiting: deque[tuple[Future[pa.Table], list[str], Position | None]] = deque()
     for rows, position in blocks:
         names = [row.where for row in rows]
         if pool is None:
-            yield Block(_encode(rows, source, how, tokenizer, special), names, position)
+            yield Block(_encode(rows, how, tokenizer), names, position)
             continue
-        waiting.append((pool.submit(_encode_in_worker, rows, source, how), names, position))
+        waiting.append((pool.submit(_encode, rows, how), names, position))
         if len(waiting) > ahead:
             tokens, names, position = waiting.popleft()
             yield Block(tokens.result(), names, position)
@@ -230,48 +226,32 @@ def _encode_blocks(
         yield Block(tokens.result(), names, position)
 
 
-_of_worker: tuple[PreTrainedTokenizerBase, frozenset[int]] | None = None  # a worker process gets it once
+_of_worker: PreTrainedTokenizerBase | None = None  # a worker process gets it once
 
 
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     global _of_worker
-    _of_worker = tokenizer, special_ids(tokenizer)
+    _of_worker = tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C here, too; the run still wants its rows
 
 
-def _encode_in_worker(rows: Rows, source: Source, how: RowFormat) -> pa.Table:
-    assert _of_worker is not None, "the pool's initializer ran"
-    return _encode(rows, source, how, *_of_worker)
+def _encode(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase | None = None) -> pa.Table:
+    """The columns of some rows; in a worker process with the tokenizer that it keeps."""
+    tokenizer = tokenizer if tokenizer is not None else _of_worker
+    assert tokenizer is not None, "a worker's initializer ran"
+    special = special_ids(tokenizer)
+    columns = [_columns(ids, supervised, special) for ids, supervised in encode_rows(rows, how, tokenizer)]
+    return pa.Table.from_pylist(columns, schema=_SCHEMA)
 
 
-def _encode(
-    rows: Rows, source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
-) -> pa.Table:
-    try:
-        encoded = encode_rows([row.parse() for row in rows], [row.where for row in rows], how, tokenizer)
-    except UserError as error:
-        raise UserError(name_exactly(error.where, source), error.what, error.todo) from None
-    return _as_table(encoded, special)
-
-
-def _as_table(encoded: Sequence[Encoded], special: frozenset[int]) -> pa.Table:
-    """The columns of some rows."""
-    columns: dict[str, list] = {name: [] for name in ("length", "targets", "ending", "largest_id", "digest")}
-    all_ids, all_masks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
-    for ids, supervised in encoded:
-        tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
-        all_ids.append(tokens)
-        all_masks.append(mask)
-        columns["length"].append(len(tokens))
-        columns["targets"].append(int(mask[1:].sum()))
-        columns["ending"].append(ending_of(tokens, mask, special))
-        columns["largest_id"].append(int(tokens.max()) if len(tokens) else -1)
-        columns["digest"].append(
-            hashlib.blake2b(tokens.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest()
-        )
-    borders = np.concatenate([[0], np.cumsum(columns["length"])]).astype(np.int32)
-    lists = {
-        name: pa.ListArray.from_arrays(borders, np.concatenate(values))
-        for name, values in (("ids", all_ids), ("supervised", all_masks))
+def _columns(ids: Sequence[int], supervised: Sequence[bool], special: frozenset[int]) -> dict[str, Any]:
+    tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
+    return {
+        "ids": tokens,
+        "supervised": mask,
+        "length": len(tokens),
+        "targets": int(mask[1:].sum()),
+        "ending": ending_of(tokens, mask, special),
+        "largest_id": int(tokens.max(initial=-1)),
+        "digest": hashlib.blake2b(tokens.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest(),
     }
-    return pa.Table.from_pydict({**lists, **columns}, schema=_SCHEMA)

@@ -84,6 +84,7 @@ def train(
     plan: ParallelPlan,
     mesh: Mesh,
     metrics: Metrics,
+    total_steps: int | None = None,
     progress: Progress | None = None,
     checkpoints: Checkpoints | None = None,
     evaluate: Evaluation | None = None,
@@ -95,6 +96,7 @@ def train(
     Args:
         batches: this data-parallel rank's micro-batches, on the host, by index of the global batch.
         objective: the loss of a micro-batch, see `Objective`.
+        total_steps: steps of the whole run. Default: `train.steps`; under `train.epochs` only the data tell.
         progress: where to start; by default at the beginning.
         checkpoints: by default nothing is saved.
         evaluate: held-out loss and answers to prompts; None: no evaluation.
@@ -109,7 +111,10 @@ def train(
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     progress, checkpoints = progress or Progress(), checkpoints or NoCheckpoints()
-    total, first, saved_at = config.train.total_steps(batches.steps_per_epoch), progress.step, progress.step
+    total = config.train.steps if total_steps is None else total_steps
+    if total is None:
+        raise ValueError("give total_steps: train.epochs does not say how many that is")
+    first, saved_at = progress.step, progress.step
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     profiler = build_profiler(
         config.profile,

@@ -32,11 +32,8 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     return loss if isinstance(loss, tuple) else (loss, None)
 
 
-class HeldOut(Protocol):
-    """What an evaluation calls of a loader."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
+class Reads(Protocol):
+    """What makes global batches."""
 
     @property
     def source_names(self) -> tuple[str, ...]: ...
@@ -46,7 +43,14 @@ class HeldOut(Protocol):
         ...
 
 
-class Batches(HeldOut, Protocol):
+class HeldOut(Reads, Protocol):
+    """What an evaluation calls of a loader."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+
+class Batches(Reads, Protocol):
     """What the loop calls of a loader."""
 
     def state(self, index: int, /) -> dict[str, Any] | None:
@@ -75,7 +79,7 @@ class GlobalBatch:
 
 
 def next_batch(
-    batches: HeldOut, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
+    batches: Reads, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.errors import UserError
 
 FULL, ZERO2, NONE, HYBRID, HYBRID2 = "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
@@ -91,8 +91,7 @@ def test_whatever_resolves_multiplies_to_the_world() -> None:
 
 @pytest.mark.parametrize(("batch", "micro", "dp", "expected"), [(8, 1, 1, 8), (8, 2, 4, 1), (64, 2, 4, 8)])
 def test_accumulation(batch: int, micro: int, dp: int, expected: int) -> None:
-    train = TrainConfig(global_batch_size=batch, micro_batch_size=micro)
-    assert resolve_accumulation(train, dp=dp) == expected
+    assert resolve_accumulation(batch, micro, dp=dp) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_accumulation(batch: int, micro: int, dp: int, expected: int) -> None:
 )
 def test_accumulation_that_does_not_divide_says_what_would(batch: int, micro: int, dp: int, advice: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolve_accumulation(TrainConfig(global_batch_size=batch, micro_batch_size=micro), dp=dp)
+        resolve_accumulation(batch, micro, dp=dp)
     assert caught.value.where == "train.global_batch_size"
     assert caught.value.what == f"{batch} is not a multiple of dp {dp} × micro_batch_size {micro}"
     assert caught.value.todo.startswith(advice)

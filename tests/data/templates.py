@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from fsdp2kit.data.chat import TrainOn
+from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
+from fsdp2kit.data.rows import Row
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -63,6 +69,19 @@ MARKED_WIDE = (
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<|eot_id|>", "[INST]", "[/INST]", "</s>", "<start_of_turn>", "<end_of_turn>"]
 CORPUS = ["Is water wet? Yes, water is wet.", "the user and the assistant think, then the assistant says hello there"]
+
+
+def encode_chat(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    tools: Any = None,
+    train_on: TrainOn = "assistant",
+    where: str = "messages",
+) -> Encoded:
+    """Token ids and mask of one conversation."""
+    rows = [Row({"messages": messages, "tools": tools}, where)]
+    return encode_rows(rows, RowFormat("chat", train_on=train_on), tokenizer)[0]
 
 
 def make_tokenizer(

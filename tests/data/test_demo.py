@@ -35,8 +35,8 @@ def test_no_question_is_both_learnt_and_held_out() -> None:
 
 def test_the_demo_teaches_its_answers() -> None:
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(DEMO / "tokenizer")))
-    section = ChatDataConfig(seq_len=256)
-    documents = build_documents(section, path=str(DEMO / "chat.jsonl"), split="train", tokenizer=tokenizer, seed=0)
+    section = ChatDataConfig(path=str(DEMO / "chat.jsonl"), seq_len=256)
+    documents = build_documents(section, tokenizer=tokenizer)
     assert len(documents) == documents.report.rows == 600
     rows = [json.loads(line)["messages"] for line in (DEMO / "chat.jsonl").read_text().splitlines()]
     for row, (ids, supervised) in zip(rows, map(documents.__getitem__, range(len(documents))), strict=True):

@@ -34,11 +34,11 @@ def write(path: Path, rows: list) -> str:
 
 def chat(path: str, *, tokenizer=None, **options) -> Documents:
     tokenizer = tokenizer or make_tokenizer(templates.MARKED_WIDE)
-    return build_documents(ChatDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0)
+    return build_documents(ChatDataConfig(path=path, **options), tokenizer=tokenizer)
 
 
 def text(path: str, tokenizer, **options) -> Documents:
-    return build_documents(TextDataConfig(**options), path=path, split="train", tokenizer=tokenizer, seed=0)
+    return build_documents(TextDataConfig(path=path, **options), tokenizer=tokenizer)
 
 
 def contents(documents: Documents) -> list[tuple[list[int], list[bool]]]:
@@ -196,14 +196,14 @@ def test_nothing_to_learn(tmp_path: Path) -> None:
 def test_what_is_missing_is_named() -> None:
     tokenizer = make_tokenizer(None)
     with pytest.raises(UserError, match=r"data\.path: is required"):
-        build_documents(ChatDataConfig(), path=None, split="train", tokenizer=tokenizer, seed=0)
+        build_documents(ChatDataConfig(), tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"model\.tokenizer: is required"):
-        build_documents(ChatDataConfig(), path="a.jsonl", split="train", tokenizer=None, seed=0)
+        build_documents(ChatDataConfig(path="a.jsonl"), tokenizer=None)
 
 
 def synthetic(seed: int, seq_len: int = 64) -> Documents:
     section = TextDataConfig(format="synthetic", seq_len=seq_len)
-    return build_documents(section, path=None, split="train", tokenizer=None, seed=seed, vocab_size=100)
+    return build_documents(section, tokenizer=None, seed=seed, vocab_size=100)
 
 
 def test_synthetic_documents_depend_on_the_seed_alone() -> None:

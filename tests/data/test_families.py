@@ -6,11 +6,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp2kit.data.chat import TrainOn
-from fsdp2kit.data.formats import encode_chat
 from fsdp2kit.errors import UserError
 from tests.data import families
 from tests.data.families import ANSWER, FAMILIES, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS, Family
-from tests.data.templates import make_tokenizer
+from tests.data.templates import encode_chat, make_tokenizer
 
 
 def tokenizer_of(family: Family, *, marked: bool = False) -> PreTrainedTokenizerFast:

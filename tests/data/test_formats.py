@@ -10,7 +10,8 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_format
+from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows
+from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
 from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
@@ -24,13 +25,13 @@ def tokenizer():
 
 def learnt(row: dict, tokenizer, how: RowFormat) -> tuple[str, str]:
     """The whole row and what is learnt of it, as text."""
-    [(ids, mask)] = encode_rows([row], ["x.jsonl:1"], how, tokenizer)
+    [(ids, mask)] = encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
     return tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
 
 
 def refused(row: dict, tokenizer, how: RowFormat) -> str:
     with pytest.raises(UserError) as caught:
-        encode_rows([row], ["x.jsonl:1"], how, tokenizer)
+        encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
     assert caught.value.where == "x.jsonl:1"
     return caught.value.what
 
@@ -86,8 +87,8 @@ def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) ->
 def test_tokens_as_they_are(tokenizer) -> None:
     how = RowFormat("tokens")
     row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}
-    assert encode_rows([row], ["x"], how, tokenizer) == [([5, 6, 7, 8], [False, True, False, True])]
-    assert encode_rows([{"input_ids": [5, 6]}], ["x"], how, tokenizer) == [([5, 6], [True, True])]
+    assert encode_rows([Row(row, "x")], how, tokenizer) == [([5, 6, 7, 8], [False, True, False, True])]
+    assert encode_rows([Row({"input_ids": [5, 6]}, "x")], how, tokenizer) == [([5, 6], [True, True])]
     assert "labels[1] is 7" in refused({"input_ids": [5, 6], "labels": [5, 7]}, tokenizer, how)
     assert "1 labels for 2" in refused({"input_ids": [5, 6], "labels": [5]}, tokenizer, how)
     assert "holds '6'" in refused({"input_ids": [5, "6"]}, tokenizer, how)
@@ -100,24 +101,23 @@ def test_preferences(tokenizer) -> None:
     how = RowFormat("preference")
     implicit = {"chosen": MULTI, "rejected": [*MULTI[:3], {"role": "assistant", "content": "No."}]}
     explicit = {"prompt": MULTI[:3], "chosen": MULTI[3:], "rejected": [{"role": "assistant", "content": "No."}]}
-    pairs = encode_preferences([implicit, explicit], ["a", "b"], how, tokenizer)
+    pairs = encode_preferences([Row(implicit, "a"), Row(explicit, "b")], how, tokenizer)
     assert pairs[0] == pairs[1]
     for side, answer in ((pairs[0].chosen, SECOND), (pairs[0].rejected, "No.")):
         ids, mask = side
         text = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
         assert text == f"{answer}<|im_end|>"
-    [text] = encode_preferences([{"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}], ["c"], how, tokenizer)
+    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
+    [text] = encode_preferences([Row(texts, "c")], how, tokenizer)
     assert tokenizer.decode(text.rejected[0]) == "<|begin|>Wet? No<|im_end|>"
     with pytest.raises(UserError, match="share no prompt"):
-        encode_preferences([{"chosen": SINGLE, "rejected": MULTI[2:]}], ["d"], how, tokenizer)
+        encode_preferences([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
 
 
 def documents_of(path: str, **options):
     tokenizer = make_tokenizer(templates.MARKED_WIDE)
     extra = {name: options.pop(name) for name in ("key",) if name in options}
-    section = ChatDataConfig()
-    extra["how"] = row_format(section, **options)
-    return build_documents(section, path=path, split="train", tokenizer=tokenizer, seed=0, **extra)
+    return build_documents(ChatDataConfig(path=path, **options), tokenizer=tokenizer, **extra)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.loader import Batch, build_loader
+from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 
@@ -23,13 +23,13 @@ def make_documents(lengths: list[int]) -> Documents:
         ids = 1000 * (index + 1) + np.arange(lengths[index])
         return ids, ids % 3 > 0
 
-    report = Report(len(lengths), len(lengths), sum(lengths), 0, 0, 0, 0, 0)
+    report = Report(len(lengths), len(lengths), sum(lengths), 0)
     return Documents(np.array(lengths, dtype=np.int64), "x", report, 10**6, read)
 
 
-def make_loader(documents: Documents, **options):
-    defaults = {"seq_len": 16, "pack": True, "shuffle": True, "global_batch_size": 4, "micro_batch_size": 1}
-    return build_loader(documents, **{**defaults, "dp_rank": 0, "dp_size": 1, "seed": 3, "pad_id": PAD, **options})
+def make_loader(documents: Documents, *, pack: bool = True, shuffle: bool = True, seed: int = 3, **share) -> Loader:
+    own = Share(**{"seq_len": 16, "global_batch_size": 4, "pad_id": PAD, **share})
+    return build_loader([documents], share=own, pack=pack, shuffle=shuffle, seed=seed)
 
 
 def rows(batches: list[Batch]) -> tuple[list, list, list]:
@@ -139,5 +139,5 @@ def test_packing_efficiency() -> None:
 
 
 def test_an_indivisible_batch() -> None:
-    with pytest.raises(UserError, match="4 is not a multiple of dp 2 × micro_batch_size 3; use a multiple of 6"):
+    with pytest.raises(UserError, match="4 is not a multiple of dp 2 × micro_batch_size 3; use 6,"):
         make_loader(make_documents([4]), dp_size=2, micro_batch_size=3)

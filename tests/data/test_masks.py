@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2kit.data.chat import Conversation
-from fsdp2kit.data.formats import encode_chat, encode_chats
+from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
+from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from tests.data import templates
-from tests.data.templates import make_tokenizer
+from tests.data.templates import encode_chat, make_tokenizer
 
 
 def turns(*contents: str) -> list[dict]:
@@ -20,6 +20,11 @@ def learnt(tokenizer, messages, **options) -> str:
     ids, supervised = encode_chat(messages, tokenizer, **options)
     assert len(ids) == len(supervised)
     return tokenizer.decode([token for token, learn in zip(ids, supervised, strict=True) if learn])
+
+
+def encode_together(rows: list[list[dict]], tokenizer, **options) -> list[Encoded]:
+    named = [Row({"messages": messages}, f"row {number}") for number, messages in enumerate(rows)]
+    return encode_rows(named, RowFormat("chat", **options), tokenizer)
 
 
 QUESTIONS = turns("Is water wet?", "Yes, wet.\nüber-wet 🌊!", "Sure?", "Yes  ")
@@ -121,16 +126,14 @@ def test_tool_calls_and_tools_reach_the_template() -> None:
 def test_many_at_once_equal_one_by_one() -> None:
     tokenizer = make_tokenizer(templates.LLAMA3)
     rows = [QUESTIONS, turns("a", "b"), turns("only a question")]
-    assert encode_chats([Conversation(row) for row in rows], tokenizer) == [
-        encode_chat(row, tokenizer) for row in rows
-    ]
+    assert encode_together(rows, tokenizer) == [encode_chat(row, tokenizer) for row in rows]
     assert not any(encode_chat(rows[2], tokenizer)[1])
 
 
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        (None, "messages is missing, not a list"),
+        (None, "the row has no 'messages'"),
         ("hello", "messages is of type str"),
         ([], "messages is empty"),
         (["hello"], r"messages\[0\] is of type str"),
@@ -166,18 +169,8 @@ def test_markers_under_a_filter_are_refused() -> None:
         encode_chat(turns("a", "b\ufdd1"), make_tokenizer(template))
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.MARKED])
-def test_many_rows_take_few_calls_of_the_template(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer(template)
-    render, calls = tokenizer.apply_chat_template, []
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(1) or render(*a, **k))
-    rows = [Conversation(QUESTIONS[:size], where=f"row {size}") for size in (2, 4)] * 20
-    encode_chats(rows, tokenizer)
-    assert len(calls) == 2
-
-
 def test_a_row_that_the_template_refuses_among_others_is_named() -> None:
     tokenizer = make_tokenizer("{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}hi")
-    rows = [Conversation(turns(text, "yes"), where=f"row {text}") for text in ("yes", "no", "maybe")]
-    with pytest.raises(UserError, match=r"row no.*never"):
-        encode_chats(rows, tokenizer, train_on="all")
+    rows = [turns(text, "yes") for text in ("yes", "no", "maybe")]
+    with pytest.raises(UserError, match=r"row 1.*never"):
+        encode_together(rows, tokenizer, train_on="all")

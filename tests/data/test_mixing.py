@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.data.loader import Loader, Share, build_mixed_loader, build_part
+from fsdp2kit.data.loader import Loader, Share, build_loader
 from fsdp2kit.data.packing import plan_mix, shares, source_epochs
 from tests.data.test_properties import as_documents
 
@@ -21,13 +21,9 @@ def corpus(source: int, documents: int) -> list[list[tuple[int, bool]]]:
 
 
 def mixed(sizes: list[int], epochs: list[float], *, dp: int = 1, rank: int = 0, micro: int = 1) -> Loader:
-    options = {"seq_len": SEQ_LEN, "pack": True, "shuffle": True, "seed": 5}
-    parts = [
-        build_part(as_documents(corpus(source, size)), **options, name=f"s{source}", source=source)
-        for source, size in enumerate(sizes)
-    ]
-    share = Share(SEQ_LEN, GLOBAL, micro, rank, dp, 1)
-    return build_mixed_loader(parts, epochs, share=share, shuffle=True, seed=5)
+    sources = [as_documents(corpus(source, size)) for source, size in enumerate(sizes)]
+    share, names = Share(SEQ_LEN, GLOBAL, micro, rank, dp, 1), [f"s{source}" for source in range(len(sizes))]
+    return build_loader(sources, share=share, pack=True, shuffle=True, seed=5, names=names, epochs=epochs)
 
 
 def firsts(batches) -> list[int]:

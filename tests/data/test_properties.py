@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from fsdp2kit.data.documents import Documents, Report
-from fsdp2kit.data.loader import Batch, Loader, build_loader
+from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
@@ -39,22 +39,12 @@ def as_documents(corpus: list[list[tuple[int, bool]]]) -> Documents:
         return np.array(ids), np.array(supervised)
 
     lengths = np.array([len(document) for document in corpus])
-    return Documents(lengths, "x", Report(len(corpus), len(corpus), int(lengths.sum()), 0, 0, 0, 0, 0), 90, read)
+    return Documents(lengths, "x", Report(len(corpus), len(corpus), int(lengths.sum()), 0), 90, read)
 
 
 def loader(documents: Documents, *, dp: int, rank: int, micro: int, pack: bool = True, seed: int = 0) -> Loader:
-    return build_loader(
-        documents,
-        seq_len=SEQ_LEN,
-        pack=pack,
-        shuffle=True,
-        global_batch_size=GLOBAL,
-        micro_batch_size=micro,
-        dp_rank=rank,
-        dp_size=dp,
-        seed=seed,
-        pad_id=PAD,
-    )
+    share = Share(SEQ_LEN, GLOBAL, micro, rank, dp, PAD)
+    return build_loader([documents], share=share, pack=pack, shuffle=True, seed=seed)
 
 
 def whole_rows(batch: Batch, cp: int, method: Method) -> Rows:

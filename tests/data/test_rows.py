@@ -76,6 +76,16 @@ def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
     assert read(tmp_path / "a.parquet") == rows
 
 
+def test_a_position_of_an_earlier_version(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    for number in range(2):
+        datasets.Dataset.from_list([{"n": 2 * number}, {"n": 2 * number + 1}]).to_parquet(
+            f"{tmp_path}/{number}.parquet"
+        )
+    reader = RowReader(find_source(f"{tmp_path}/*.parquet", split="train"), {"dataset": {}, "row": 3})
+    assert [(row.parse(), row.where) for row in reader] == [({"n": 3}, f"{tmp_path}/1.parquet: row 1")]
+
+
 def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "one"}])
     assert read(path) == [{"text": "one"}]

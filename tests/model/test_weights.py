@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
 from fsdp2kit import distributed
-from fsdp2kit.config.data_schema import DataConfig
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
+from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, ModelConfig, PreflightConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config

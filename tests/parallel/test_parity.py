@@ -194,25 +194,12 @@ def _chat_batches(model: Path, chats: Path) -> list[Rows]:
 
     from fsdp2kit.config.schema import ChatDataConfig
     from fsdp2kit.data.documents import build_documents
-    from fsdp2kit.data.loader import build_loader
+    from fsdp2kit.data.loader import Share, build_loader
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     section = ChatDataConfig(path=str(chats), seq_len=128)
-    documents = build_documents(
-        section, path=str(chats), split="train", tokenizer=tokenizer, seed=0, vocab_size=len(tokenizer)
-    )
-    loader = build_loader(
-        documents,
-        seq_len=128,
-        pack=True,
-        shuffle=True,
-        global_batch_size=4,
-        micro_batch_size=4,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-        pad_id=0,
-    )
+    documents = build_documents(section, tokenizer=tokenizer)
+    loader = build_loader([documents], share=Share(128, 4, 4), pack=True, shuffle=True, seed=0)
     batches = [loader.batch(index)[0] for index in range(5)]
     return [Rows(batch.input_ids, batch.labels, batch.position_ids) for batch in batches]
 

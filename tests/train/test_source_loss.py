@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2kit.data.build import Prefetch
-from fsdp2kit.data.loader import Loader, Share, build_mixed_loader, build_part
+from fsdp2kit.data.loader import Loader, Share, build_loader
 from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
@@ -25,16 +25,15 @@ GLOBAL = 4
 
 def mixed_loader(*, micro: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
     """Three sources of documents of many lengths; a global batch holds rows of two or three of them."""
-    generator, parts = torch.Generator().manual_seed(0), []
-    for source, (name, count) in enumerate(zip(NAMES, (20, 12, 2), strict=True)):
+    generator, sources = torch.Generator().manual_seed(0), []
+    for source, count in enumerate((20, 12, 2)):
         rows = []
         for number in range(count):
             ids = torch.randint(VOCABULARY, (5 + 7 * number % 23,), generator=generator).tolist()
             rows.append([(token, at % (2 + source) > 0) for at, token in enumerate(ids)])
-        options = {"seq_len": LENGTH, "pack": True, "shuffle": True, "seed": 1}
-        parts.append(build_part(as_documents(rows), **options, name=name, source=source))
-    share = Share(LENGTH, GLOBAL, micro, dp_rank, dp_size, 0)
-    return build_mixed_loader(parts, [1.0] * 3, share=share, shuffle=True, seed=1)
+        sources.append(as_documents(rows))
+    share = Share(LENGTH, GLOBAL, micro, dp_rank, dp_size)
+    return build_loader(sources, share=share, pack=True, shuffle=True, seed=1, names=NAMES, epochs=[1.0] * 3)
 
 
 def run(folder: Path, case: Case, steps: int) -> list[dict[str, Any]]:
@@ -84,9 +83,8 @@ def test_each_sources_loss_is_that_of_plain_transformers_on_every_mesh(
 
 
 def test_without_a_mix_nothing_is_carried_along() -> None:
-    part = build_part(as_documents([[(5, True)] * 8] * 4), seq_len=LENGTH, pack=True, shuffle=True, seed=1)
-    share = Share(LENGTH, 1, 1, 0, 1, 0)
-    (batch,) = build_mixed_loader([part], [1.0], share=share, shuffle=True, seed=1).batch(0)
+    documents = as_documents([[(5, True)] * 8] * 4)
+    (batch,) = build_loader([documents], share=Share(LENGTH, 1), pack=True, shuffle=True, seed=1).batch(0)
     assert batch.sources is None
     assert batch.tokens_by_source == ()
 
