@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import special_ids
-from fsdp2kit.distributed import agreement, sum_over_ranks
+from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
@@ -155,7 +155,7 @@ def generate(
         local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
         last = len(tokens) - 1
         decides = last in local and mesh.dp_rank == 0
-        chosen = int(sum_over_ranks([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
+        chosen = int(reduce_numbers([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
         tokens.append(chosen)
         if chosen in stops:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,15 +105,10 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
     if unused > _FRAGMENTED * alive.total:
         text += f" {unused / 2**30:.1f} GiB more were reserved in pieces too small"
         # Otherwise a segment never grows, and freed memory serves only requests that fit into its segment.
-        text += "." if has_expandable_segments() else f": start with {_EXPANDABLE} in the environment."
+        settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
+        grows = "expandable_segments:true" in settings
+        text += "." if grows else f": start with {_EXPANDABLE} in the environment."
     return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
-
-
-def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the CUDA allocator is set to let segments grow."""
-    known = os.environ if environment is None else environment
-    told = ",".join(known.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
-    return "expandable_segments:true" in told
 
 
 def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:

@@ -138,7 +138,7 @@ def train_step(
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
         that source's supervised tokens, if it has any in this batch.
     """
-    memory.start()
+    memory.end(None)
     local_loss = accumulate_gradients(
         model,
         batch,

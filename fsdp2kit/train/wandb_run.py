@@ -15,12 +15,6 @@ Mode = Literal["online", "offline", "disabled"]
 
 _INIT_SECONDS = 30.0  # every rank waits for it; wandb's default is 90
 _FINISH_SECONDS = 120.0
-_ENVIRONMENT_MODES: dict[str, Mode] = {
-    "online": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
 
 
 def start_wandb(
@@ -96,8 +90,8 @@ class WandbRun:
 def _choose_mode(section: WandbConfig, message: Callable[[str], None]) -> Mode:
     if section.mode != "auto":
         return section.mode
-    asked = _ENVIRONMENT_MODES.get(os.environ.get("WANDB_MODE", ""))
-    if asked in ("offline", "disabled"):
+    asked = os.environ.get("WANDB_MODE", "").replace("dryrun", "offline")
+    if asked == "offline" or asked == "disabled":
         return asked
     if has_login():
         return "online"
