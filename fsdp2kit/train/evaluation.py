@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ def build_evaluation(
         if section.prompts and tokenizer is None:
             raise UserError("eval.prompts", "need a tokenizer", "set model.tokenizer or model.path, or leave them out")
         prompts = [(prompt, prompt_ids(tokenizer, prompt)) for prompt in section.prompts]
-    return (
-        Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer) if held_out else None
-    )
+    if not held_out:
+        return None
+    return Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer)
 
 
 class Evaluation:
@@ -98,7 +98,6 @@ class Evaluation:
             answer = generate(
                 self._model,
                 ids,
-                self._shard,
                 max_new_tokens=self._section.max_new_tokens,
                 stops=special_ids(self._tokenizer),
                 plan=self._plan,
@@ -128,7 +127,6 @@ class Evaluation:
 def generate(
     model: Any,
     prompt: Sequence[int],
-    shard: Callable[[Any], dict[str, Any]],
     *,
     max_new_tokens: int,
     stops: Collection[int],
@@ -138,10 +136,8 @@ def generate(
     """Greedy continuation of ``prompt``, without a cache: one forward pass per token. Collective.
 
     Every rank runs the same row, or its part of it with context parallelism; the rank with the last token chooses.
-
-    Args:
-        shard: `build_shard_batch`'s function.
     """
+    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     model.eval()
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,12 +96,8 @@ def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str,
     borders = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     longest = int(borders.diff().max())
     on_device = to_device(borders.to(torch.int32), device)
-    return {
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    borders = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device}
+    return {**borders, "max_length_q": longest, "max_length_k": longest}
 
 
 def full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, device: torch.device) -> Any:
@@ -117,12 +114,14 @@ def full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: Attentio
         dict of them by layer type, as transformers' models take it.
     """
     config = config.get_text_config()
+    stand_in = copy.copy(config)
+    stand_in._attn_implementation = path.kernel  # the one that runs on the whole sequence
     # Given positions, transformers looks for documents on the device, and makes the host wait for the answer.
     documents = find_packed_sequence_indices(position_ids)
     if documents is None and path.masks_every_row:
         documents = torch.zeros_like(position_ids)
     arguments = {
-        "config": _StandInConfig(config, path.kernel),
+        "config": stand_in,
         # Mask functions read only the shape, dtype and device of the embeddings.
         "inputs_embeds": torch.empty((*position_ids.shape, 1), device=device),
         "attention_mask": None,
@@ -156,14 +155,3 @@ def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_kinds(config)))}
-
-
-class _StandInConfig:
-    """The model's config, but naming the attention implementation that runs on the whole sequence."""
-
-    def __init__(self, config: PretrainedConfig, attention: str) -> None:
-        self._config = config
-        self._attn_implementation = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
