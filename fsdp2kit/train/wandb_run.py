@@ -37,11 +37,8 @@ def start_wandb(
     mode = _choose_mode(section, message)
     run = None
     try:
-        run = (
-            None
-            if mode == "disabled"
-            else _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
-        )
+        if mode != "disabled":
+            run = _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
     except Exception as error:  # an outage, a refused key, a deleted run, a broken installation
         message(f"wandb: {_brief(error)}; it is off for this run, and metrics.jsonl has everything")
     return WandbRun(run, wandb_id=wandb_id, message=message)
