@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
-from fsdp2kit.parallel.context_parallel.layout import all_gather, by_rank, in_order, reduce_scatter
+from fsdp2kit.parallel.context_parallel.layout import gather_sequence, reduce_scatter
 from fsdp2kit.parallel.context_parallel.segments import Segment
 from fsdp2kit.torch_compat import BackwardInputs, group_named
 
@@ -162,14 +162,15 @@ class AllGather(KeyExchange):
 
     def visit_blocks(self, own: Pair, visit: Callable[[int, Tensor, Tensor], None]) -> None:
         """One block, ``[B, G, cp·s, D]``, of one all-gather."""
-        gathered = all_gather(torch.stack(own).movedim(3, 0), self.group)  # [cp·s, 2, B, G, D]
-        visit(0, *in_order(gathered, cp=self.group.size(), method="allgather").movedim(0, 3).unbind())
+        visit(0, *gather_sequence(torch.stack(own), group=self.group, method="allgather", dim=3))
 
     def own_gradients(self) -> Pair:
         """The rank's part of one reduce-scatter."""
-        whole = torch.stack(super().own_gradients()).movedim(3, 0)
-        whole = by_rank(whole, cp=self.group.size(), method="allgather")
-        grad_key, grad_value = reduce_scatter(whole, self.group).movedim(0, 3).unbind()
+        cp = self.group.size()
+        parts = torch.stack(super().own_gradients()).movedim(3, 0).chunk(2 * cp)
+        # From the order of the sequence to one rank's two chunks after the other's.
+        whole = torch.cat([part for rank in range(cp) for part in (parts[rank], parts[-1 - rank])])
+        grad_key, grad_value = reduce_scatter(whole, self.group).movedim(0, 3)
         return grad_key, grad_value
 
 

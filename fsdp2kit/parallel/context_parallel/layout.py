@@ -88,14 +88,6 @@ def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
     return torch.cat([*parts[0::2], *reversed(parts[1::2])])
 
 
-def by_rank(ordered: Tensor, *, cp: int, method: Method) -> Tensor:
-    """The inverse of `in_order`."""
-    if method == "ulysses":
-        return ordered
-    parts = ordered.chunk(2 * cp)
-    return torch.cat([part for rank in range(cp) for part in (parts[rank], parts[2 * cp - 1 - rank])])
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; to CUDA from pinned memory, so that the host does not wait for it."""
     if device.type != "cuda":
@@ -103,27 +95,22 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """``[cp·s, …]``, the tensors ``[s, …]`` of all ranks one after the other."""
-    result = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    all_gather_single(result, tensor.contiguous(), group=group)
-    return result
-
-
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The transpose of `all_gather`: this rank's ``[s, …]`` of the sum over ranks of ``[cp·s, …]``."""
+    """This rank's ``[s, …]`` of the sum over ranks of ``[cp·s, …]``."""
     result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
     reduce_scatter_single(result, tensor.contiguous(), group=group)
     return result
 
 
 class _Gather(torch.autograd.Function):
-    """`all_gather`, differentiable."""
+    """All-gather along the first dimension; its transpose is `reduce_scatter`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return all_gather(tensor, group)
+        result = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+        all_gather_single(result, tensor.contiguous(), group=group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
