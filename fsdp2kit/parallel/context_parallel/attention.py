@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -181,26 +181,19 @@ def ulysses_attention(
     """
     shares = share_heads(query.shape[1], key.shape[1], group.size())
     mine = sequence_to_heads(query, key, value, shares=shares, group=group)
-    output = attend_with_share(kernel, module, *mine, attention_mask, share=shares[group.rank()], **options)
+    output = attend_with_share(kernel, module, mine, attention_mask, share=shares[group.rank()], **options)
     return heads_to_sequence(output, shares=shares, group=group), None
 
 
 def attend_with_share(
-    kernel: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    share: HeadShare,
-    **options: Any,
+    kernel: str, module: nn.Module, mine: Sequence[Tensor], attention_mask: Any, *, share: HeadShare, **options: Any
 ) -> Tensor:
     """The named attention of one rank's share of heads, over whole sequences: ``[B, S, H_r, D]``.
 
     Args:
-        query: ``[B, H_r, S, D]``; key, value: ``[B, G_r, S, D]``.
+        mine: query ``[B, H_r, S, D]``, key and value ``[B, G_r, S, D]``.
     """
+    query, key, value = mine
     if share.groups is None:
         # A group of query heads is cut by the border between two ranks: give every query head its own key.
         key, value = key[:, list(share.key_of_query)], value[:, list(share.key_of_query)]

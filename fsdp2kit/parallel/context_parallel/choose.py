@@ -229,7 +229,7 @@ def _logits_on(
         outputs = []
         for share in share_heads(query.shape[1], key.shape[1], min(cp, query.shape[1])):
             mine = share.of(query, key, value)
-            outputs.append(attend_with_share(kernel, module, *mine, attention_mask, share=share, **options))
+            outputs.append(attend_with_share(kernel, module, mine, attention_mask, share=share, **options))
         return torch.cat(outputs, dim=2), None
 
     use_attention(twin, attend)
