@@ -89,7 +89,6 @@ def train(
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     run = _Run(batches, config, metrics, checkpoints or NoCheckpoints(), evaluate, progress or Progress())
-    stop = StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None)
     profiler = StepProfiler(
         config.profile,
         trace_dir=Path(config.run.dir) / "trace",
@@ -100,22 +99,19 @@ def train(
     )
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     step = partial(train_step, model, optimizer, schedule, objective=objective, shard=shard, config=config, mesh=mesh)
-    with run.checkpoints, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank), stop:
+    step = partial(step, before_update=run.checkpoints.wait_until_staged, memory=metrics.throughput.memory)
+    with run.checkpoints, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
         run.begin()
-        while not run.is_over and (batch := run.next_batch(stop, mesh=mesh)):
-            torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
-            is_first = not metrics.throughput.has_begun
-            with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
-                record = step(
-                    batch,
-                    step=run.progress.step + 1,
-                    before_update=run.checkpoints.wait_until_staged,
-                    memory=metrics.throughput.memory,
-                )
-            run.finish_step(batch, record)
-            if profiler.step():
-                metrics.throughput.restart()
-        run.end()
+        with StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None) as stop:
+            while not run.is_over and (batch := run.next_batch(stop, mesh=mesh)):
+                torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
+                is_first = not metrics.throughput.has_begun
+                with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
+                    record = step(batch, step=run.progress.step + 1)
+                run.finish_step(batch, record)
+                if profiler.step():
+                    metrics.throughput.restart()
+            run.end()
     return run.progress
 
 
