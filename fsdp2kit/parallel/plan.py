@@ -116,8 +116,7 @@ def plan_parallel(
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         loss = choose_loss(config, model, traits=traits, device=device)
         _check_model(model, config, traits=traits, device=device)
-        ignored = (model.get_submodule(name) for name in ignored_modules(config.fsdp, model))
-        whole = {id(p): p.numel() for module in ignored for p in module.parameters()}
+        ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
             device_type=device_type,
@@ -129,7 +128,7 @@ def plan_parallel(
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-            ignored_parameters=sum(whole.values()),
+            ignored_parameters=sum(p.numel() for p in ignored),
             model=config.model,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
