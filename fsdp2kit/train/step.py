@@ -32,8 +32,8 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     return loss if isinstance(loss, tuple) else (loss, None)
 
 
-class HeldOut(Protocol):
-    """What an evaluation calls of a loader."""
+class Batches(Protocol):
+    """What the loop and evaluations call of a loader."""
 
     @property
     def steps_per_epoch(self) -> int: ...
@@ -44,10 +44,6 @@ class HeldOut(Protocol):
     def batch(self, index: int, /) -> Sequence[Any]:
         """This data-parallel rank's micro-batches of a global batch."""
         ...
-
-
-class Batches(HeldOut, Protocol):
-    """What the loop calls of a loader."""
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """A stream's state from which batch ``index`` can be made again; None for data that is not a stream."""
@@ -75,7 +71,7 @@ class GlobalBatch:
 
 
 def next_batch(
-    batches: HeldOut, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
+    batches: Batches, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 
