@@ -147,7 +147,12 @@ def _check_model(
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
     _check_dropout(model, hf_config, config.preflight.allow)
-    _check_router(hf_config, config.preflight.allow)
+    if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
+        what = "is true: the router's auxiliary loss depends on the mesh, and is not part of the loss here"
+        todo = (
+            'set model.config.output_router_logits = false, or preflight.allow = ["router_aux_loss"] to train without'
+        )
+        raise UserError("model.config.output_router_logits", what, todo)
     check_rope(model.config, seq_len=config.data.seq_len)
     check_positions(model, traits, seq_len=config.data.seq_len)
     if config.activation_checkpointing.mode == "selective":
@@ -208,13 +213,3 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
         return module.p > 0
     return any(_is_noise(name) and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-
-
-def _check_router(config: PretrainedConfig, allow: Collection[str]) -> None:
-    if "router_aux_loss" in allow or not getattr(config, "output_router_logits", False):
-        return
-    raise UserError(
-        "model.config.output_router_logits",
-        "is true: the router's auxiliary loss depends on the mesh, and is not part of the loss here",
-        'set model.config.output_router_logits = false, or preflight.allow = ["router_aux_loss"] to train without it',
-    )

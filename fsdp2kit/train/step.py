@@ -148,7 +148,9 @@ def train_step(
     if config.train.max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.max_grad_norm, norm)
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
-    loss, *parts, norm_value = _read(mesh.sum_loss(local_loss.clone()), norm)
+    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    # One copy to the host, so that it waits for the device once.
+    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
     record = {"loss": loss, "grad_norm": norm_value, "lr": lr}
     for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
         if tokens:
@@ -249,8 +251,3 @@ def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
         f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
         'or set train.on_nonfinite = "skip"'
     )
-
-
-def _read(*figures: Tensor) -> Sequence[float]:
-    """Copy device scalars and vectors to the host, waiting once."""
-    return torch.cat([figure.detach().to(figures[0].device, torch.float64).flatten() for figure in figures]).tolist()

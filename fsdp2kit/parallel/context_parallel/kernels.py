@@ -252,7 +252,8 @@ def _varlen_calls(
     for segment in segments:
         for group in groups:
             same_bounds = (group[0].left, group[0].right) == (segment.left, segment.right)
-            if same_bounds and not any(_share_a_query(segment, other) for other in group):
+            rest = [s for s in group if s.row == segment.row]  # none of them may share a query with it
+            if same_bounds and all(s.q_stop <= segment.q_start or segment.q_stop <= s.q_start for s in rest):
                 group.append(segment)
                 break
         else:
@@ -267,10 +268,6 @@ def _varlen_calls(
         bounds = VarlenBounds(q_borders, k_borders, q_longest, k_longest, group[0].left, group[0].right)
         calls.append(_VarlenCall(q_index, k_index, bounds))
     return calls
-
-
-def _share_a_query(first: Segment, second: Segment) -> bool:
-    return first.row == second.row and first.q_start < second.q_stop and second.q_start < first.q_stop
 
 
 def _join_ranges(ranges: list[range], total: int, device: torch.device) -> tuple[Tensor | None, Tensor, int]:
