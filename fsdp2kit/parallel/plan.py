@@ -148,11 +148,10 @@ def _check_model(
     hf_config, name = model.config.get_text_config(), type(model).__name__
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
+        key = "model.config.output_router_logits"
         what = "is true: the router's auxiliary loss depends on the mesh, and is not part of the loss here"
-        todo = (
-            'set model.config.output_router_logits = false, or preflight.allow = ["router_aux_loss"] to train without'
-        )
-        raise UserError("model.config.output_router_logits", what, todo)
+        todo = f'set {key} = false, or preflight.allow = ["router_aux_loss"] to train without it'
+        raise UserError(key, what, todo)
     check_rope(model.config, seq_len=config.data.seq_len)
     check_positions(model, traits, seq_len=config.data.seq_len)
     if config.activation_checkpointing.mode == "selective":
