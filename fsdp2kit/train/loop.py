@@ -50,7 +50,7 @@ class Checkpoints(Protocol):
 
 
 class NoCheckpoints(Checkpoints):
-    """Saves nothing: for benchmarks and comparisons."""
+    """Saves nothing, by the protocol's empty methods: for benchmarks and comparisons."""
 
     def has_failed(self) -> bool:
         return False
@@ -88,7 +88,8 @@ def train(
             save that failed; out of memory.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
-    run = _Run(batches, config, metrics, checkpoints or NoCheckpoints(), evaluate, progress or Progress())
+    saves = checkpoints or NoCheckpoints()  # pyright: ignore[reportAbstractUsage]
+    run = _Run(batches, config, metrics, saves, evaluate, progress or Progress())
     profiler = StepProfiler(
         config.profile,
         trace_dir=Path(config.run.dir) / "trace",
@@ -99,8 +100,8 @@ def train(
     )
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     step = partial(train_step, model, optimizer, schedule, objective=objective, shard=shard, config=config, mesh=mesh)
-    step = partial(step, before_update=run.checkpoints.wait_until_staged, memory=metrics.throughput.memory)
-    with run.checkpoints, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
+    step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
+    with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
         run.begin()
         with StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None) as stop:
             while not run.is_over and (batch := run.next_batch(stop, mesh=mesh)):

@@ -205,7 +205,8 @@ def attend_with_share(
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
         attend = AttentionInterface()[kernel]
-    return attend(_LocalHeads(module, share), query, key, value, attention_mask, **options)[0]
+    stand_in: Any = _LocalHeads(module, share)
+    return attend(stand_in, query, key, value, attention_mask, **options)[0]
 
 
 class _LocalHeads:
