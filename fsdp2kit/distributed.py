@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -181,26 +181,18 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
         return work()
     is_first = ranks_from_environment()[2] == 0
     result: list[T] = []
-    for turn in (True, False):
-        future = _run_while_ranks_meet(work if is_first is turn else None)
-        with agreement():
-            if future is not None:
-                result.append(future.result())
-    return result[0]
-
-
-def _run_while_ranks_meet(work: Callable[[], T] | None) -> Future[T] | None:
-    """Run ``work`` in a thread; all ranks meet in a collective every half second until all are done."""
-    future: Future[T] | None = None
     with ThreadPoolExecutor(max_workers=1) as thread:
-        if work is not None:
-            future = thread.submit(work)
-        busy = True
-        while busy:
-            if future is not None:
-                wait([future], timeout=0.5)
-            busy = reduce_numbers([float(future is not None and not future.done())])[0] > 0
-    return future
+        for turn in (True, False):
+            future = thread.submit(work) if is_first is turn else None
+            busy = True
+            while busy:  # ranks that have nothing to do wait in a collective that ends every half second
+                if future is not None:
+                    wait([future], timeout=0.5)
+                busy = reduce_numbers([float(future is not None and not future.done())])[0] > 0
+            with agreement():
+                if future is not None:
+                    result.append(future.result())
+    return result[0]
 
 
 def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
