@@ -51,6 +51,7 @@ def build_metrics(
             if aside := move_aside(path, resume_step=progress.step):
                 console.message(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
+            path.touch()  # refused here, before wandb begins a run that must be ended
             wandb = start_wandb(
                 config.wandb,
                 run_dir=job.run_dir,
