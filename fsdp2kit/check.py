@@ -16,12 +16,13 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     """Plan the run as `main` of a recipe would, and read the first rows of its data.
 
     Returns:
-        The plan's lines, and what could not be checked because it is not on this machine: "model", a TOML key, …
+        The plan's lines, or the mesh alone if the model is not on this machine; and what could not be checked because
+        it is not here: "model", a TOML key, …
 
     Raises:
         UserError: what `build_model`, `plan_parallel` or the data would refuse.
     """
-    lines, unchecked = [], []
+    lines, unchecked = [str(sizes)], []
     try:
         load_hf_config(config.model, local_files_only=True)
     except UserError:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,8 +60,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     Raises:
         UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
     """
-    size, local_size = world_size_from_environment()
-    rank, local_rank = rank_from_environment()
+    rank, size, local_rank, local_size = ranks_from_environment()
     on_cuda = torch.cuda.is_available()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
@@ -130,13 +129,8 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
         UserError: a rank reported one.
         RunFailure: another rank failed in another way.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, picklable, group=group)  # on gloo, which every group has, also with CUDA
+    reports = gather_objects(picklable, group=group)
     for report in reports:
         if isinstance(report, UserError):
             raise report from (error if report is not error else None)
@@ -185,56 +179,38 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     Raises:
         UserError: it failed on any rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return work()
-    is_first = rank_from_environment()[1] == 0
+    is_first = ranks_from_environment()[2] == 0
     result: list[T] = []
-    for turn in (True, False):
-        future = _run_while_ranks_meet(work if is_first is turn else None)
-        with agreement():
-            if future is not None:
-                result.append(future.result())
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        for turn in (True, False):
+            future = thread.submit(work) if is_first is turn else None
+            busy = True
+            while busy:  # ranks that have nothing to do wait in a collective that ends every half second
+                if future is not None:
+                    wait([future], timeout=0.5)
+                busy = reduce_numbers([float(future is not None and not future.done())])[0] > 0
+            with agreement():
+                if future is not None:
+                    result.append(future.result())
     return result[0]
 
 
-def _run_while_ranks_meet(work: Callable[[], T] | None) -> Future[T] | None:
-    """Run ``work`` in a thread; all ranks meet in a collective every half second until all are done."""
-    future: Future[T] | None = None
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        if work is not None:
-            future = thread.submit(work)
-        busy = True
-        while busy:
-            if future is not None:
-                wait([future], timeout=0.5)
-            busy = sum_over_ranks([float(future is not None and not future.done())])[0] > 0
-    return future
-
-
-def sum_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise sum of a few host numbers over all ranks, in float64 on gloo."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+    """Element-wise sum (or maximum, …) of a few host numbers over all ranks, in float64 on gloo."""
+    if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def max_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise maximum of a few host numbers over all ranks, in float64 on gloo."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=op)
     return tensor.tolist()
 
 
 def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:
     """``value`` of every rank, on every rank, in rank order. `group`: as in `agree`."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)  # on gloo, which every group has, also with CUDA
     return values
 
 
@@ -252,30 +228,21 @@ def sharded_like(tensor: Tensor, local: Tensor, shape: torch.Size | None = None)
     return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
-def world_size_from_environment() -> tuple[int, int]:
-    """``(WORLD_SIZE, LOCAL_WORLD_SIZE)`` as torchrun sets them; 1 and WORLD_SIZE without torchrun.
+def ranks_from_environment() -> tuple[int, int, int, int]:
+    """``(RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)`` as torchrun sets them; without it there is one rank.
 
     Raises:
-        UserError: one of them is not a number of processes.
+        UserError: one of them is not a number of processes, or not a rank of so many.
     """
     size = _size("WORLD_SIZE", default=1)
-    return size, _size("LOCAL_WORLD_SIZE", default=size)
-
-
-def rank_from_environment() -> tuple[int, int]:
-    """``(RANK, LOCAL_RANK)`` as torchrun sets them; 0 and 0 without torchrun.
-
-    Raises:
-        UserError: one of them is not a rank of a world of that size.
-    """
-    size, local_size = world_size_from_environment()
-    return _rank("RANK", size=size), _rank("LOCAL_RANK", size=local_size)
+    local_size = _size("LOCAL_WORLD_SIZE", default=size)
+    return _rank("RANK", size=size), size, _rank("LOCAL_RANK", size=local_size), local_size
 
 
 def is_main_process() -> bool:
     """Whether this process prints; every process does if the environment names no valid rank."""
     try:
-        return rank_from_environment()[0] == 0
+        return ranks_from_environment()[0] == 0
     except UserError:
         return True
 

@@ -36,7 +36,6 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
-LOCK = ".lock"
 logger = logging.getLogger(__name__)
 
 # Errors of fcntl if another process has the lock; any other error means that the file system has no locks.
@@ -116,7 +115,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
     """
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # POSIX locks, not flock: children do not inherit them, and over NFS they hold between machines.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +165,7 @@ def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[st
         "versions": {
             "fsdp2kit": fsdp2kit.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "datasets", "safetensors")},
+            **{name: metadata.version(name) for name in ("torch", "transformers", "datasets", "safetensors")},
             "cuda": torch.version.cuda,
         },
         "devices": devices or [platform.processor() or platform.machine()],
@@ -212,24 +211,15 @@ def _owner(handle: int) -> str:
         return "another process"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _git_state() -> dict[str, Any] | None:
     """The working directory's commit and whether files differ from it; None without a repository or without git."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "modified": bool(_git("status", "--porcelain", "--untracked-files=no"))}
 
-
-def _git(*arguments: str) -> str | None:
-    try:
+    def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()

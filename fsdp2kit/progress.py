@@ -36,14 +36,16 @@ class Progress:
         total, input_total = self.tokens_total + tokens, self.input_tokens_total + input_tokens
         return replace(self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total)
 
-    def after_evaluation(self, eval_loss: float | None, *, min_delta: float) -> Progress:
-        """The progress with an evaluation's loss (None: there was none): the best so far, or one more that was not.
+    def after_evaluation(self, eval_loss: float, *, min_delta: float) -> Progress:
+        """The progress with an evaluation's loss: the best so far, or one more that was not.
 
         Args:
             min_delta: by how much a loss must be lower to be better.
         """
-        if eval_loss is None:
-            return self
         if self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta:
             return replace(self, best_eval_loss=eval_loss, best_step=self.step, stale_evaluations=0)
         return replace(self, stale_evaluations=self.stale_evaluations + 1)
+
+    def is_over(self, total_steps: int, *, patience: int | None) -> bool:
+        """Whether all steps are done, or the last ``patience`` evaluations (None: any number) did not improve."""
+        return self.step >= total_steps or (patience is not None and self.stale_evaluations >= patience)

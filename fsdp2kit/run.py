@@ -163,11 +163,11 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     # Set before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        world_size, local_world_size = distributed.world_size_from_environment()
+        _, world_size, _, local_world_size = distributed.ranks_from_environment()
         recipe, config = load(toml, overrides)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):
-            lines, unchecked = [], recipe.check(config)
+            lines, unchecked = [str(sizes)], recipe.check(config)
         else:
             from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
 
@@ -175,12 +175,8 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    print(
-        f"ok: {toml} on {world_size} ranks (dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, "
-        f"cp {sizes.cp}), checked in {time.perf_counter() - started:.1f} s"
-    )
-    for line in [*lines, *(f"{what} unchecked: not on this machine" for what in unchecked)]:
-        print(line)
+    print(f"ok: {toml} on {world_size} ranks, checked in {time.perf_counter() - started:.1f} s")
+    print(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
     return 0
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 # DTensor tries every operator on these before it runs it; code that observes operators must tell them from real ones.
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 # Checkpoints at any fsspec URL; torch has these only under a private name.
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
 
 # An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -27,31 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 # To observe operators and their tensors; torch documents both, under private names.
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-__all__ = [
-    "BackwardInputs",
-    "FakeTensor",
-    "FsspecReader",
-    "FsspecWriter",
-    "TorchDispatchMode",
-    "VarlenBounds",
-    "accumulated_gradients",
-    "all_gather_single",
-    "compile_seconds",
-    "cpu_flash_attention",
-    "cpu_flash_attention_backward",
-    "cuda_flash_attention",
-    "cuda_flash_attention_backward",
-    "group_named",
-    "local_slices",
-    "orthogonalize",
-    "reduce_scatter_single",
-    "timeout_of",
-    "torch_at_least",
-    "tree_leaves",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
@@ -86,11 +64,6 @@ def compile_seconds() -> float:
 def orthogonalize(matrix: Tensor) -> Tensor:
     """``U Vᵀ`` of ``matrix = U S Vᵀ``, nearly, in bfloat16: torch's Newton-Schulz iteration, with its defaults."""
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
-
-
-def torch_at_least(major: int, minor: int) -> bool:
-    """Whether the running torch is at least ``major.minor``."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
 
 
 # torch 2.13 gave these two new names and warns at the old ones.

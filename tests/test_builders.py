@@ -42,7 +42,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import build_metrics
-from fsdp2kit.train.profiling import build_profiler
+from fsdp2kit.train.profiling import StepProfiler
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
@@ -125,7 +125,7 @@ def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
 
 def test_profiler(tmp_path: Path) -> None:
     profile = ProfileConfig(enabled=True, start_step=1, steps=1)
-    with build_profiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
+    with StepProfiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
         for _ in (1, 2):
             torch.ones(2).sum()
             profiler.step()

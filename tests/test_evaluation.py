@@ -14,10 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
-from fsdp2kit.train.loop import is_over
 from tests.reference import tiny_model
 from tests.workers import WorkerPool
 
@@ -72,13 +70,13 @@ def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, t
 
 
 def test_the_best_evaluation_is_remembered_and_patience_ends() -> None:
-    config = TrainingConfig.model_validate({"recipe": "x", "eval": {"every": 1, "patience": 2}})
     progress = Progress()
-    for step, (loss, best, stale) in enumerate([(3.0, 1, 0), (2.95, 1, 1), (2.8, 3, 0), (None, 3, 0), (2.9, 3, 1)], 1):
+    for step, (loss, best, stale) in enumerate([(3.0, 1, 0), (2.95, 1, 1), (2.8, 3, 0), (2.9, 3, 1)], 1):
         progress = replace(progress, step=step).after_evaluation(loss, min_delta=0.1)
         assert (progress.best_step, progress.stale_evaluations) == (best, stale)
-        assert not is_over(progress, config, total=9)
-    assert is_over(progress.after_evaluation(5.0, min_delta=0.1), config, total=9)
+        assert not progress.is_over(9, patience=2)
+    assert progress.after_evaluation(5.0, min_delta=0.1).is_over(9, patience=2)
+    assert progress.is_over(4, patience=None)
 
 
 def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def bench_gpu(options: Options) -> dict[str, Any]:
     Raises:
         UserError: without a CUDA device, unless it is a dry run.
     """
-    if distributed.world_size_from_environment()[0] != 1:
+    if distributed.ranks_from_environment()[1] != 1:
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
     if not torch.cuda.is_available() and not options.dry_run:
         raise UserError("bench gpu", "finds no CUDA device", "try it here with --device cpu --dry-run")

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.loop import train
-from fsdp2kit.train.metrics import JsonLines, Metrics
+from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import Batches, cross_entropy
 from fsdp2kit.train.throughput import Throughput
 
@@ -63,8 +63,6 @@ class Ours:
             mesh=self.mesh,
             metrics=self.metrics,
             progress=self.progress,
-            heed_signals=False,
-            checks_ledger=self.progress.step == 0,
         )
         return self.records[before:]
 
@@ -92,9 +90,8 @@ def build_ours(
     total_steps = config.train.total_steps(loader.steps_per_epoch)
     schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=total_steps)
     records: list[dict[str, Any]] = []
-    lines = JsonLines(metrics_path) if metrics_path else None
     throughput = Throughput(plan.flops, device=world.device, world_size=world.size)
-    metrics = Metrics(throughput, lines=lines, records=records)
+    metrics = Metrics(throughput, path=metrics_path, records=records)
     return Ours(config, model, plan, mesh, optimizer, schedule, loader, metrics, records, Progress())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,23 +42,19 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
+    # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.
+    inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
+
     # A wrapper around `checkpoint`: as the outermost call torch.compile would silently leave it, and all below it,
     # uncompiled; inside another function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # RNG state is preserved (the default): with preflight.allow = ["dropout"] recomputation needs the same masks.
-        return checkpoint(forward, *args, **options, **kwargs)
+        with inputs_kept():
+            # RNG state is preserved (the default): with preflight.allow = ["dropout"] recomputation needs the same
+            # masks.
+            return checkpoint(forward, *args, **options, **kwargs)
 
-    if not offload:
-        return recomputed
-
-    @functools.wraps(forward)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.
-        with save_on_cpu(pin_memory=True):
-            return recomputed(*args, **kwargs)
-
-    return offloaded
+    return recomputed
 
 
 def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
@@ -82,13 +82,15 @@ def plan_float8(
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) in inside}
     _check_patterns(section.exclude, linear)
     tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
-    routed = _expert_counts(model.config.get_text_config())
+    hf_config = model.config.get_text_config().to_dict()
+    # The numbers of experts, under any name; none without experts.
+    expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}
     chosen: list[str] = []
     left_out: dict[str, list[str]] = {}
     for name, module in linear.items():
         reasons = {
             "by float8.exclude": any(fnmatchcase(name, pattern) for pattern in section.exclude),
-            "routers": _is_router(name, module, routed),
+            "routers": _is_router(name, module, expert_counts),
             "routed experts, whose tokens vary in number": "experts" in name.split("."),
             "of a class of their own": type(module) is not nn.Linear,
             f"with a side not divisible by {_MULTIPLE}": any(side % _MULTIPLE for side in module.weight.shape),
@@ -158,12 +160,6 @@ def _check_patterns(patterns: list[str], linear: Mapping[str, nn.Linear]) -> Non
             near = difflib.get_close_matches(pattern, linear, n=1) or list(linear)[:1]
             todo = f"their names are like {near[0]}" if near else "leave it out"
             raise UserError("float8.exclude", f"{pattern!r} matches no linear layer of a decoder layer", todo)
-
-
-def _expert_counts(config: PretrainedConfig) -> set[int]:
-    """The numbers of experts in the config, under any name; empty without experts."""
-    counts = {key: value for key, value in config.to_dict().items() if "expert" in key}
-    return {value for value in counts.values() if type(value) is int}
 
 
 def _is_router(name: str, module: nn.Linear, expert_counts: set[int]) -> bool:

@@ -18,14 +18,6 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits, inspect_model
 
-_RESHARDS_AFTER_FORWARD = {
-    "full_shard": True,
-    "shard_grad_op": False,
-    "no_shard": False,
-    "hybrid_shard": True,
-    "hybrid_shard_zero2": False,
-}
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -43,10 +35,6 @@ class Unit:
     """Its floating-point outputs are cast to this; None: they are not cast."""
     reshard_after_forward: bool | int
     """Whether its parameters are freed after forward, or to how many ranks they are resharded."""
-
-    @property
-    def is_root(self) -> bool:
-        return self.name == ""
 
 
 def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None) -> tuple[Unit, ...]:
@@ -149,6 +137,9 @@ def apply_fsdp(
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
         dtype = section.param_dtype if parameter in whole else section.storage_dtype
         parameter.data = parameter.data.to(getattr(torch, dtype))
+    # On a CPU mesh shards are on the host already, and torch refuses to offload them.
+    on_host = section.offload == "params" and mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
     for unit in reversed(units):  # torch requires inner units first
         module = model.get_submodule(unit.name)
         fully_shard(
@@ -160,7 +151,7 @@ def apply_fsdp(
                 reduce_dtype=getattr(torch, section.reduce_dtype),
                 output_dtype=getattr(torch, unit.output_dtype) if unit.output_dtype else None,
             ),
-            offload_policy=offload_policy(section, mesh),
+            offload_policy=offload,
             ignored_params=whole or None,
         )
         if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
@@ -191,20 +182,9 @@ def apply_prefetch(section: FSDPConfig, units: Sequence[nn.Module]) -> None:
 
 def reshards_after_forward(section: FSDPConfig) -> bool | int:
     """Whether a unit's parameters are freed after forward, or to how many ranks they are resharded."""
-    explicit = section.reshard_after_forward
-    return _RESHARDS_AFTER_FORWARD[section.strategy] if explicit is None else explicit
-
-
-def offload_policy(section: FSDPConfig, mesh: DeviceMesh) -> OffloadPolicy:
-    """Where shards are stored. On a CPU mesh they are on the host already, and torch refuses to offload them."""
-    if section.offload == "params" and mesh.device_type != "cpu":
-        return CPUOffloadPolicy(pin_memory=True)
-    return OffloadPolicy()
-
-
-def shard_device(section: FSDPConfig, device: torch.device) -> torch.device:
-    """The device that sharded parameters are kept on."""
-    return torch.device("cpu") if section.offload == "params" else device
+    if section.reshard_after_forward is None:
+        return section.strategy in ("full_shard", "hybrid_shard")
+    return section.reshard_after_forward
 
 
 def reshard_all(model: nn.Module) -> None:
@@ -247,15 +227,16 @@ def _by_size(model: nn.Module, min_params: int, uncalled: set[str]) -> Iterator[
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, int]]:
         """Units inside ``module``, itself among them, each with its parameters."""
-        inside = [unit for child, sub in module.named_children() for unit in visit(_join(name, child), sub)]
+        inside = [unit for child, sub in module.named_children() for unit in visit(f"{name}.{child}", sub)]
         yield from inside
         left = sum(parameter.numel() for parameter in module.parameters()) - sum(count for _, count in inside)
         own = {key for key, _ in module.named_parameters(prefix=name, remove_duplicate=False)}
         can_gather = _can_gather(module) and name not in uncalled
-        if name and left >= min_params and can_gather and (shared <= own or not shared & own):
+        if left >= min_params and can_gather and (shared <= own or not shared & own):
             yield name, left
 
-    yield from (name for name, _ in visit("", model))
+    for child, module in model.named_children():
+        yield from (name for name, _ in visit(child, module))
 
 
 def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
@@ -277,7 +258,7 @@ def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
             yield name
             return
         for child, inner in module.named_children():
-            yield from visit(_join(name, child), inner)
+            yield from visit(f"{name}.{child}", inner)
 
     tied = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
     for child, module in model.named_children():
@@ -309,10 +290,6 @@ def _unit_of(parameter: str, units: set[str]) -> str:
 def _can_gather(module: nn.Module) -> bool:
     """Whether it has a forward for which its parameters can be gathered; a list of modules has none."""
     return type(module).forward is not nn.Module.forward
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:

@@ -103,62 +103,47 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
         RunFailure: a shard, an unsharded parameter, an accumulated or reduced gradient, or a moment has another dtype
             than the ledger says.
     """
-    seen = _Seen()
-    seen.note("storage", (p for p in model.parameters() if isinstance(p, DTensor)))
-    hooks = [
-        module.register_forward_pre_hook(seen.watch_unit)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)  # around units, not inside: what is inside may be compiled
-    ]
-    hooks.append(optimizer.register_step_pre_hook(seen.watch_update))
+    seen: dict[str, set[torch.dtype]] = {}
+    """The dtypes found, by the ledger's names; of gathered parameters by the class of their module."""
+
+    def note(name: str, values: Iterable[object]) -> None:
+        seen.setdefault(name, set()).update(value.dtype for value in values if isinstance(value, Tensor))
+
+    def watch_unit(unit: nn.Module, _inputs: object) -> None:
+        # By then FSDP has gathered this unit's parameters, and still has the gradients of earlier micro-batches.
+        for module in _modules_of_unit(unit):
+            parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
+            if parameters:  # `fully_shard` puts "FSDP" in front of a unit's class
+                note(f"compute of {type(module).__name__.removeprefix('FSDP')}", parameters)
+        note("accumulation", accumulated_gradients(unit))
+
+    def watch_update(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        note("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))
+
+    note("storage", (p for p in model.parameters() if isinstance(p, DTensor)))
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # Around units, not inside: what is inside may be compiled.
+    hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]
+    hooks.append(optimizer.register_step_pre_hook(watch_update))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
     for state in optimizer.state.values():
-        seen.note("optimizer", (_as_stored(value) for name, value in state.items() if name != "step"))
+        note("optimizer", (_as_stored(value) for name, value in state.items() if name != "step"))
     by_class = {f"compute of {name}": dtype for name, dtype in ledger.compute_by_class.items()}
-    for name, dtypes in seen.dtypes.items():
+    for name, dtypes in seen.items():
         expected: str = by_class.get(name) or getattr(ledger, name.split(" of ")[0]) or ledger.compute
         if wrong := dtypes - {getattr(torch, dtype) for dtype in expected.split(" or ")}:
             found = ", ".join(sorted(map(str, wrong)))
             raise RunFailure(f"dtype ledger: {name} should be {expected}, but {found} was found")
 
 
-class _Seen:
-    """The dtypes found, by the ledger's names; of gathered parameters also by the class of their module."""
-
-    def __init__(self) -> None:
-        self.dtypes: dict[str, set[torch.dtype]] = {}
-
-    def note(self, name: str, values: Iterable[object]) -> None:
-        self.dtypes.setdefault(name, set()).update(value.dtype for value in values if isinstance(value, Tensor))
-
-    def watch_unit(self, unit: nn.Module, _inputs: object) -> None:
-        """A forward pre-hook: FSDP has gathered this unit's parameters by then, and still has the gradients of
-        earlier micro-batches."""
-        for module in _modules_of_unit(unit):
-            parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
-            if parameters:
-                self.note(f"compute of {_class_of(module)}", parameters)
-        self.note("accumulation", accumulated_gradients(unit))
-
-    def watch_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """A step pre-hook."""
-        self.note("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))
-
-
 def _as_stored(value: object) -> object:
     """The tensor that stores a moment; torchao's quantised ones report float32 and store codes."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return getattr(local, "codes", value)
-
-
-def _class_of(module: nn.Module) -> str:
-    """The name of its class, without the prefix that `fully_shard` adds."""
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def _modules_of_unit(module: nn.Module) -> Iterator[nn.Module]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2kit.config.checks import MeshSizes, resolve_mesh, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
-from fsdp2kit.distributed import World, sum_over_ranks
+from fsdp2kit.distributed import World, reduce_numbers
 from fsdp2kit.torch_compat import timeout_of
 
 
@@ -71,7 +71,7 @@ class Mesh:
             flags: summed over all ranks.
             counts: of this rank's rows, which all ranks of a `cp_group` read.
         """
-        sums = sum_over_ranks([*flags, *counts])
+        sums = reduce_numbers([*flags, *counts])
         return sums[: len(flags)], [round(value / self.sizes.cp) for value in sums[len(flags) :]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
@@ -12,7 +13,7 @@ from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.float8 import apply_float8
-from fsdp2kit.parallel.fsdp import apply_fsdp, shard_device
+from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 
@@ -47,5 +48,6 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     for module in {id(module): module for module in (model, head)}.values():
         register_fsdp_forward_method(module, "loss_sum")
     # 6. Only now memory is allocated, for the shards alone.
-    materialize(model, device=shard_device(plan.fsdp, mesh.device), whole_device=mesh.device)
+    shard_device = torch.device("cpu") if plan.fsdp.offload == "params" else mesh.device
+    materialize(model, device=shard_device, whole_device=mesh.device)
     return model

@@ -7,10 +7,13 @@ plan. Planning needs no device, no weights and no process group.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, shard_ranks
 from fsdp2kit.config.schema import (
@@ -21,15 +24,18 @@ from fsdp2kit.config.schema import (
     TrainingConfig,
 )
 from fsdp2kit.distributed import agreement
-from fsdp2kit.model.build import source_of
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import decoder_layers, source_of
 from fsdp2kit.model.flops import ModelFlops, count_model_flops
-from fsdp2kit.model.inspect import inspect_model
+from fsdp2kit.model.inspect import Traits, check_attention, check_positions, check_rope, inspect_model
+from fsdp2kit.model.liger import check_liger_model
 from fsdp2kit.model.loss_head import LossChoice, choose_loss
+from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
+from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
 from fsdp2kit.parallel.float8 import Float8Plan, plan_float8
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
-from fsdp2kit.parallel.preflight import check_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,7 @@ class ParallelPlan:
 
     def _describe_sharding(self) -> list[str]:
         section = self.fsdp
-        counts = Counter("root" if unit.is_root else unit.kind for unit in self.units)
+        counts = Counter(unit.kind if unit.name else "root" for unit in self.units)
         units = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         lines = [
             f"fsdp: {section.strategy} over {shard_ranks(section, self.sizes)} ranks; units: {units}; "
@@ -109,9 +115,8 @@ def plan_parallel(
         device = torch.device(device_type) if device_type else None
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         loss = choose_loss(config, model, traits=traits, device=device)
-        check_model(model, config, traits=traits, attention=attention, cp=sizes.cp, device=device)
-        ignored = (model.get_submodule(name) for name in ignored_modules(config.fsdp, model))
-        whole = {id(p): p.numel() for module in ignored for p in module.parameters()}
+        _check_model(model, config, traits=traits, device=device)
+        ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
             device_type=device_type,
@@ -123,10 +128,87 @@ def plan_parallel(
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-            ignored_parameters=sum(whole.values()),
+            ignored_parameters=sum(p.numel() for p in ignored),
             model=config.model,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
             compile=config.compile,
         )
     return plan
+
+
+def _check_model(
+    model: PreTrainedModel, config: TrainingConfig, *, traits: Traits, device: torch.device | None
+) -> None:
+    """Refuse what would silently train something else than the config says.
+
+    Each refusal says what would go wrong and what to do. Those that a user may accept have a name for
+    ``preflight.allow``.
+    """
+    hf_config, name = model.config.get_text_config(), type(model).__name__
+    _check_dropout(model, hf_config, config.preflight.allow)
+    if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
+        key = "model.config.output_router_logits"
+        what = "is true: the router's auxiliary loss depends on the mesh, and is not part of the loss here"
+        todo = f'set {key} = false, or preflight.allow = ["router_aux_loss"] to train without it'
+        raise UserError(key, what, todo)
+    check_rope(model.config, seq_len=config.data.seq_len)
+    check_positions(model, traits, seq_len=config.data.seq_len)
+    if config.activation_checkpointing.mode == "selective":
+        _check_selective(traits.twin(), config.activation_checkpointing, name=name)
+    if device is not None:
+        check_attention(config.model.attention, device=device)
+        check_liger_model(config.model, model, device=device)
+    if traits.causal is False:
+        what = "its tokens see later tokens, so next-token prediction would learn to copy"
+        raise UserError(f"model {name}", what, "use a causal language model")
+    if not config.data.pack:
+        return
+    what, unknown = None, unknown_kinds(hf_config)
+    if traits.separates_packed is None:
+        what = f"no small copy of {name} could be tried, so packed documents might see each other"
+    elif not traits.separates_packed:
+        what = f"packed documents would see each other in {name} (tried on a small copy of it)"
+    elif unknown:  # in the trial a convolution's small weights might hide what it carries over
+        what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
+    if what:
+        raise UserError("data.pack", what, "set data.pack = false")
+
+
+def _check_selective(twin: Any, section: ActivationCheckpointingConfig, *, name: str) -> None:
+    """Refuse to keep results that the model later changes in place; tried on a tiny copy, if one can be made."""
+    if twin is None:
+        return
+    apply_activation_checkpointing(section, decoder_layers(twin), device_type="cpu")
+    try:
+        twin(input_ids=torch.arange(2, 14)[None], use_cache=False).logits.sum().backward()
+    except RuntimeError as error:
+        if "mutated" in str(error):
+            what = f"{name} changes results in place that would be kept for backward"
+            todo = 'set activation_checkpointing.mode = "full"'
+            raise UserError("activation_checkpointing.mode 'selective'", what, todo) from None
+
+
+def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Collection[str]) -> None:
+    if "dropout" in allow or not any(_drops(module) for module in model.modules()):
+        return
+    # Configs also name dropouts of heads that this model lacks: the modules decide, the config gives the names.
+    keys = [
+        key for key, value in config.to_dict().items() if _is_noise(key) and isinstance(value, float) and value > 0
+    ]
+    raise UserError(
+        "model.config",
+        f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
+        f'set {" and ".join(f"model.config.{key} = 0.0" for key in keys)}, or preflight.allow = ["dropout"]',
+    )
+
+
+def _is_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values in training: a dropout layer, or a rate that its forward hands to a function."""
+    if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
+        return module.p > 0
+    return any(_is_noise(name) and isinstance(value, float) and value > 0 for name, value in vars(module).items())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import special_ids
-from fsdp2kit.distributed import agreement, sum_over_ranks
+from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.train.step import HeldOut, next_batch
+from fsdp2kit.train.step import Batches, next_batch
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
 
@@ -28,7 +29,7 @@ _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model
 def build_evaluation(
     section: EvalConfig,
     model: PreTrainedModel,
-    held_out: Mapping[str, HeldOut],
+    held_out: Mapping[str, Batches],
     *,
     plan: ParallelPlan,
     mesh: Mesh,
@@ -48,28 +49,23 @@ def build_evaluation(
         if section.prompts and tokenizer is None:
             raise UserError("eval.prompts", "need a tokenizer", "set model.tokenizer or model.path, or leave them out")
         prompts = [(prompt, prompt_ids(tokenizer, prompt)) for prompt in section.prompts]
-    return (
-        Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer) if held_out else None
-    )
+    if not held_out:
+        return None
+    return Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer)
 
 
+@dataclass
 class Evaluation:
     """Evaluates the sharded model during training; see `build_evaluation`."""
 
-    def __init__(
-        self,
-        section: EvalConfig,
-        model: Any,
-        held_out: Mapping[str, HeldOut],
-        prompts: Sequence[tuple[str, list[int]]],
-        *,
-        plan: ParallelPlan,
-        mesh: Mesh,
-        tokenizer: Any,
-    ) -> None:
-        self._section, self._model, self._held_out, self._prompts = section, model, held_out, prompts
-        self._plan, self._mesh, self._tokenizer = plan, mesh, tokenizer
-        self._shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+    section: EvalConfig
+    model: Any
+    held_out: Mapping[str, Batches]
+    prompts: Sequence[tuple[str, list[int]]]
+    """Each with its token ids."""
+    plan: ParallelPlan
+    mesh: Mesh
+    tokenizer: Any
 
     def __call__(self) -> dict[str, float]:
         """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.
@@ -78,57 +74,50 @@ class Evaluation:
             ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
             ``eval_perplexity/NAME`` of each named set.
         """
-        self._model.eval()
+        self.model.eval()
         record: dict[str, float] = {}
         all_loss, all_tokens = 0.0, 0
-        for name, batches in self._held_out.items():
+        for name, batches in self.held_out.items():
             loss, tokens = self._sum_of_set(batches)
             all_loss, all_tokens = all_loss + loss, all_tokens + tokens
             if name:
                 record |= _figures(loss / tokens, f"/{name}")
         # Units that keep their parameters for backward stay gathered here, and a checkpoint would not see the shards.
-        reshard_all(self._model)
-        self._model.train()
+        reshard_all(self.model)
+        self.model.train()
         return {**_figures(all_loss / all_tokens, ""), **record}
 
     def answers(self) -> list[dict[str, str]]:
         """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``. Collective."""
         found = []
-        for prompt, ids in self._prompts:
-            answer = generate(
-                self._model,
-                ids,
-                self._shard,
-                max_new_tokens=self._section.max_new_tokens,
-                stops=special_ids(self._tokenizer),
-                plan=self._plan,
-                mesh=self._mesh,
-            )
-            text = self._tokenizer.decode(answer, skip_special_tokens=True)
+        for prompt, ids in self.prompts:
+            stops, length = special_ids(self.tokenizer), self.section.max_new_tokens
+            answer = generate(self.model, ids, max_new_tokens=length, stops=stops, plan=self.plan, mesh=self.mesh)
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
             found.append({"prompt": prompt, "answer": text.strip()})
         return found
 
     @torch.no_grad()
-    def _sum_of_set(self, batches: HeldOut) -> tuple[float, int]:
+    def _sum_of_set(self, batches: Batches) -> tuple[float, int]:
         """The loss summed over a set's supervised tokens on all ranks, and their number."""
+        shard = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
         total: Tensor | None = None
         tokens = 0
         steps = batches.steps_per_epoch
-        for index in range(min(steps, self._section.steps or steps)):
-            batch = next_batch(batches, index, mesh=self._mesh)
+        for index in range(min(steps, self.section.steps or steps)):
+            batch = next_batch(batches, index, mesh=self.mesh)
             tokens += batch.supervised_tokens
             for micro in batch.micro_batches:
-                loss = self._model.loss_sum(**self._shard(micro)).double()
+                loss = self.model.loss_sum(**shard(micro)).double()
                 total = loss if total is None else total + loss
         assert total is not None, "an evaluation has at least one batch"
-        return self._mesh.sum_loss(total).item(), tokens
+        return self.mesh.sum_loss(total).item(), tokens
 
 
 @torch.no_grad()
 def generate(
     model: Any,
     prompt: Sequence[int],
-    shard: Callable[[Any], dict[str, Any]],
     *,
     max_new_tokens: int,
     stops: Collection[int],
@@ -138,10 +127,8 @@ def generate(
     """Greedy continuation of ``prompt``, without a cache: one forward pass per token. Collective.
 
     Every rank runs the same row, or its part of it with context parallelism; the rank with the last token chooses.
-
-    Args:
-        shard: `build_shard_batch`'s function.
     """
+    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     model.eval()
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
@@ -155,7 +142,7 @@ def generate(
         local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
         last = len(tokens) - 1
         decides = last in local and mesh.dp_rank == 0
-        chosen = int(sum_over_ranks([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
+        chosen = int(reduce_numbers([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
         tokens.append(chosen)
         if chosen in stops:
             break

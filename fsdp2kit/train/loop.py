@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.train.evaluation import Evaluation
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
-from fsdp2kit.train.profiling import build_profiler
+from fsdp2kit.train.profiling import StepProfiler
 from fsdp2kit.train.step import Batches, GlobalBatch, Objective, is_finite, next_batch, train_step
 
 # What schedulers and Ctrl-C send.
@@ -48,29 +49,11 @@ class Checkpoints(Protocol):
     def finish_save(self) -> None: ...
 
 
-class NoCheckpoints:
-    """Saves nothing: for benchmarks and comparisons."""
-
-    def __enter__(self) -> NoCheckpoints:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def save(self, progress: Progress, *, is_over: bool) -> None:
-        pass
-
-    def export_resumed(self, *, is_over: bool) -> None:
-        pass
-
-    def wait_until_staged(self) -> None:
-        pass
+class NoCheckpoints(Checkpoints):
+    """Saves nothing, by the protocol's empty methods: for benchmarks and comparisons."""
 
     def has_failed(self) -> bool:
         return False
-
-    def finish_save(self) -> None:
-        pass
 
 
 def train(
@@ -88,8 +71,6 @@ def train(
     progress: Progress | None = None,
     checkpoints: Checkpoints | None = None,
     evaluate: Evaluation | None = None,
-    heed_signals: bool = True,
-    checks_ledger: bool = True,
 ) -> Progress:
     """Train from ``progress.step`` to the last step of ``[train]``, or until stopped. Collective.
 
@@ -98,136 +79,136 @@ def train(
         objective: the loss of a micro-batch, see `Objective`.
         total_steps: steps of the whole run. Default: `train.steps`; under `train.epochs` only the data tell.
         progress: where to start; by default at the beginning.
-        checkpoints: by default nothing is saved.
+        checkpoints: by default nothing is saved, and Ctrl-C, SIGTERM and SIGUSR1 do not wait for the end of a step.
         evaluate: held-out loss and answers to prompts; None: no evaluation.
-        heed_signals: whether Ctrl-C, SIGTERM and SIGUSR1 stop the loop after the current step.
-        checks_ledger: whether the first step's dtypes are compared with ``plan.ledger``, as in a run.
 
     Returns:
         The progress at the end, or where it was asked to stop; it is saved if there are checkpoints.
 
     Raises:
-        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a save that failed; out of memory.
+        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a dtype that is not the ledger's; a
+            save that failed; out of memory.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
-    progress, checkpoints = progress or Progress(), checkpoints or NoCheckpoints()
+    saves = checkpoints or NoCheckpoints()  # pyright: ignore[reportAbstractUsage]
     total = config.train.steps if total_steps is None else total_steps
     if total is None:
         raise ValueError("give total_steps: train.epochs does not say how many that is")
-    first, saved_at = progress.step, progress.step
-    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
-    profiler = build_profiler(
+    run = _Run(batches, total, config, metrics, saves, evaluate, progress or Progress())
+    profiler = StepProfiler(
         config.profile,
         trace_dir=Path(config.run.dir) / "trace",
         rank=mesh.rank,
         device_type=mesh.device.type,
-        steps=total - first,
-        first_step=first + 1,
+        steps=run.total - run.first,
+        first_step=run.first + 1,
     )
-
-    def save(now: Progress) -> None:
-        position = replace(now, wandb_id=metrics.wandb_id, data=batches.state(now.step))
-        checkpoints.save(position, is_over=is_over(now, config, total=total))
-
-    with checkpoints, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
-        checkpoints.export_resumed(is_over=is_over(progress, config, total=total))
-        if total == 0 and evaluate is not None:
-            metrics.log({"step": progress.step, **evaluate()})
-            metrics.log_samples(progress.step, evaluate.answers())
-        elif is_over(progress, config, total=total):
-            metrics.message(f"nothing left to train: step {progress.step} of {total} is done")
-        metrics.throughput.restart()
-        with StopRequest(max_minutes=config.run.max_minutes, signals=heed_signals) as stop:
-            while not is_over(progress, config, total=total):
-                batch = next_batch(
-                    batches, progress.step, mesh=mesh, stop=stop.requested, save_failed=checkpoints.has_failed()
-                )
-                if batch.save_failed:
-                    checkpoints.finish_save()
-                if batch.stop:
-                    where = stop.reason or "on another rank"
-                    metrics.message(f"asked to stop ({where}) after step {progress.step}")
-                    break
-                torch.manual_seed(stream_seed(config.run.seed, progress.step, mesh.dp_rank))
-                is_first = progress.step == first
-                watched = is_first and checks_ledger
-                with assert_ledger(plan.ledger, model, optimizer) if watched else contextlib.nullcontext():
-                    record = train_step(
-                        model,
-                        optimizer,
-                        schedule,
-                        batch,
-                        objective=objective,
-                        shard=shard,
-                        config=config,
-                        mesh=mesh,
-                        step=progress.step + 1,
-                        before_update=checkpoints.wait_until_staged,
-                        memory=metrics.throughput.memory,
-                    )
-                if not is_finite(record):
-                    why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
-                    metrics.message(f"step {progress.step + 1}: skipped, since {why}")
-                progress = progress.after_step(batch.supervised_tokens, batch.input_tokens)
-                if is_first:
-                    metrics.message(metrics.throughput.first_step())
-                eval_loss = report(
-                    record, batch, config=config, progress=progress, total=total, metrics=metrics, evaluate=evaluate
-                )
-                progress = progress.after_evaluation(eval_loss, min_delta=config.eval.min_delta)
-                is_best = config.eval.keep_best and progress.best_step == progress.step
-                if is_best or is_due(config.checkpoint.every, progress.step):
-                    save(progress)
-                    saved_at = progress.step
-                    metrics.throughput.restart()
+    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+    step = partial(train_step, model, optimizer, schedule, objective=objective, shard=shard, config=config, mesh=mesh)
+    step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
+    with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
+        run.begin()
+        with StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None) as stop:
+            while not run.is_over and (batch := run.next_batch(stop, mesh=mesh)):
+                torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
+                is_first = not metrics.throughput.has_begun
+                with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
+                    record = step(batch, step=run.progress.step + 1)
+                run.finish_step(batch, record)
                 if profiler.step():
                     metrics.throughput.restart()
-            if is_over(progress, config, total=total) and first < progress.step < total:
-                best = f"{progress.best_eval_loss:.4f}) at {progress.best_step}"
-                metrics.message(f"stopped early: eval_loss was lowest ({best}")
-            if saved_at != progress.step:
-                save(progress)
-    return progress
+            run.end()
+    return run.progress
 
 
-def report(
-    record: dict[str, float],
-    batch: GlobalBatch,
-    *,
-    config: TrainingConfig,
-    progress: Progress,
-    total: int,
-    metrics: Metrics,
-    evaluate: Evaluation | None,
-) -> float | None:
-    """Count this step; log it and evaluate if that is due. Returns the held-out loss, if it was evaluated."""
-    throughput = metrics.throughput
-    throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
-    is_last = progress.step == total
-    evaluates = (
-        evaluate is not None and config.eval.every > 0 and (is_last or is_due(config.eval.every, progress.step))
-    )
-    if not (evaluates or is_last or is_due(config.train.log_every, progress.step)):
+@dataclass
+class _Run:
+    """How far one call of `train` has come; it logs, evaluates and saves when that is due."""
+
+    batches: Batches
+    total: int
+    config: TrainingConfig
+    metrics: Metrics
+    checkpoints: Checkpoints
+    evaluate: Evaluation | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.first = self.saved_at = self.progress.step
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.is_over(self.total, patience=self.config.eval.patience)
+
+    def begin(self) -> None:
+        """What comes before the first step."""
+        self.checkpoints.export_resumed(is_over=self.is_over)
+        if self.total == 0 and self.evaluate is not None:
+            self._log({"step": self.progress.step}, evaluates=True)
+        elif self.is_over:
+            self.metrics.message(f"nothing left to train: step {self.progress.step} of {self.total} is done")
+        self.metrics.throughput.restart()
+
+    def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
+        """The next global batch; None if any rank was asked to stop. Collective."""
+        failed = self.checkpoints.has_failed()
+        batch = next_batch(self.batches, self.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed)
+        if batch.save_failed:
+            self.checkpoints.finish_save()
+        if not batch.stop:
+            return batch
+        where = stop.reason or "on another rank"
+        self.metrics.message(f"asked to stop ({where}) after step {self.progress.step}")
         return None
-    line: dict[str, Any] = {"step": progress.step, **record}
-    line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
-    line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
-    line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
-    line |= {"tokens_total": progress.tokens_total, **throughput.record()}
-    if not evaluates or evaluate is None:
-        metrics.log(line)
-        return None
-    line |= evaluate()
-    metrics.log(line)
-    metrics.log_samples(progress.step, evaluate.answers())
-    throughput.restart()
-    return line["eval_loss"]
 
+    def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
+        """Count a step; log it, evaluate and save, whatever of these is due. Collective."""
+        config, metrics, throughput = self.config, self.metrics, self.metrics.throughput
+        self.progress = self.progress.after_step(batch.supervised_tokens, batch.input_tokens)
+        if not is_finite(record):
+            why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
+            metrics.message(f"step {self.progress.step}: skipped, since {why}")
+        if not throughput.has_begun:
+            metrics.message(throughput.first_step())
+        throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
+        step, every = self.progress.step, config.eval.every
+        is_last = step == self.total
+        evaluates = self.evaluate is not None and every > 0 and (is_last or is_due(every, step))
+        if evaluates or is_last or is_due(config.train.log_every, step):
+            line: dict[str, Any] = {"step": step, **record}
+            line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
+            line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
+            line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
+            line |= {"tokens_total": self.progress.tokens_total, **throughput.record()}
+            self._log(line, evaluates=evaluates)
+        is_best = config.eval.keep_best and self.progress.best_step == step
+        if is_best or is_due(config.checkpoint.every, step):
+            self._save()
 
-def is_over(progress: Progress, config: TrainingConfig, *, total: int) -> bool:
-    """Whether training is over: all steps are done, or evaluations no longer improve."""
-    is_stale = config.eval.patience is not None and progress.stale_evaluations >= config.eval.patience
-    return is_stale or progress.step >= total
+    def end(self) -> None:
+        """What comes after the last step."""
+        if self.is_over and self.first < self.progress.step < self.total:
+            best = f"{self.progress.best_eval_loss:.4f}) at {self.progress.best_step}"
+            self.metrics.message(f"stopped early: eval_loss was lowest ({best}")
+        if self.saved_at != self.progress.step:
+            self._save()
+
+    def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
+        if not evaluates or self.evaluate is None:
+            self.metrics.log(line)
+            return
+        line |= self.evaluate()
+        self.metrics.log(line)
+        self.metrics.log_samples(self.progress.step, self.evaluate.answers())
+        self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=self.config.eval.min_delta)
+        self.metrics.throughput.restart()
+
+    def _save(self) -> None:
+        state = self.batches.state(self.progress.step)
+        position = replace(self.progress, wandb_id=self.metrics.wandb_id, data=state)
+        self.checkpoints.save(position, is_over=self.is_over)
+        self.saved_at = self.progress.step
+        self.metrics.throughput.restart()
 
 
 def is_due(every: int, step: int) -> bool:

@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import agreement
+from fsdp2kit.files import replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
@@ -46,11 +47,11 @@ def build_metrics(
     with agreement():
         if job.is_main:
             console = Console(total_steps, progress.step)
-            path, samples = job.run_dir / "metrics.jsonl", job.run_dir / "samples.jsonl"
+            path = job.run_dir / "metrics.jsonl"
             if aside := move_aside(path, resume_step=progress.step):
                 console.message(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
-            move_aside(samples, resume_step=progress.step)
-            lines = JsonLines(path)  # before wandb: a run that is begun there must be ended
+            move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
+            path.touch()  # refused here, before wandb begins a run that must be ended
             wandb = start_wandb(
                 config.wandb,
                 run_dir=job.run_dir,
@@ -58,55 +59,45 @@ def build_metrics(
                 wandb_id=progress.wandb_id,
                 message=console.message,
             )
-            metrics = Metrics(
-                throughput, console=console, lines=lines, wandb=wandb, wandb_id=wandb.id, samples=samples
-            )
-    job.closing.enter_context(metrics)
+            metrics = Metrics(throughput, console=console, path=path, wandb=wandb, wandb_id=wandb.id)
+    job.closing.push(lambda kind, *_: metrics.close(ok=kind is None))
     for line in start_lines:
         metrics.message(line)
     return metrics
 
 
 class Metrics:
-    """Writes to console, metrics.jsonl and wandb. Use it in a ``with``, or `close` it."""
+    """Writes to console, ``metrics.jsonl`` and wandb; `close` it at the end."""
 
     def __init__(
         self,
         throughput: Throughput,
         *,
         console: Console | None = None,
-        lines: JsonLines | None = None,
+        path: Path | None = None,
         wandb: WandbRun | None = None,
         wandb_id: str | None = None,
-        samples: Path | None = None,
         records: list[dict[str, Any]] | None = None,
     ) -> None:
         """
         Args:
+            path: of ``metrics.jsonl``; ``samples.jsonl`` is written beside it.
             records: every logged record is appended to this list.
         """
-        self._records = records
         self.throughput = throughput
         """Counts steps into speeds and peak memory, on every rank."""
-        self._console, self._lines, self._wandb, self._samples = console, lines, wandb, samples
+        self._console, self._path, self._wandb, self._records = console, path, wandb, records
         self.wandb_id = wandb_id
         """Id of the wandb run, for the checkpoint; None without one."""
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close(ok=kind is None)
-
     def log(self, record: Mapping[str, Any]) -> None:
         """Log one step. The keys are those of DESIGN's "metrics.jsonl keys"; ``step`` is required."""
-        record = {key: _plain(value) for key, value in record.items()}
+        # Tensors and numpy scalars as Python's own numbers.
+        record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
         if self._records is not None:
             self._records.append(record)
-        if self._lines is not None:
-            self._lines.write(record)  # first: this file must be complete
+        if self._path is not None:
+            _append(self._path, [record])  # first: this file must be complete
         if self._console is not None:
             self._console.log(record)
         if self._wandb is not None:
@@ -114,13 +105,9 @@ class Metrics:
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the model's answers after a step to ``samples.jsonl`` and to a table in wandb."""
-        if not samples:
-            return
-        if self._samples is not None:
-            with contextlib.closing(JsonLines(self._samples)) as lines:
-                for sample in samples:
-                    lines.write({"step": step, **sample})
-        if self._wandb is not None:
+        if samples and self._path is not None:
+            _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
+        if samples and self._wandb is not None:
             self._wandb.log_samples(step, samples)
 
     def message(self, text: str) -> None:
@@ -134,25 +121,18 @@ class Metrics:
             self._wandb.close(ok)
         if self._console is not None:
             self._console.close()
-        if self._lines is not None:
-            self._lines.close()
-        self._console = self._lines = self._wandb = None
+        self._console = self._path = self._wandb = None
 
 
-class JsonLines:
-    """A file of one JSON object per line, opened for appending and flushed after every line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; a number that JSON does not have (NaN, infinity) becomes null."""
-        finite = {key: None if _is_nonfinite(value) else value for key, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null."""
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in record.items()
+            }
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
 
 
 def move_aside(path: Path, *, resume_step: int) -> Path | None:
@@ -178,12 +158,10 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
         aside = path.with_name(f"{stem}.jsonl")
         if aside.exists():
             aside = free_path(path.parent, stem, ".jsonl", first=2)
-        _write_durably(aside, moved, mode="xb")
+        replace_file(aside, b"".join(moved))
     if kept != lines:
         # After the moved lines are synced: a crash in between leaves a line in both files rather than in none.
-        beside = path.with_name(f".{path.name}.partial")
-        _write_durably(beside, kept, mode="wb")
-        beside.replace(path)
+        replace_file(path, b"".join(kept))
     return aside
 
 
@@ -203,19 +181,8 @@ def format_record(record: Mapping[str, Any], *, total_steps: int, eta_seconds: f
     if record.get("memory_gib") is not None:
         parts.append(f"memory {record['memory_gib']:.1f} GiB")
     if eta_seconds is not None:
-        parts.append(f"eta {format_seconds(eta_seconds)}")
+        parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
     return "  ".join(parts)
-
-
-def format_seconds(seconds: float) -> str:
-    """``45s``, ``1m20s``, ``3h05m``, ``2d04h``."""
-    total = round(seconds)
-    minutes, hours, days = total // 60, total // 3600, total // 86400
-    if days:
-        return f"{days}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
 
 
 # Console writes may fail (closed pipe, full disk); metrics.jsonl has everything.
@@ -275,23 +242,5 @@ def _belongs(line: bytes, resume_step: int) -> bool:
         record = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
         return False
-    if not isinstance(record, dict):
-        return False
-    step = record.get("step")
+    step = record.get("step") if isinstance(record, dict) else None
     return isinstance(step, int) and step <= resume_step
-
-
-def _write_durably(path: Path, lines: list[bytes], *, mode: str) -> None:
-    with path.open(mode) as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _plain(value: Any) -> Any:
-    """Tensors and numpy scalars as Python's own numbers."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

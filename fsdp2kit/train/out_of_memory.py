@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +31,12 @@ class Alive:
     parameters: int
     gradients: int
     moments: int
-    allocated: int
-    """In total; besides the three above these are activations, gathered units and their gradients."""
-    reserved: int
-    """By the allocator, from the device."""
+    activations: int
+    """What else is allocated: activations, gathered units and their gradients."""
+    unused: int
+    """What the allocator has reserved and not allocated."""
     total: int
     """Memory of the device."""
-
-    @property
-    def activations(self) -> int:
-        """Activations and gathered units."""
-        return max(0, self.allocated - self.parameters - self.gradients - self.moments)
 
 
 @contextlib.contextmanager
@@ -76,14 +71,10 @@ def what_is_alive(model: nn.Module, optimizer: Optimizer) -> Alive:
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values())
     device = torch.cuda.current_device()
-    return Alive(
-        parameters=_bytes_on_device(parameters),
-        gradients=_bytes_on_device(p.grad for p in parameters),
-        moments=_bytes_on_device(states),
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
-        total=torch.cuda.get_device_properties(device).total_memory,
-    )
+    known = [_bytes_on_device(tensors) for tensors in (parameters, (p.grad for p in parameters), states)]
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return Alive(*known, activations=max(0, allocated - sum(known)), unused=reserved - allocated, total=total)
 
 
 def _bytes_on_device(tensors: Iterable[object]) -> int:
@@ -101,19 +92,13 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
     }
     listed = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in parts.items())
     text = f"Alive of {alive.total / 2**30:.0f} GiB: {listed}."
-    unused = alive.reserved - alive.allocated
-    if unused > _FRAGMENTED * alive.total:
-        text += f" {unused / 2**30:.1f} GiB more were reserved in pieces too small"
+    if alive.unused > _FRAGMENTED * alive.total:
+        text += f" {alive.unused / 2**30:.1f} GiB more were reserved in pieces too small"
         # Otherwise a segment never grows, and freed memory serves only requests that fit into its segment.
-        text += "." if has_expandable_segments() else f": start with {_EXPANDABLE} in the environment."
+        settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
+        grows = "expandable_segments:true" in settings
+        text += "." if grows else f": start with {_EXPANDABLE} in the environment."
     return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
-
-
-def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the CUDA allocator is set to let segments grow."""
-    known = os.environ if environment is None else environment
-    told = ",".join(known.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
-    return "expandable_segments:true" in told
 
 
 def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:

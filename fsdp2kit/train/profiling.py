@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -19,16 +18,8 @@ logger = logging.getLogger(__name__)
 _MEMORY_EVENTS = 200_000
 
 
-def build_profiler(
-    section: ProfileConfig,
-    *,
-    trace_dir: Path,
-    rank: int,
-    device_type: str,
-    steps: int | None = None,
-    first_step: int = 1,
-) -> StepProfiler:
-    """The profiler of ``[profile]``; without ``enabled`` it does nothing.
+class StepProfiler:
+    """The profiler of ``[profile]``, a context manager around the training loop; without ``enabled`` it does nothing.
 
     Steps are counted from the start of this process, so a resumed run is traced too. Every rank writes
     ``trace_dir/rank-00000.json.gz`` (Chrome trace format; it opens in https://ui.perfetto.dev) and, with ``memory`` on
@@ -36,39 +27,47 @@ def build_profiler(
     earlier run. A run that ends within the traced steps writes what it has.
 
     Args:
-        section: ``[profile]``.
         trace_dir: created when the trace is written.
         rank: of this process; it names the files.
         device_type: "cpu" or "cuda".
         steps: how many this process will take, if known; it warns if they are too few to trace any.
         first_step: the training step of the first of them, written into the trace, in which torch counts from 0.
     """
-    if section.enabled and rank == 0 and steps is not None and 0 < steps < section.start_step:
-        logger.warning(
-            "profile.start_step: nothing will be traced: step %d of this process is asked for, and it takes %d",
-            section.start_step,
-            steps,
-        )
-    snapshot = trace_dir / f"memory-{rank:05d}.pickle" if section.memory and device_type == "cuda" else None
-    trace = trace_dir / f"rank-{rank:05d}.json.gz"
-    return StepProfiler(section, trace=trace, snapshot=snapshot, device_type=device_type, first_step=first_step)
-
-
-class StepProfiler:
-    """A context manager around the training loop; `step` is called after every optimizer step."""
 
     def __init__(
-        self, section: ProfileConfig, *, trace: Path, snapshot: Path | None, device_type: str, first_step: int
+        self,
+        section: ProfileConfig,
+        *,
+        trace_dir: Path,
+        rank: int,
+        device_type: str,
+        steps: int | None = None,
+        first_step: int = 1,
     ) -> None:
-        self._trace, self._snapshot = trace, snapshot
+        self._trace, self._snapshot = trace_dir / f"rank-{rank:05d}.json.gz", trace_dir / f"memory-{rank:05d}.pickle"
         self._before = section.start_step - 1
         self._until = self._before + section.steps
         self._finished = 0
-        self._recording_memory = False
+        self._follows_memory = section.memory and device_type == "cuda"
         self._profiler: torch.profiler.profile | None = None
-        if section.enabled:
-            self._profiler = _torch_profiler(self._before, section.steps, device_type, self._write_trace)
-            self._profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": first_step}))
+        if not section.enabled:
+            return
+        if rank == 0 and steps is not None and 0 < steps < section.start_step:
+            what = "profile.start_step: nothing will be traced: step %d of this process is asked for, and it takes %d"
+            logger.warning(what, section.start_step, steps)
+        warmup = min(1, self._before)
+        with warnings.catch_warnings():
+            # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
+            schedule = torch.profiler.schedule(
+                wait=self._before - warmup, warmup=warmup, active=section.steps, repeat=1
+            )
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if device_type == "cuda" else []
+        self._profiler = torch.profiler.profile(
+            activities=activities, schedule=schedule, on_trace_ready=self._write_trace
+        )
+        self._profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": first_step}))
 
     def __enter__(self) -> StepProfiler:
         if self._profiler is not None:
@@ -76,15 +75,18 @@ class StepProfiler:
             self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._profiler is not None:
-            self._profiler.__exit__(kind, error, where)
-            self._write_snapshot()
+            self._profiler.__exit__(*exception)
+            if self._before <= self._finished < self._until:
+                self._write_snapshot()
 
     def step(self) -> bool:
-        """Returns whether tracing began or a trace was written, which takes time that is not training."""
+        """Call it after every optimizer step.
+
+        Returns:
+            Whether tracing began or a trace was written, which takes time that is not training.
+        """
         if self._profiler is None:
             return False
         self._finished += 1
@@ -98,33 +100,14 @@ class StepProfiler:
         profiler.export_chrome_trace(str(self._trace))
 
     def _follow_memory(self) -> None:
-        if self._snapshot is None:
-            return
-        if self._finished == self._before:
+        if self._finished == self._until:
+            self._write_snapshot()
+        elif self._follows_memory and self._finished == self._before:
             # There is no public name for it; torch's documentation tells users to call this one.
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-            self._recording_memory = True
-        elif self._finished == self._until:
-            self._write_snapshot()
 
     def _write_snapshot(self) -> None:
-        if self._snapshot is None or not self._recording_memory:
-            return
-        self._recording_memory = False
-        self._snapshot.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(self._snapshot))
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _torch_profiler(
-    before: int, steps: int, device_type: str, on_trace_ready: Callable[[torch.profiler.profile], None]
-) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device_type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    warmup = min(1, before)
-    with warnings.catch_warnings():
-        # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
-        warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
-        schedule = torch.profiler.schedule(wait=before - warmup, warmup=warmup, active=steps, repeat=1)
-    return torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=on_trace_ready)
+        if self._follows_memory:
+            self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -32,8 +32,11 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     return loss if isinstance(loss, tuple) else (loss, None)
 
 
-class Reads(Protocol):
-    """What makes global batches."""
+class Batches(Protocol):
+    """What the loop and evaluations call of a loader."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
 
     @property
     def source_names(self) -> tuple[str, ...]: ...
@@ -41,17 +44,6 @@ class Reads(Protocol):
     def batch(self, index: int, /) -> Sequence[Any]:
         """This data-parallel rank's micro-batches of a global batch."""
         ...
-
-
-class HeldOut(Reads, Protocol):
-    """What an evaluation calls of a loader."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-
-class Batches(Reads, Protocol):
-    """What the loop calls of a loader."""
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """A stream's state from which batch ``index`` can be made again; None for data that is not a stream."""
@@ -79,7 +71,7 @@ class GlobalBatch:
 
 
 def next_batch(
-    batches: Reads, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
+    batches: Batches, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 
@@ -142,7 +134,7 @@ def train_step(
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
         that source's supervised tokens, if it has any in this batch.
     """
-    memory.start()
+    memory.end(None)
     local_loss = accumulate_gradients(
         model,
         batch,
@@ -156,7 +148,9 @@ def train_step(
     if config.train.max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.max_grad_norm, norm)
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
-    loss, *parts, norm_value = _read(mesh.sum_loss(local_loss.clone()), norm)
+    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    # One copy to the host, so that it waits for the device once.
+    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
     record = {"loss": loss, "grad_norm": norm_value, "lr": lr}
     for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
         if tokens:
@@ -257,8 +251,3 @@ def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
         f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
         'or set train.on_nonfinite = "skip"'
     )
-
-
-def _read(*figures: Tensor) -> Sequence[float]:
-    """Copy device scalars and vectors to the host, waiting once."""
-    return torch.cat([figure.detach().to(figures[0].device, torch.float64).flatten() for figure in figures]).tolist()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fsdp2kit.distributed import max_over_ranks, seconds_alive
+from fsdp2kit.distributed import reduce_numbers, seconds_alive
 from fsdp2kit.model.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.torch_compat import compile_seconds
 
@@ -38,6 +39,8 @@ class Throughput:
         self.memory = PhaseMemory(device, by_phase=memory_by_phase)
         self._peak = device_peak_flops(device)
         self._start: dict[str, float] = {}
+        self.has_begun = False
+        """Whether a first step was made."""
         self.restart()
 
     def restart(self) -> None:
@@ -60,7 +63,7 @@ class Throughput:
         ``seconds_to_first_step`` counts from the start of this rank's process, including imports, reading the data,
         loading the weights and, for compiled layers, ``compile_seconds``.
         """
-        seconds, compiling = seconds_alive(), compile_seconds()
+        self.has_begun, seconds, compiling = True, seconds_alive(), compile_seconds()
         self._start = {"seconds_to_first_step": seconds}
         if not compiling:
             return f"first step done {seconds:.1f} s after the start"
@@ -74,7 +77,8 @@ class Throughput:
         """
         seconds = time.perf_counter() - self._started
         phases = [float(self.memory.phases.get(phase, 0)) for phase in PHASES]
-        memory, waited, *phases = max_over_ranks([float(self.memory.highest), self._data_seconds, *phases])
+        mine = [float(self.memory.highest), self._data_seconds, *phases]
+        memory, waited, *phases = reduce_numbers(mine, dist.ReduceOp.MAX)
         flops = self._flops / seconds / self._world_size
         record = {
             "tokens_per_second": self._input / seconds,
@@ -96,6 +100,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory since the last reset: the allocator's on CUDA, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError, StopIteration), _STATUS.open(encoding="ascii", errors="replace") as status:
+        line = next(line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
 
@@ -115,51 +122,32 @@ class PhaseMemory:
         self._device = device
         # Read before the first reset, which would forget what loading took.
         self._highest = peak_memory_bytes(device) if by_phase else 0
-        self._reset = _reset_of(device) if by_phase else None
+        self._resets = by_phase and _reset_peak(device)
         self.phases: dict[str, int] = {}
         """Highest peak of each phase so far, in bytes; empty if phases are not measured."""
 
-    def start(self) -> None:
-        """Call it at the start of a step; memory used before it counts for no phase."""
-        self._close(None)
-
-    def end(self, phase: str) -> None:
-        """Call it at the end of a phase, which began where the last one ended."""
-        self._close(phase)
+    def end(self, phase: str | None) -> None:
+        """Call it at the end of a phase, which began where the last one ended; None: it counts for no phase."""
+        if self._resets:
+            peak = peak_memory_bytes(self._device)
+            self._highest = max(self._highest, peak)
+            if phase is not None:
+                self.phases[phase] = max(self.phases.get(phase, 0), peak)
+            _reset_peak(self._device)
 
     @property
     def highest(self) -> int:
         """Peak of the process so far, in bytes."""
         return max(self._highest, peak_memory_bytes(self._device))
 
-    def _close(self, phase: str | None) -> None:
-        if self._reset is None:
-            return
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _resident_peak()
-        # Before the reset, which clears it.
-        self._highest = max(self._highest, peak)
-        if phase is not None:
-            self.phases[phase] = max(self.phases.get(phase, 0), peak)
-        self._reset()
 
-
-def _reset_of(device: torch.device) -> Callable[[], object] | None:
-    """A function that sets the peak to the memory used now; None if there is no way to."""
+def _reset_peak(device: torch.device) -> bool:
+    """Set the peak to the memory used now; False if there is no way to."""
     if device.type == "cuda":
-        return lambda: torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
     try:
-        _resident_peak()
-        _reset_resident_peak()
-    except (OSError, StopIteration):
-        return None
-    return _reset_resident_peak
-
-
-def _reset_resident_peak() -> None:
-    _RESET.write_text("5", encoding="ascii")  # 5: the high-water mark, and no page is touched (proc(5))
-
-
-def _resident_peak() -> int:
-    with _STATUS.open(encoding="ascii", errors="replace") as status:
-        line = next(line for line in status if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+        _RESET.write_text("5", encoding="ascii")  # 5: the high-water mark, and no page is touched (proc(5))
+    except OSError:
+        return False
+    return True

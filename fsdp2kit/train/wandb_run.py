@@ -15,12 +15,6 @@ Mode = Literal["online", "offline", "disabled"]
 
 _INIT_SECONDS = 30.0  # every rank waits for it; wandb's default is 90
 _FINISH_SECONDS = 120.0
-_ENVIRONMENT_MODES: dict[str, Mode] = {
-    "online": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
 
 
 def start_wandb(
@@ -41,11 +35,10 @@ def start_wandb(
         message: called with a line for the user.
     """
     mode = _choose_mode(section, message)
-    if mode == "disabled":
-        return WandbRun(None, wandb_id=wandb_id, message=message)
     run = None
     try:
-        run = _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
+        if mode != "disabled":
+            run = _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
     except Exception as error:  # an outage, a refused key, a deleted run, a broken installation
         message(f"wandb: {_brief(error)}; it is off for this run, and metrics.jsonl has everything")
     return WandbRun(run, wandb_id=wandb_id, message=message)
@@ -96,8 +89,8 @@ class WandbRun:
 def _choose_mode(section: WandbConfig, message: Callable[[str], None]) -> Mode:
     if section.mode != "auto":
         return section.mode
-    asked = _ENVIRONMENT_MODES.get(os.environ.get("WANDB_MODE", ""))
-    if asked in ("offline", "disabled"):
+    asked = os.environ.get("WANDB_MODE", "").replace("dryrun", "offline")
+    if asked == "offline" or asked == "disabled":
         return asked
     if has_login():
         return "online"

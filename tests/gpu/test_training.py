@@ -218,7 +218,7 @@ def test_peak_memory_is_the_allocators_maximum(folder: Path, world: World) -> No
 def test_each_phase_has_its_own_peak(world: World) -> None:
     phases = PhaseMemory(world.device, by_phase=True)
     sizes = {"forward": 64, "backward": 192, "optimizer": 128}
-    phases.start()
+    phases.end(None)
     base = torch.cuda.memory_allocated()
     with count_host_syncs(world.device) as syncs:
         for phase, size in sizes.items():

@@ -65,12 +65,12 @@ class SlowProfiler:
 
 def run_beside_a_slow_profiler(models: Path, case: Case, *, tells: bool) -> list[float]:
     """Seconds of each step, where the profiler takes three of its own after the second."""
-    original = loop.build_profiler
-    loop.build_profiler = lambda *_, **__: SlowProfiler(tells=tells)
+    original = loop.StepProfiler
+    loop.StepProfiler = lambda *_, **__: SlowProfiler(tells=tells)
     try:
         return [record["step_seconds"] for record in run(models, case, None)]
     finally:
-        loop.build_profiler = original
+        loop.StepProfiler = original
 
 
 @pytest.fixture(scope="module")

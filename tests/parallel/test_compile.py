@@ -69,7 +69,6 @@ def phases(folder: Path, case: Case) -> list[int]:
             generate(
                 sharded.model,
                 (prompt * 5)[:length],
-                sharded.inputs,
                 max_new_tokens=2,
                 stops=(),
                 plan=sharded.plan,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp2kit.parallel.context_parallel.attention import UlyssesAttention
+from fsdp2kit.parallel.context_parallel.attention import ulysses_attention
 from fsdp2kit.parallel.context_parallel.exchange import heads_to_sequence, sequence_to_heads, share_heads
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
@@ -79,7 +81,7 @@ def test_gradients_are_right_to_the_second_digit_of_a_double(pool: WorkerPool) -
 def _compare_attention() -> dict[tuple[int, int, bool], float]:
     """Worst absolute difference of output and gradients from SDPA on the whole sequence, by heads and mask."""
     cp, rank = dist.get_world_size(), dist.get_rank()
-    attention = UlyssesAttention(group=dist.group.WORLD, attention="sdpa")
+    attention = partial(ulysses_attention, kernel="sdpa", group=dist.group.WORLD)
     part = slice(rank * LOCAL, (rank + 1) * LOCAL)
     worst = {}
     for heads, kv_heads in HEADS:

@@ -30,7 +30,7 @@ def use(blocks: int) -> None:
 def test_each_phase_has_its_own_peak() -> None:
     phases = PhaseMemory(CPU, by_phase=True)
     use(4)  # belongs to no phase, but to the whole
-    phases.start()
+    phases.end(None)
     for phase, blocks in (("forward", 1), ("backward", 3), ("optimizer", 2)):
         use(blocks)
         phases.end(phase)
@@ -45,7 +45,7 @@ def test_each_phase_has_its_own_peak() -> None:
 def test_a_phases_peak_is_that_of_all_steps() -> None:
     phases = PhaseMemory(CPU, by_phase=True)
     for blocks in (2, 1):
-        phases.start()
+        phases.end(None)
         use(blocks)
         phases.end("forward")
         if blocks == 2:
@@ -58,13 +58,13 @@ def test_the_whole_peak_survives_and_is_left_alone_without_phases() -> None:
     use(2)
     before = peak_memory_bytes(CPU)
     plain = PhaseMemory(CPU, by_phase=False)
-    plain.start()
+    plain.end(None)
     plain.end("forward")
     assert plain.phases == {}
     assert peak_memory_bytes(CPU) == plain.highest >= before
 
     phases = PhaseMemory(CPU, by_phase=True)
-    phases.start()
+    phases.end(None)
     phases.end("forward")
     assert phases.phases["forward"] < before - BLOCK
     assert phases.highest >= phases.phases["forward"]
@@ -73,7 +73,7 @@ def test_the_whole_peak_survives_and_is_left_alone_without_phases() -> None:
 def test_where_peaks_cannot_be_reset_there_are_no_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_RESET", tmp_path / "no folder" / "clear_refs")
     phases = PhaseMemory(CPU, by_phase=True)
-    phases.start()
+    phases.end(None)
     phases.end("forward")
     assert phases.phases == {}
     assert phases.highest == peak_memory_bytes(CPU)
@@ -86,7 +86,7 @@ def record_of(rank_blocks: list[int]) -> tuple[dict[str, Any], int, dict[str, in
     from tests.traffic import count_traffic
 
     throughput = Throughput(ModelFlops(1, 1), device=CPU, world_size=dist.get_world_size(), memory_by_phase=True)
-    throughput.memory.start()
+    throughput.memory.end(None)
     throughput.add(1, 1, 1, 0.0)
     use(rank_blocks[dist.get_rank()])
     for phase in PHASES:

@@ -18,7 +18,8 @@ GIB = 2**30
 
 
 def _alive(*, parameters: int = 1, moments: int = 2, allocated: int = 70, reserved: int = 71) -> Alive:
-    return Alive(parameters * GIB, 1 * GIB, moments * GIB, allocated * GIB, reserved * GIB, 80 * GIB)
+    activations, unused = allocated - parameters - 1 - moments, reserved - allocated
+    return Alive(*(part * GIB for part in (parameters, 1, moments, activations, unused, 80)))
 
 
 def _config(**sections: dict[str, Any]) -> TrainingConfig:

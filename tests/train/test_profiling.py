@@ -11,13 +11,13 @@ import torch
 
 from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.overlap.trace import read_traces
-from fsdp2kit.train.profiling import build_profiler
+from fsdp2kit.train.profiling import StepProfiler
 
 
 def train(section: ProfileConfig, trace_dir: Path, *, steps: int, rank: int = 0, first_step: int = 1) -> list[int]:
     """Returns the steps after which the profiler says that it took time of its own."""
     took_time = []
-    with build_profiler(section, trace_dir=trace_dir, rank=rank, device_type="cpu", first_step=first_step) as profiler:
+    with StepProfiler(section, trace_dir=trace_dir, rank=rank, device_type="cpu", first_step=first_step) as profiler:
         for step in range(1, steps + 1):
             with torch.profiler.record_function(f"my step {step}"):
                 torch.ones(4).sum()
@@ -68,7 +68,7 @@ def test_disabled_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_memory_snapshot(tmp_path: Path) -> None:
     section = ProfileConfig(enabled=True, start_step=2, steps=1, memory=True)
-    with build_profiler(section, trace_dir=tmp_path, rank=0, device_type="cuda") as profiler:
+    with StepProfiler(section, trace_dir=tmp_path, rank=0, device_type="cuda") as profiler:
         for _ in range(3):
             torch.ones(4, device="cuda").sum()
             profiler.step()
@@ -80,5 +80,5 @@ def test_a_run_too_short_to_be_traced_is_told_so(
     steps: int | None, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = ProfileConfig(enabled=True, start_step=3)
-    build_profiler(section, trace_dir=tmp_path, rank=0, device_type="cpu", steps=steps)
+    StepProfiler(section, trace_dir=tmp_path, rank=0, device_type="cpu", steps=steps)
     assert ("profile.start_step: nothing will be traced" in caplog.text) is told

@@ -30,7 +30,6 @@ def answer(folder: Path, case: Case) -> list[int]:
     return generate(
         sharded.model,
         PROMPT,
-        sharded.inputs,
         max_new_tokens=NEW,
         stops=(),
         plan=sharded.plan,

@@ -206,18 +206,18 @@ def test_a_save_knows_the_wandb_run_and_where_the_data_stand(pool: WorkerPool, m
 def profiler_of_a_resumed_run(folder: Path) -> tuple[int, int]:
     """Which step of the run the profiler is told that it starts with, and how many it is told to expect."""
     told: list[tuple[int, int]] = []
-    original = loop.build_profiler
+    original = loop.StepProfiler
 
     def record(*args: Any, steps: int, first_step: int, **options: Any) -> Any:
         told.append((first_step, steps))
         return original(*args, steps=steps, first_step=first_step, **options)
 
-    loop.build_profiler = record
+    loop.StepProfiler = record
     try:
         sharded = build(config_of(folder, Case("smollm2"), steps=4))
         run_loop(sharded, DealtOut(make_batches(4), 1), metrics=Recorder(sharded), progress=Progress(step=3))
     finally:
-        loop.build_profiler = original
+        loop.StepProfiler = original
     return told[0]
 
 

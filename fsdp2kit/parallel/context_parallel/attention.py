@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_world_size
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.parallel.context_parallel.exchange import (
@@ -50,8 +51,8 @@ def blockwise_attention(
         ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
     """
     way = build_exchange(exchange, group)
-    partial = attend_blocks(query, (key, value), read_segments(segments), scale=scale, exchange=way)
-    return partial.out.to(query.dtype), partial.lse
+    result = attend_blocks(query, (key, value), read_segments(segments), scale=scale, exchange=way)
+    return result.out.to(query.dtype), result.lse
 
 
 @blockwise_attention.register_fake
@@ -102,9 +103,9 @@ def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: Proce
         group: the context-parallel ranks, in sequence order.
     """
     if path.method == "ulysses":
-        use_attention(model, UlyssesAttention(group=group, attention=path.kernel))
+        use_attention(model, partial(ulysses_attention, kernel=path.kernel, group=group))
     elif path.kernel == VARLEN:
-        use_attention(model, BlockwiseAttention(exchange=path.method or "none", group=group.group_name))
+        use_attention(model, partial(varlen_attention, exchange=path.method or "none", group=group.group_name))
 
 
 def use_attention(model: PreTrainedModel, attention: Callable[..., tuple[Tensor, None]]) -> None:
@@ -115,117 +116,97 @@ def use_attention(model: PreTrainedModel, attention: Callable[..., tuple[Tensor,
     model.set_attn_implementation(name)
 
 
-class BlockwiseAttention:
-    """Our own attention, over the segments of `SegmentTables`: alone, or with keys that a ring or allgather brings."""
-
-    def __init__(self, *, exchange: str = "none", group: str = "") -> None:
-        self.exchange, self.group = exchange, group
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *,
-        segments: SegmentTables | None = None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        dropout: float = 0.0,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Attention of this rank's tokens to what its segments show.
-
-        Args:
-            query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]`` with Dv ≤ D.
-            attention_mask: ignored: the segments are the mask.
-            segments: of this rank's part of the batch.
-
-        Returns:
-            ``[B, s, H, Dv]`` and None (attention weights are never formed).
-
-        Raises:
-            ValueError: an option that segments do not express, or no segments.
-        """
-        beyond = [name for name in _INEXPRESSIBLE if options.get(name) is not None]
-        if beyond or (dropout and module.training):
-            raise ValueError(f"blockwise attention does not know {', '.join(beyond) or 'dropout'}")
-        if segments is None:
-            raise ValueError("blockwise attention needs `segments`; shard_batch makes them")
-        width = value.shape[-1]
-        out, _ = blockwise_attention(
-            query,
-            key,
-            F.pad(value, (0, query.shape[-1] - width)),
-            segments.of(sliding_window),
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            self.exchange,
-            self.group,
-        )
-        return out.transpose(1, 2)[..., :width], None
-
-
-class UlyssesAttention:
-    """Any attention function, over a share of the heads and the whole sequence."""
-
-    def __init__(self, *, group: ProcessGroup, attention: str) -> None:
-        self.group, self.attention = group, attention
-        self.cp = get_world_size(group)
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        """Attention of this rank's tokens to the whole sequence.
-
-        Args:
-            module: the model's attention layer.
-            query: ``[B, H, s, D]``; key, value: ``[B, G, s, D]``: this rank's part of the sequence.
-            attention_mask: of the whole sequence, ``[B, 1, S, S]``, or None for plain causal attention.
-            options: passed on (``scaling``, ``dropout``, ``sliding_window``, ``softcap``, …).
-
-        Returns:
-            ``[B, s, H, D]`` and None (attention weights are never formed).
-        """
-        shares = share_heads(query.shape[1], key.shape[1], self.cp)
-        mine = shares[self.group.rank()]
-        query, key, value = sequence_to_heads(query, key, value, shares=shares, group=self.group)
-        output = attend_with_share(self.attention, module, query, key, value, attention_mask, share=mine, **options)
-        return heads_to_sequence(output, shares=shares, group=self.group), None
-
-
-def attend_with_share(
-    attention: str,
+def varlen_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
     *,
-    share: HeadShare,
+    exchange: str = "none",
+    group: str = "",
+    segments: SegmentTables | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
     **options: Any,
+) -> tuple[Tensor, None]:
+    """Our own attention, of this rank's tokens to what ``segments`` show: alone, or with keys that an exchange brings.
+
+    Args:
+        query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]`` with Dv ≤ D.
+        attention_mask: ignored: the segments are the mask.
+        exchange, group: as `blockwise_attention` takes them.
+        segments: of this rank's part of the batch.
+
+    Returns:
+        ``[B, s, H, Dv]`` and None (attention weights are never formed).
+
+    Raises:
+        ValueError: an option that segments do not express, or no segments.
+    """
+    beyond = [name for name in _INEXPRESSIBLE if options.get(name) is not None]
+    if beyond or (dropout and module.training):
+        raise ValueError(f"blockwise attention does not know {', '.join(beyond) or 'dropout'}")
+    if segments is None:
+        raise ValueError("blockwise attention needs `segments`; shard_batch makes them")
+    head_width, width = query.shape[-1], value.shape[-1]
+    value = F.pad(value, (0, head_width - width))
+    scale = head_width**-0.5 if scaling is None else scaling
+    out, _ = blockwise_attention(query, key, value, segments.of(sliding_window), scale, exchange, group)
+    return out.transpose(1, 2)[..., :width], None
+
+
+def ulysses_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    kernel: str,
+    group: ProcessGroup,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of this rank's tokens to the whole sequence, by any implementation over a share of the heads.
+
+    Args:
+        module: the model's attention layer.
+        query: ``[B, H, s, D]``; key, value: ``[B, G, s, D]``: this rank's part of the sequence.
+        attention_mask: of the whole sequence, ``[B, 1, S, S]``, or None for plain causal attention.
+        options: passed on (``scaling``, ``dropout``, ``sliding_window``, ``softcap``, …).
+
+    Returns:
+        ``[B, s, H, D]`` and None (attention weights are never formed).
+    """
+    shares = share_heads(query.shape[1], key.shape[1], group.size())
+    mine = sequence_to_heads(query, key, value, shares=shares, group=group)
+    output = attend_with_share(kernel, module, mine, attention_mask, share=shares[group.rank()], **options)
+    return heads_to_sequence(output, shares=shares, group=group), None
+
+
+def attend_with_share(
+    kernel: str, module: nn.Module, mine: Sequence[Tensor], attention_mask: Any, *, share: HeadShare, **options: Any
 ) -> Tensor:
     """The named attention of one rank's share of heads, over whole sequences: ``[B, S, H_r, D]``.
 
     Args:
-        query: ``[B, H_r, S, D]``; key, value: ``[B, G_r, S, D]``.
+        mine: query ``[B, H_r, S, D]``, key and value ``[B, G_r, S, D]``.
     """
+    query, key, value = mine
     if share.groups is None:
         # A group of query heads is cut by the border between two ranks: give every query head its own key.
         key, value = key[:, list(share.key_of_query)], value[:, list(share.key_of_query)]
     # Positions of the rank's own part would mislead an implementation that finds documents by them.
     options.pop("position_ids", None)
-    function = attention_function(attention, module)
-    return function(_LocalHeads(module, share), query, key, value, attention_mask, **options)[0]
-
-
-def attention_function(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """The attention function of that name; transformers' "eager" is the one beside the module's own class."""
-    if name == VARLEN:
-        return BlockwiseAttention()
-    if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return AttentionInterface()[name]
+    if kernel == VARLEN:
+        attend = varlen_attention
+    elif kernel == "eager":  # transformers has it beside the class of the module
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        attend = AttentionInterface()[kernel]
+    stand_in: Any = _LocalHeads(module, share)
+    return attend(stand_in, query, key, value, attention_mask, **options)[0]
 
 
 class _LocalHeads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,7 +79,7 @@ def attention_inputs(
         return document_borders(position_ids, device=device)
     if path.method is None and not path.masks_every_row:
         return {}
-    mask = full_masks(position_ids, config, path=path, device=device)
+    mask = _full_masks(position_ids, config, path=path, device=device)
     return {} if mask is None else {"attention_mask": mask}
 
 
@@ -95,34 +96,23 @@ def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str,
     borders = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
     longest = int(borders.diff().max())
     on_device = to_device(borders.to(torch.int32), device)
-    return {
-        "cu_seq_lens_q": on_device,
-        "cu_seq_lens_k": on_device,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 
 
-def full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, device: torch.device) -> Any:
-    """The whole sequence's mask as transformers makes it, for the kinds of layer that the model has.
+def _full_masks(position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, device: torch.device) -> Any:
+    """The whole sequence's mask as transformers makes it; where layers differ in kind, a dict of masks by kind.
 
-    Args:
-        position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
-        path: with ``masks_every_row``, rows get a mask even where all of them are single documents; otherwise
-            transformers leaves the mask out where the attention implementation needs none.
-        device: where the mask is made.
-
-    Returns:
-        One mask (a tensor, a block mask, or None for plain causal attention) where all layers are alike, else a
-        dict of them by layer type, as transformers' models take it.
+    None: plain causal attention, which the implementation computes without a mask.
     """
     config = config.get_text_config()
+    stand_in = copy.copy(config)
+    stand_in._attn_implementation = path.kernel  # the one that runs on the whole sequence
     # Given positions, transformers looks for documents on the device, and makes the host wait for the answer.
     documents = find_packed_sequence_indices(position_ids)
     if documents is None and path.masks_every_row:
         documents = torch.zeros_like(position_ids)
     arguments = {
-        "config": _StandInConfig(config, path.kernel),
+        "config": stand_in,
         # Mask functions read only the shape, dtype and device of the embeddings.
         "inputs_embeds": torch.empty((*position_ids.shape, 1), device=device),
         "attention_mask": None,
@@ -156,14 +146,3 @@ def layer_windows(config: PretrainedConfig) -> dict[str, int | None]:
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_kinds(config)))}
-
-
-class _StandInConfig:
-    """The model's config, but naming the attention implementation that runs on the whole sequence."""
-
-    def __init__(self, config: PretrainedConfig, attention: str) -> None:
-        self._config = config
-        self._attn_implementation = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits
-from fsdp2kit.parallel.context_parallel.attention import BlockwiseAttention, attend_with_share, use_attention
+from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, layer_windows, unknown_kinds
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
@@ -38,20 +38,31 @@ def choose_path(
     Raises:
         UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
-    if cp == 1:
+    method, reason = _choose_method(config, model, traits, cp=cp) if cp > 1 else (None, "")
+    if method in (None, "ulysses"):
         kernel, why = _local_kernel(config, model, traits, device_type=device_type)
-        return AttentionPath(None, kernel, "", why, _masks_every_row(config, model, traits, kernel))
-    heads, kv_heads = _heads(model.config)
+    else:
+        kernel, why = VARLEN, f"as {method} needs"
+    path = AttentionPath(method, kernel, reason, why, _masks_every_row(config, model, traits, kernel))
+    if method or kernel == VARLEN:
+        _check_path(path, model, traits, cp=cp, pack=config.data.pack)
+    return path
+
+
+def _choose_method(config: TrainingConfig, model: PreTrainedModel, traits: Traits, *, cp: int) -> tuple[Method, str]:
+    """The context-parallel method, and why."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
     if not heads:
         raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
-    seq_len, kernel, asked = config.data.seq_len, config.model.attention, config.context_parallel.method
-    blocks = _against_blocks(kernel, seq_len, cp=cp)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    seq_len, method, reason = config.data.seq_len, config.context_parallel.method, "as asked for"
+    blocks = _against_blocks(config.model.attention, seq_len, cp=cp)
     obstacles: dict[Method, Obstacle | None] = {
         "ulysses": _against_ulysses(heads, seq_len, cp=cp),
         "ring": blocks,
         "allgather": blocks,
     }
-    method, reason = asked, "as asked for"
     if method == "auto":
         method, reason = _pick(obstacles, heads, kv_heads, cp=cp, seq_len=seq_len, pack=config.data.pack)
         if method != "ulysses" and not obstacles["ulysses"] and not _suits(traits, pack=config.data.pack):
@@ -60,10 +71,7 @@ def choose_path(
         possible = [f"context_parallel.method = {name!r}" for name, why in obstacles.items() if not why]
         what, todo = obstacle
         raise UserError(f"context_parallel.method {method!r}", what, " or ".join([todo, *possible]))
-    if method == "ulysses":
-        own, why = _local_kernel(config, model, traits, device_type=device_type)
-        return AttentionPath("ulysses", own, reason, why, _masks_every_row(config, model, traits, own))
-    return AttentionPath(method, VARLEN, reason, f"as {method} needs")
+    return method, reason
 
 
 def _pick(
@@ -135,32 +143,54 @@ def _suits(traits: Traits, *, pack: bool) -> bool:
     return try_path(traits, AttentionPath(None, VARLEN), cp=1, pack=pack) is None
 
 
+def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, cp: int, pack: bool) -> None:
+    """Refuse our attention, or a sequence that is cut, for a model that needs its own attention or all of it."""
+    config = model.config.get_text_config()
+    where, todo = "model.attention", 'set model.attention = "eager"'
+    if path.method:
+        where, todo = f"context_parallel.method {path.method!r}", "set mesh.cp = 1"
+        if unknown := unknown_kinds(config):
+            raise UserError(where, f"the sequence would be cut for layers of kind {', '.join(sorted(unknown))}", todo)
+    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
+        raise UserError(where, "attention sinks belong to all heads and all keys at once", todo)
+    if path.kernel == VARLEN and getattr(config, "attention_dropout", 0.0):
+        raise UserError(where, "it has no attention dropout", "set model.config.attention_dropout = 0.0")
+    if what := try_path(traits, path, cp=cp, pack=pack):
+        raise UserError(where, f"{type(model).__name__}: {what}", _what_works(model, traits, path, cp, pack) or todo)
+
+
+def _what_works(model: PreTrainedModel, traits: Traits, path: AttentionPath, cp: int, pack: bool) -> str | None:
+    """Another method that works for this model."""
+    if path.method is None:
+        return None
+    others = [AttentionPath("allgather", VARLEN)]
+    if cp <= model.config.get_text_config().num_attention_heads:
+        own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        others.insert(0, AttentionPath("ulysses", own))
+    for other in others:
+        if other.method != path.method and try_path(traits, other, cp=cp, pack=pack) is None:
+            kernel = ' with model.attention = "eager"' if other.kernel == "eager" else ""
+            return f"set context_parallel.method = {other.method!r}{kernel}"
+    return None
+
+
 def try_path(traits: Traits, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
-    """What would be wrong with ``path`` for a model, or None; tried once on its tiny twin (`find_difference`)."""
-    ranks = cp if path.method == "ulysses" else 1  # the other methods share out no heads
-    return traits.once(
-        ("attention", path.method, path.kernel, ranks, pack),
-        lambda twin: (
-            find_difference(twin, path, cp=ranks, pack=pack) if twin else "no small copy of it could be tried"
-        ),
-    )
-
-
-def _heads(hf_config: PretrainedConfig) -> tuple[int, int]:
-    text = hf_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0
-    return heads, getattr(text, "num_key_value_heads", None) or heads
-
-
-def find_difference(twin: PreTrainedModel, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
-    """What would be wrong with ``path`` for the model whose twin this is, or None: tried in one process.
+    """What would be wrong with ``path`` for a model, or None; tried once on its tiny twin, in one process.
 
     A config does not say all of a model's attention: sinks, biases, soft caps and unusual masks show in the logits.
 
     Args:
-        twin: in eval mode, with its own eager attention; it is given another.
         pack: whether rows hold several documents; else the rows tried hold one.
     """
+    ranks = cp if path.method == "ulysses" else 1  # the other methods share out no heads
+    key = ("attention", path.method, path.kernel, ranks, pack)
+    return traits.once(key, lambda twin: _find_difference(twin, path, cp=ranks, pack=pack))
+
+
+def _find_difference(twin: PreTrainedModel | None, path: AttentionPath, *, cp: int, pack: bool) -> str | None:
+    """Compare the twin's own eager attention with that of ``path``, which it is then given."""
+    if twin is None:
+        return "no small copy of it could be tried"
     lengths = (11, 13, 8) if pack else (32,)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     inputs = {"input_ids": torch.arange(2, 34)[None], "position_ids": positions, "use_cache": False}
@@ -189,19 +219,17 @@ def _logits_on(
     # One process has whole sequences, as Ulysses' ranks have between its exchanges.
     ulysses, positions = AttentionPath("ulysses", kernel), inputs["position_ids"]
     extra = attention_inputs(positions, twin.config, path=ulysses, cp_rank=0, cp=1, device=positions.device)
-    whole = BlockwiseAttention()
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> Any:
         called.append(1)
         if path.method != "ulysses":
-            return whole(module, query, key, value, attention_mask, **options)
-        shares = share_heads(query.shape[1], key.shape[1], min(cp, query.shape[1]))
+            return varlen_attention(module, query, key, value, attention_mask, **options)
         outputs = []
-        for share in shares:
+        for share in share_heads(query.shape[1], key.shape[1], min(cp, query.shape[1])):
             mine = share.of(query, key, value)
-            outputs.append(attend_with_share(kernel, module, *mine, attention_mask, share=share, **options))
+            outputs.append(attend_with_share(kernel, module, mine, attention_mask, share=share, **options))
         return torch.cat(outputs, dim=2), None
 
     use_attention(twin, attend)

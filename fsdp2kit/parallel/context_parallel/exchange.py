@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
-from fsdp2kit.parallel.context_parallel.layout import by_rank, in_order
+from fsdp2kit.parallel.context_parallel.layout import gather_sequence, reduce_scatter
 from fsdp2kit.parallel.context_parallel.segments import Segment
-from fsdp2kit.torch_compat import BackwardInputs, all_gather_single, group_named, reduce_scatter_single
+from fsdp2kit.torch_compat import BackwardInputs, group_named
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values ``[B, G, m, D]``, or their gradients."""
@@ -42,7 +42,7 @@ def attend_blocks(
     partial = Partial(query, scale=scale)
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
-        partial.attend(key, value, _of_step(segments, step))
+        partial.attend(key, value, [segment for segment in segments if segment.step == step])
 
     exchange.visit_blocks(own, attend)
     return partial
@@ -56,15 +56,12 @@ def attend_blocks_backward(
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
         grads = (grad_query, zeros_for(key), zeros_for(value))
-        attend_backward(grads, inputs._replace(key=key, value=value), _of_step(segments, step), scale=scale)
+        of_step = [segment for segment in segments if segment.step == step]
+        attend_backward(grads, inputs._replace(key=key, value=value), of_step, scale=scale)
         exchange.return_gradients(grads[1:])
 
     exchange.visit_blocks((inputs.key, inputs.value), attend)
     return (grad_query, *exchange.own_gradients())
-
-
-def _of_step(segments: Sequence[Segment], step: int) -> list[Segment]:
-    return [segment for segment in segments if segment.step == step]
 
 
 def build_exchange(name: str, group: str) -> KeyExchange:
@@ -81,7 +78,7 @@ class KeyExchange:
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
+        self.group: Any = group
         self._grads: Pair | None = None
 
     def visit_blocks(self, own: Pair, visit: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -165,25 +162,16 @@ class AllGather(KeyExchange):
 
     def visit_blocks(self, own: Pair, visit: Callable[[int, Tensor, Tensor], None]) -> None:
         """One block, ``[B, G, cp·s, D]``, of one all-gather."""
-        visit(0, *self._gather(own))
+        visit(0, *gather_sequence(torch.stack(own), group=self.group, method="allgather", dim=3))
 
     def own_gradients(self) -> Pair:
         """The rank's part of one reduce-scatter."""
         cp = self.group.size()
-        grads = torch.stack(super().own_gradients()).movedim(3, 0)
-        whole = by_rank(grads, cp=cp, method="allgather").contiguous()
-        mine = whole.new_empty((whole.shape[0] // cp, *whole.shape[1:]))
-        reduce_scatter_single(mine, whole, group=self.group)
-        grad_key, grad_value = mine.movedim(0, 3).unbind()
+        parts = torch.stack(super().own_gradients()).movedim(3, 0).chunk(2 * cp)
+        # From the order of the sequence to one rank's two chunks after the other's.
+        whole = torch.cat([part for rank in range(cp) for part in (parts[rank], parts[-1 - rank])])
+        grad_key, grad_value = reduce_scatter(whole, self.group).movedim(0, 3)
         return grad_key, grad_value
-
-    def _gather(self, own: Pair) -> Pair:
-        cp = self.group.size()
-        mine = torch.stack(own).movedim(3, 0).contiguous()  # [s, 2, B, G, D]
-        gathered = mine.new_empty((cp * mine.shape[0], *mine.shape[1:]))
-        all_gather_single(gathered, mine, group=self.group)
-        keys, values = in_order(gathered, cp=cp, method="allgather").movedim(0, 3).unbind()
-        return keys, values
 
 
 @dataclass(frozen=True)

@@ -200,17 +200,14 @@ def varlen_is_usable(query: Tensor) -> bool:
 
 def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
     """All segments with the same diagonals in one kernel call, on CUDA."""
-    out, lse = _tokens(partial.out), _tokens(partial.lse)
     for call in _varlen_calls(tuple(segments), partial.query.shape, key.shape, key.device):
         q, k, v = call.queries_of(partial.query), call.keys_of(key), call.keys_of(value)
         part = cuda_flash_attention(q, k, v, call.bounds, scale=partial.scale)
-        if call.queries is None:
-            merge(out, lse, *part)
-            continue
-        out_so_far, lse_so_far = out[call.queries], lse[call.queries]
-        merge(out_so_far, lse_so_far, *part)
-        out.index_copy_(0, call.queries, out_so_far)
-        lse.index_copy_(0, call.queries, lse_so_far)
+        out, lse = call.queries_of(partial.out), call.queries_of(partial.lse)
+        merge(out, lse, *part)
+        if call.queries is not None:  # then these are copies
+            _tokens(partial.out).index_copy_(0, call.queries, out)
+            _tokens(partial.lse).index_copy_(0, call.queries, lse)
 
 
 def _backward_varlen(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
@@ -255,7 +252,8 @@ def _varlen_calls(
     for segment in segments:
         for group in groups:
             same_bounds = (group[0].left, group[0].right) == (segment.left, segment.right)
-            if same_bounds and not any(_share_a_query(segment, other) for other in group):
+            rest = [s for s in group if s.row == segment.row]  # none of them may share a query with it
+            if same_bounds and all(s.q_stop <= segment.q_start or segment.q_stop <= s.q_start for s in rest):
                 group.append(segment)
                 break
         else:
@@ -270,10 +268,6 @@ def _varlen_calls(
         bounds = VarlenBounds(q_borders, k_borders, q_longest, k_longest, group[0].left, group[0].right)
         calls.append(_VarlenCall(q_index, k_index, bounds))
     return calls
-
-
-def _share_a_query(first: Segment, second: Segment) -> bool:
-    return first.row == second.row and first.q_start < second.q_stop and second.q_start < first.q_stop
 
 
 def _join_ranges(ranges: list[range], total: int, device: torch.device) -> tuple[Tensor | None, Tensor, int]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -78,23 +77,15 @@ def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim:
         ``[B, cp·s, …]``.
     """
     gathered: Tensor = _Gather.apply(tensor.movedim(dim, 0), group)
-    return in_order(gathered, cp=dist.get_world_size(group), method=method).movedim(0, dim)
+    return in_order(gathered, cp=group.size(), method=method).movedim(0, dim)
 
 
 def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
     """From ``[S, …]``, one rank's chunks after the other's, to ``[S, …]`` in the order of the sequence."""
-    if method == "ulysses" or cp == 1:
+    if method == "ulysses":
         return gathered
     parts = gathered.chunk(2 * cp)
     return torch.cat([*parts[0::2], *reversed(parts[1::2])])
-
-
-def by_rank(ordered: Tensor, *, cp: int, method: Method) -> Tensor:
-    """The inverse of `in_order`."""
-    if method == "ulysses" or cp == 1:
-        return ordered
-    parts = ordered.chunk(2 * cp)
-    return torch.cat([part for rank in range(cp) for part in (parts[rank], parts[2 * cp - 1 - rank])])
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -104,19 +95,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's ``[s, …]`` of the sum over ranks of ``[cp·s, …]``."""
+    result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
+    reduce_scatter_single(result, tensor.contiguous(), group=group)
+    return result
+
+
 class _Gather(torch.autograd.Function):
-    """All-gather along the first dimension; its transpose is a reduce-scatter."""
+    """All-gather along the first dimension; its transpose is `reduce_scatter`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        result = tensor.new_empty((dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:]))
+        result = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
         all_gather_single(result, tensor.contiguous(), group=group)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        size = grads[0].shape[0] // dist.get_world_size(ctx.group)
-        result = grads[0].new_empty((size, *grads[0].shape[1:]))
-        reduce_scatter_single(result, grads[0].contiguous(), group=ctx.group)
-        return result, None
+        return reduce_scatter(grads[0], ctx.group), None

@@ -119,7 +119,10 @@ def plan_segments(
             # A ring brings the keys of the rank before, then of the one before that; otherwise all are here.
             keys = chunks_of((rank - step) % cp, cp=cp, length=length, method="ring" if method == "ring" else None)
             found += _join([Segment(step, row, *shape) for shape in _rectangles(queries, keys, borders, window)])
-    lines = _lines_for(len(found), tokens=sum(borders[-1] for borders in starts))
+    tokens = sum(borders[-1] for borders in starts)
+    lines = max(_MIN_LINES, math.ceil(tokens / _TOKENS_PER_LINE))
+    while lines < len(found):
+        lines *= 2
     table = torch.zeros((lines, len(Segment._fields)), dtype=torch.int64)
     table[: len(found)] = torch.tensor(found, dtype=torch.int64)
     return table
@@ -129,13 +132,6 @@ def read_segments(table: Tensor) -> list[Segment]:
     """The lines of `plan_segments`' table that are not empty."""
     in_use = table[:, Segment._fields.index("q_stop")] > 0
     return [Segment(*line) for line in table[in_use].tolist()]
-
-
-def _lines_for(segments: int, *, tokens: int) -> int:
-    lines = max(_MIN_LINES, math.ceil(tokens / _TOKENS_PER_LINE))
-    while lines < segments:
-        lines *= 2
-    return lines
 
 
 def _rectangles(
