@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -86,9 +85,7 @@ mode = "disabled"
 
 def refused(pool: WorkerPool, arguments: list[str], folder: Path, *, says: list[str]) -> str:
     """Check the form of a refusal and return its line."""
-    started = time.perf_counter()
     results = pool.run(2, attempt, arguments, str(folder))
-    assert time.perf_counter() - started < 30
     assert [code for code, _, _ in results] == [2, 2], results
     lines = [line for _, _, err in results for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, results
@@ -423,16 +420,15 @@ def test_ranks_leave_together_when_one_fails(failing: int, pool: WorkerPool) -> 
     assert pool.run(2, fail_on_one_rank, failing) == ["a row: cannot be read on this rank; mend it"] * 2
 
 
-@pytest.mark.parametrize("override", ["train.stepz=1", "data.path=/nowhere/x.jsonl"])
+@pytest.mark.parametrize(
+    "override", [pytest.param("train.stepz=1", marks=pytest.mark.slow), "data.path=/nowhere/x.jsonl"]
+)
 def test_torchrun_sees_exit_code_2_from_every_rank(override: str, model_dir: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["--log-dir", str(logs), "--redirects", "3", "-m", "fsdp2kit.run"]
-    started = time.perf_counter()
-    result = subprocess.run(
-        [*command, str(toml_for(model_dir, tmp_path)), override], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert time.perf_counter() - started < 60
+    command += [str(toml_for(model_dir, tmp_path)), override]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert result.returncode == 1
     assert result.stderr.count("exitcode  : 2") == 2, result.stderr
     said = {path.parent.name: path.read_text() for path in logs.rglob("stderr.log")}

@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
     ("number", "to", "code"),
     [
         (signal.SIGTERM, "torchrun", 1),  # what schedulers send; torchrun passes it on, and itself exits 1
-        (signal.SIGINT, "torchrun", 1),  # Ctrl-C
+        pytest.param(signal.SIGINT, "torchrun", 1, marks=pytest.mark.slow),  # Ctrl-C
         pytest.param(signal.SIGUSR1, "torchrun", 1, marks=pytest.mark.slow),  # Slurm's warning
         pytest.param(signal.SIGUSR1, "ranks", 0, marks=pytest.mark.slow),
     ],

@@ -198,10 +198,10 @@ def test_units_may_return_another_dtype_than_they_compute_in(
 ) -> None:
     """Tied, untied, and a head that is more than a matrix, within what computing in bfloat16 leaves uncertain."""
     path, batches = tiny_model_dir(kind, tmp_path), make_batches(3)
-    exact, narrow = (
-        plain_loop(path, batches, micro_batch_size=1, lr=1e-3, dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact = plain_loop(path, batches, micro_batch_size=1, lr=1e-3)
+    # One run's error in a number may be small by chance: the largest of three says what bfloat16 leaves uncertain.
+    narrow = [plain_loop(path, batches, micro_batch_size=n, lr=1e-3, dtype=torch.bfloat16) for n in (1, 2, 4)]
+    spread = [errors(other, exact) for other in narrow]
     case = Case(kind, 2, 1, 1, (("param_dtype", param_dtype), ("output_dtype", output_dtype)))
     found = pool.run(2, run_cases, tmp_path, [case], batches)[0][0]
-    assert not beyond(errors(found, exact), errors(narrow, exact))
+    assert not beyond(errors(found, exact), {name: max(each[name] for each in spread) for name in spread[0]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -16,6 +17,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Rows
+from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import Evaluation, generate
 from tests.parallel.jobs import Case
 from tests.reference import LENGTH, VOCABULARY, tiny_model_dir
@@ -80,17 +82,19 @@ def phases(folder: Path, case: Case) -> list[int]:
     return found
 
 
-CASES = [
+CASES = [Case("llama3"), Case("llama3", attention="varlen", checkpointing="full")]
+CASES += [Case("smollm2", cp=2, method="ring"), Case("smollm2", cp=2, method="ulysses", checkpointing="selective")]
+THOROUGH = [
     *(
         Case("llama3", attention=attention, checkpointing=mode)
-        for attention in ("sdpa", "varlen")
-        for mode in (False, "full", "selective")
+        for attention, mode in itertools.product(("sdpa", "varlen"), (False, "full", "selective"))
     ),
-    *(Case("smollm2", cp=2, method=method) for method in ("ring", "allgather", "ulysses")),
+    *(Case("smollm2", cp=2, method=method) for method in METHODS),
 ]
+THOROUGH = [pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH if case not in CASES]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *THOROUGH], ids=str)
 def test_a_layer_class_is_compiled_once_for_training(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir(case.kind, tmp_path)
     for found in pool.run(case.world, phases, tmp_path, case):

@@ -15,7 +15,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop
-from fsdp2kit.parity.variants import METHODS
+from fsdp2kit.parity.variants import METHODS, pairs_of
 from fsdp2kit.train.evaluation import build_evaluation
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_segments import positions_of
@@ -32,8 +32,7 @@ def _case(row: tuple) -> Case:
     return Case(kind, 1, cp, 2, method=method, pack=pack, checkpointing=checkpointing)
 
 
-# Every method, cp, packing and checkpointing together, and each of these with every model (7 and 36 share no divisor).
-ROWS = [(kind, *row) for kind, row in zip(itertools.cycle(KINDS), itertools.product(*OPTIONS[1:]), strict=False)]
+ROWS = list(pairs_of(*OPTIONS))
 PAIRS = [_case(row) for row in ROWS]
 # Every method with every mask on two data-parallel ranks as well, and accumulated, replicated, not resharded.
 PAIRS += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,8 @@ BF16 = (("param_dtype", "bfloat16"),)
 
 
 def _meshes() -> Iterator[Case]:
-    for kind in MAIN:
-        for dp, cp in MESHES:
-            for micro in (1, 2):
-                yield Case(kind, dp, cp, micro)
+    for kind, (dp, cp), micro in pairs_of(MAIN, MESHES, (1, 2)):
+        yield Case(kind, dp, cp, micro)
     for kind in OTHERS:
         for dp, cp in ((2, 2), (1, 3)):
             yield Case(kind, dp, cp, 1)
@@ -49,6 +48,11 @@ def _options() -> Iterator[Case]:
 
 
 EXACT = [*_meshes(), *_options()]
+THOROUGH = [
+    case
+    for kind, (dp, cp), micro in itertools.product(MAIN, MESHES, (1, 2))
+    if (case := Case(kind, dp, cp, micro)) not in EXACT
+]
 HALF = [Case(kind, dp, cp, micro, BF16) for kind in ("smollm2", "llama3") for dp, cp, micro in ((2, 2, 1), (1, 3, 2))]
 HALF += [Case("smollm2", 1, 1, 2, BF16), Case("qwen3", 2, 1, 1, BF16)]
 
@@ -69,7 +73,8 @@ def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
 
     def get(case: Case) -> Curves:
         if case not in known:
-            cases = [other for other in [*EXACT, *HALF] if other.world == case.world]
+            group = THOROUGH if case in THOROUGH else [*EXACT, *HALF]
+            cases = [other for other in group if other.world == case.world]
             results = pool.run(case.world, run_cases, models, cases)
             for of_other_rank in results[1:]:
                 assert [r.loss for r in of_other_rank] == [r.loss for r in results[0]], "ranks log different losses"
@@ -97,7 +102,7 @@ def reference(models: Path) -> Callable[[str, torch.dtype], tuple[Curves, dict[s
     return get
 
 
-@pytest.mark.parametrize("case", EXACT, ids=str)
+@pytest.mark.parametrize("case", [*EXACT, *(pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH)], ids=str)
 def test_float32_equals_the_plain_loop(case: Case, outcome: Callable, reference: Callable) -> None:
     plain, control = reference(case.kind, torch.float32)
     assert max(control.values()) < 1e-5, "the reference itself must be sharp"
