@@ -27,14 +27,14 @@ from transformers import (
     default_data_collator,
 )
 
-from fsdp2kit.bench.sides import Side, Work
+from fsdp2kit.bench.sides import TrainingSide, Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
 
 
-class HFSide(Side):
+class HFSide(TrainingSide):
     """One of their trainers, whose loop runs in a thread and stands still after every optimizer step.
 
     ``hf_trainer`` is given fsdp2kit's rows, which it tells into documents by their positions; ``hf_trainer_padded``
@@ -43,16 +43,14 @@ class HFSide(Side):
     without packing.
 
     Args:
-        config: fsdp2kit's settings of the same run.
-        loader: of fsdp2kit's rows; but for ``hf_trainer`` of one document a row, whose order they take.
-        tokenizer: needed by all but ``hf_trainer``.
+        config: fsdp2kit's settings of the same run; but for ``hf_trainer`` of one document a row, whose order they
+            take.
         conversations: documents a rank takes at once where they are padded to the longest.
     """
 
-    def __init__(
-        self, name: str, config: TrainingConfig, loader: Any, *, tokenizer: Any, conversations: int, world: World
-    ) -> None:
+    def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
+        loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
         self._config, self._device, self._extra = config, world.device, ""
         train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
         accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
@@ -72,7 +70,6 @@ class HFSide(Side):
             padding = {"padding": "max_length", "max_length": seq_len} if name == "hf_trainer_padded" else {}
             self._given["data_collator"] = DataCollatorForSeq2Seq(tokenizer, **padding)
         self._given["train_dataset"] = dataset
-        self._trainer: Any = None
         self._turns: Turns | None = None
 
     def _use_trl(self, name: str, seq_len: int) -> None:
@@ -96,7 +93,7 @@ class HFSide(Side):
         else:
             model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
         arguments = self._arguments_class(**self._arguments)
-        self._trainer = _recording(self._trainer_class)(model=model, args=arguments, **self._given)
+        self._trainer: Any = _recording(self._trainer_class)(model=model, args=arguments, **self._given)
         self._turns = Turns(self._trainer.train)
         self._trainer.add_callback(_Pause(self._turns))
         self._trainer.remove_callback(PrinterCallback)
@@ -113,11 +110,9 @@ class HFSide(Side):
         Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
         averaged.
         """
-        mine = [(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen]
-        ranks = gather_objects(mine)
-        loss = sum(loss for rank in ranks for loss, _, _ in rank) / len(ranks)
-        counts = [seen for rank in ranks for seen in rank]
-        return Work(loss, sum(seen[1] for seen in counts), sum(seen[2] for seen in counts))
+        ranks = gather_objects([(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen])
+        losses, supervised, tokens = zip(*(seen for rank in ranks for seen in rank), strict=True)
+        return Work(sum(losses) / len(ranks), sum(supervised), sum(tokens))
 
     def describe(self) -> str:
         wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
@@ -189,8 +184,7 @@ class _Pause(TrainerCallback):
         self._turns = turns
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._turns.wait():
-            control.should_training_stop = True
+        control.should_training_stop |= not self._turns.wait()
 
 
 def _recording(base: Any) -> Any:
