@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit import run
 from fsdp2kit.bench.fsdp1 import check_fsdp1, sharding_strategy
-from fsdp2kit.bench.harness import result_lines
 from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
@@ -24,6 +23,7 @@ from fsdp2kit.errors import UserError
 from tests.reference import tiny_model, tiny_model_dir
 from tests.test_bench import last_result
 from tests.workers import WorkerPool
+from tools.bench import result_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"

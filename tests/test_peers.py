@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 
-from fsdp2kit.bench.harness import draw, result_lines
 from fsdp2kit.bench.hf_trainer import Turns
 from fsdp2kit.bench.peers import bench_peers
 from fsdp2kit.bench.sides import PAIR_BARS, pair_row
 from tests.reference import tiny_model_dir
 from tests.test_bench import last_result, tool
 from tests.workers import WorkerPool
+from tools.bench import draw, result_lines
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

@@ -28,10 +28,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Set before transformers is imported: a benchmark never waits for a hub.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+import numpy as np
 
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
@@ -59,9 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: {name!r} is none of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # Set before transformers is imported: a benchmark never waits for a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    from fsdp2kit.bench.harness import measure, result_lines
+    from fsdp2kit.bench.harness import measure
 
     bench = getattr(importlib.import_module(f"fsdp2kit.bench.{COMMANDS[name]}"), f"bench_{name}")
     parser = Parser(prog=f"bench {name}", description=(bench.__doc__ or "").partition("\n")[0])
@@ -131,14 +132,10 @@ def _check_outputs(given: dict[str, Any]) -> None:
         if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             raise UserError(f"--{name}", f"{file} cannot be written", "name a file in a folder that exists")
     if given["figure"] is not None:
-        from fsdp2kit.bench.harness import pyplot
-
         pyplot("--figure")
 
 
 def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
-    from fsdp2kit.bench.harness import draw, result_lines
-
     if not is_main_process():
         return
     if given["out"] is not None:
@@ -147,6 +144,86 @@ def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
         given["table"].write_text("\n".join(result_lines(result)) + "\n", encoding="utf-8")
     if given["figure"] is not None:
         draw(result, given["figure"])
+
+
+def result_lines(result: dict[str, Any]) -> list[str]:
+    """A result as Markdown: its table, notes, checks, and where it comes from."""
+    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
+    lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
+    lines += ["| " + " | ".join(_cell(key, row.get(key, "")) for key in columns) + " |" for row in result["rows"]]
+    checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
+    lines += ["", *result.get("notes", []), *checks]
+    if source := result.get("provenance"):
+        git, ranks = source["git"], f"{source['world_size']} ranks; load average {source['load_average']}"
+        versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
+        commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
+        lines += ["", f"command: {source['command']}", f"device: {', '.join(source['devices'])}; {ranks}"]
+        lines.append(f"versions: {versions}{commit}")
+    return lines
+
+
+def _header(key: str) -> str:
+    return key.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ").strip()
+
+
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        if "ratio" in value:
+            return f"**{value['ratio']:.3g}** ({value['low']:.3g} – {value['high']:.3g})"
+        return f"{value['median']:.3g} s ({value['p25']:.3g} – {value['p75']:.3g})"
+    if value is None:
+        return "—"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if key.endswith("_bytes"):
+        return f"{value / 2**20:,.0f} MiB"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw what the result names into a PNG, a panel each by its title.
+
+    ``bars`` are columns of its rows, side by side; ``lines`` are series of x and y, by name.
+    """
+    rows, lines = result["rows"], result.get("lines", {})
+    panels = lines or result.get("bars", {"seconds": ["seconds"]})
+    names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
+    plots = pyplot("--figure")
+    figure, every = plots.subplots(1, len(panels), figsize=(4.5 * len(panels), 4.2), squeeze=False)
+    for axes, (title, panel) in zip(every[0], panels.items(), strict=True):
+        for number, column in enumerate(panel):
+            if lines:
+                axes.plot(*panel[column], linewidth=1 + 0.7 * (len(panel) - 1 - number), label=column)
+                continue
+            values = [row.get(column) for row in rows]
+            values = [value["median"] if isinstance(value, dict) else value or 0 for value in values]
+            offset = (number - (len(panel) - 1) / 2) * 0.76 / len(panel)
+            axes.barh(positions + offset, values, height=0.76 / len(panel), label=_header(column))
+            axes.set_yticks(positions, names)
+            axes.yaxis.set_inverted(True)
+        axes.set_title(title)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, format="png")
+    plots.close(figure)
+
+
+def pyplot(flag: str) -> Any:
+    """matplotlib's pyplot, drawing into files.
+
+    Raises:
+        UserError: matplotlib is not installed, which ``flag`` needs.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError(flag, "needs matplotlib", "install it: pip install 'fsdp2kit[plot]'") from None
+    return pyplot
 
 
 if __name__ == "__main__":

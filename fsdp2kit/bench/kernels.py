@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,28 +61,19 @@ def bench_ring(
         yield result
 
 
-class _Held(NamedTuple):
-    """One rank's part: ``[1, H, s, D]`` of queries and of the output's gradient, ``[1, G, s, D]`` of keys, values."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    grad: Tensor
-
-
 def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: World) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     query_heads, kv_heads, width = heads
     shapes = [(1, number, length, width) for number in (query_heads, kv_heads, kv_heads, query_heads)]
-    whole = _Held(*(torch.randn(shape, device=world.device, dtype=torch.bfloat16) for shape in shapes))
+    whole = [torch.randn(shape, device=world.device, dtype=torch.bfloat16) for shape in shapes]
     chunks = [chunks_of(rank, cp=CP, length=length, method="ring") for rank in range(CP)]
-    ranks = [_Held(*(take_chunks(tensor, mine, dim=2) for tensor in whole)) for mine in chunks]
+    ranks = [[take_chunks(tensor, mine, dim=2) for tensor in whole] for mine in chunks]
     tables = [plan_segments([[0, length]], method="ring", rank=rank, cp=CP, window=None) for rank in range(CP)]
 
     def fused() -> list[Tensor]:
         q, k, v = (tensor.detach().requires_grad_() for tensor in whole[:3])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole.grad)]
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]
 
     sides = {"blocks": Task(lambda: _all_blocks(ranks, tables)), "fused": Task(fused)}
     rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
@@ -95,24 +86,28 @@ def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: 
     return rows
 
 
-def _all_blocks(ranks: list[_Held], tables: list[Tensor]) -> tuple[list[Tensor], ...]:
-    """Output and gradients of query, key and value by rank, block after block as a ring would bring them."""
-    scale = ranks[0].query.shape[-1] ** -0.5
-    grad_keys, grad_values = ([zeros_for(rank.key) for rank in ranks] for _ in range(2))
+def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """Output and gradients of query, key and value by rank, block after block as a ring would bring them.
+
+    Args:
+        ranks: each rank's queries ``[1, H, s, D]``, keys and values ``[1, G, s, D]``, and gradient of the output.
+        tables: each rank's segments.
+    """
+    scale = ranks[0][0].shape[-1] ** -0.5
+    grad_keys, grad_values = ([zeros_for(rank[1]) for rank in ranks] for _ in range(2))
     outs, grad_queries = [], []
-    for number, (mine, table) in enumerate(zip(ranks, tables, strict=True)):
+    for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
         segments = read_segments(table)
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
-        attended = Partial(mine.query, scale=scale)
+        attended = Partial(query, scale=scale)
         for owner, of_step in steps:
-            attended.attend(ranks[owner].key, ranks[owner].value, of_step)
-        outs.append(attended.out.to(mine.query.dtype))
-        grad_queries.append(zeros_for(mine.query))
+            attended.attend(*ranks[owner][1:3], of_step)
+        outs.append(attended.out.to(query.dtype))
+        grad_queries.append(zeros_for(query))
         for owner, of_step in steps:
-            block = (ranks[owner].key, ranks[owner].value)
             attend_backward(
                 (grad_queries[-1], grad_keys[owner], grad_values[owner]),
-                BackwardInputs(mine.grad, mine.query, *block, outs[-1], attended.lse),
+                BackwardInputs(grad, query, *ranks[owner][1:3], outs[-1], attended.lse),
                 of_step,
                 scale=scale,
             )
@@ -151,7 +146,9 @@ def bench_vocabulary(
     losses: dict[str, Callable[..., Tensor]] = {"fsdp2kit": linear_cross_entropy}
     losses |= {name: known[name] for name in kernels}
     if whole:
-        losses["whole logits"] = _whole_logits
+        losses["whole logits"] = lambda hidden, weight, labels: F.cross_entropy(
+            (hidden @ weight.T).float(), labels, reduction="sum"
+        )
     values: dict[str, float] = {}
 
     def run(name: str) -> None:
@@ -173,7 +170,3 @@ def bench_vocabulary(
             row["peak_bytes"] -= states.nbytes + weight.nbytes
         row["loss"] = values[row["name"]]
     return {"rows": rows}
-
-
-def _whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
