@@ -86,10 +86,10 @@ def test_save_measures_both_ways(pool: WorkerPool) -> None:
 
 
 def test_convert_measures_every_way(pool: WorkerPool) -> None:
-    (result,) = pool.run(1, last_result, bench_convert, params=(1e-3,), rounds=1)
+    (result,) = pool.run(1, last_result, bench_convert, params=1e-3, rounds=1)
 
     assert_has_provenance(result, ranks=1)
-    assert {"fsdp2kit", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
+    assert {"dcp_to_hf", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
     assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in result["rows"])
 
 

@@ -70,15 +70,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="also write the Markdown table to a file")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw a PNG (extra: plot)")
+    parser.add_argument(
+        "--max-minutes", type=float, default=float("inf"), help="start no further part after this long"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: use no CUDA device")
     add_options(parser, bench)
     result: dict[str, Any] = {}
     try:
         options = vars(parser.parse_intermixed_args(words))
-        given = {key: options.pop(key) for key in ("json", "out", "table", "figure", "device")}
+        given = {key: options.pop(key) for key in ("json", "out", "table", "figure", "device", "max_minutes")}
         _check_outputs(given)
         # Written after every part: a comparison may take a quarter of an hour, and the next may be killed.
-        for result in measure(bench, **options):
+        for result in measure(bench, max_minutes=given["max_minutes"], **options):
             _write(result, given)
     except UserError as problem:
         leave(problem)

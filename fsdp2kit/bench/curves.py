@@ -49,29 +49,29 @@ def bench_curves(world: World, runs: tuple[str, ...], *, reference: str | None =
     def points(name: str, key: str) -> dict[int, float]:
         return {record["step"]: record[key] for record in records[name] if record.get(key) is not None}
 
-    rows, lines = [], {f"training loss, mean of {_LAST} steps": {}, "held-out loss": {}}
-    smoothed, held_out = lines.values()
+    rows, smoothed, held_out = [], {}, {}
     for name, config in configs.items():
-        losses, evaluated = list(points(name, "loss").values()), points(name, "eval_loss")
-        eval_step = max(evaluated, default=None)
-        theirs = points(reference, "eval_loss").get(eval_step or 0)
-        means = [statistics.fmean(losses[max(0, end - _LAST) : end]) for end in range(1, len(losses) + 1)]
-        smoothed[name] = list(points(name, "loss")), means
-        held_out[name] = list(evaluated), list(evaluated.values())
+        losses, evaluated = points(name, "loss"), points(name, "eval_loss")
+        values, eval_step = list(losses.values()), max(evaluated, default=0)
+        theirs = points(reference, "eval_loss").get(eval_step)
+        means = [statistics.fmean(values[max(0, end - _LAST) : end]) for end in range(1, len(values) + 1)]
+        smoothed[name], held_out[name] = (list(losses), means), (list(evaluated), list(evaluated.values()))
+        optimizer = config.get("optimizer", {})
         rows.append(
             {
                 "run": name,
-                "optimizer": config.get("optimizer", {}).get("name"),
-                "lr": config.get("optimizer", {}).get("lr"),
+                "optimizer": optimizer.get("name"),
+                "lr": optimizer.get("lr"),
                 "steps": records[name][-1]["step"],
                 "loss": means[-1],
-                "eval_step": eval_step,
-                "eval_loss": evaluated.get(eval_step or 0),
-                "ratio": evaluated[eval_step] / theirs if eval_step and theirs else None,
+                "eval_step": eval_step or None,
+                "eval_loss": evaluated.get(eval_step),
+                "ratio": evaluated[eval_step] / theirs if theirs else None,
                 "step_seconds": statistics.median([*points(name, "step_seconds").values()] or [float("nan")]),
                 "memory_gib": max(points(name, "memory_gib").values(), default=None),
             }
         )
+    lines = {f"training loss, mean of {_LAST} steps": smoothed, "held-out loss": held_out}
     notes = [f"loss: mean of the last {_LAST} steps; ratio: eval loss over that of {reference} at the same step"]
     return {"reference": reference, "rows": rows, "notes": notes, "lines": lines}
 

@@ -38,9 +38,6 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.fsdp import ignored_modules, reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
-# FSDP1 says so at every unit: that NO_SHARD is deprecated, and that a world of one is NO_SHARD.
-_EXPECTED_WARNINGS = ("The `NO_SHARD` sharding strategy is deprecated", "FSDP is switching to use `NO_SHARD`")
-
 
 def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
     """Refuse what FSDP1 cannot do, and what cannot be read or started twice.
@@ -74,9 +71,7 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
         raise UserError("model.weights", "is a checkpoint, which FSDP1 does not read", "export it, and use model.path")
 
 
-def fsdp1_arguments(
-    section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh, device: torch.device
-) -> dict[str, Any]:
+def fsdp1_arguments(section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh) -> dict[str, Any]:
     """The arguments of `FullyShardedDataParallel` that match ``[fsdp]``; of a config that `check_fsdp1` let pass."""
     strategy = sharding_strategy(section, sizes=mesh.sizes)
     is_hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -88,13 +83,13 @@ def fsdp1_arguments(
             param_dtype=getattr(torch, section.param_dtype), reduce_dtype=getattr(torch, section.reduce_dtype)
         ),
         # On a CPU run shards are on the host already, and FSDP1 would fail to pin them.
-        "cpu_offload": CPUOffload(offload_params=section.offload == "params" and device.type != "cpu"),
+        "cpu_offload": CPUOffload(offload_params=section.offload == "params" and mesh.device.type != "cpu"),
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if section.backward_prefetch else None,
         "forward_prefetch": section.forward_prefetch == 1,
         "limit_all_gathers": True,
         "use_orig_params": True,
         "ignored_modules": [model.get_submodule(name) for name in ignored_modules(section, model)] or None,
-        "device_id": device,
+        "device_id": mesh.device,
     }
 
 
@@ -148,7 +143,7 @@ class FSDP1Loop(PlainLoop):
             for layer in layers:
                 layer.compile()
         mesh = build_mesh(config.mesh, config.fsdp, world=world)
-        arguments = fsdp1_arguments(config.fsdp, model, mesh=mesh, device=device)
+        arguments = fsdp1_arguments(config.fsdp, model, mesh=mesh)
         ignored = arguments["ignored_modules"] or []
         # Shards keep the dtype of what is wrapped; nothing would cast an ignored parameter later.
         whole = {parameter for module in ignored for parameter in module.parameters()}
@@ -159,8 +154,8 @@ class FSDP1Loop(PlainLoop):
         # objects, as the views of its flat ones.
         optimizer = build_optimizer(config.optimizer, model)
         with warnings.catch_warnings():
-            for message in _EXPECTED_WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
+            # FSDP1 says at every unit that it is deprecated, and that a world of one is NO_SHARD.
+            warnings.filterwarnings("ignore", message=".*`NO_SHARD`")
             wrapped: Any = FullyShardedDataParallel(model, **arguments)
         for module in ignored:
             module.to(device)
@@ -186,19 +181,9 @@ class FSDP1Loop(PlainLoop):
         """What it runs, by argument."""
         units = [module for module in self.model.modules() if isinstance(module, FullyShardedDataParallel)]
         classes = ", ".join(sorted({type(unit.module).__name__ for unit in units}))
-        precision, prefetch = self.model.mixed_precision, self.model.backward_prefetch
-        ran = {
-            # What FSDP1 made of it: in a world of one it is NO_SHARD whatever was asked for.
-            "sharding_strategy": self.model.sharding_strategy.name,
-            "units": f"{len(units)} ({classes})",
-            "mixed_precision": f"(param {precision.param_dtype}, reduce {precision.reduce_dtype})",
-            "cpu_offload": self.model.cpu_offload.offload_params,
-            "backward_prefetch": prefetch.name if prefetch else None,
-            "forward_prefetch": self.model.forward_prefetch,
-            "limit_all_gathers": self.model.limit_all_gathers,
-            "use_orig_params": True,
-            "attention": self.model.module.config._attn_implementation,
-            "loss": "cross_entropy on all logits in float32",
-        }
-        said = ", ".join(f"{name} {value}" for name, value in ran.items()).replace("torch.", "")
-        return f"FullyShardedDataParallel: {said}"
+        # What FSDP1 made of it: in a world of one it is NO_SHARD whatever was asked for.
+        made = ("sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch")
+        ran = {name: getattr(self.model, name) for name in (*made, "limit_all_gathers")}
+        said = ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in ran.items())
+        attention = self.model.module.config._attn_implementation
+        return f"FullyShardedDataParallel: units {len(units)} ({classes}), {said}, attention {attention}, whole logits"

@@ -7,14 +7,13 @@ lengths packed into rows. FLOPs are the model's (recomputation does not count).
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 
-from fsdp2kit.bench.harness import give_back_memory, missing_packages, speed, spread, timed
-from fsdp2kit.bench.sides import OurSide, TrainingSide, bench_config, read_data, train_sides
+from fsdp2kit.bench.harness import Side, give_back_memory, missing_packages, speed, spread, timed
+from fsdp2kit.bench.sides import OurSide, bench_config, read_data, train_sides
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
@@ -56,7 +55,6 @@ GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
     "8b": ("Llama-3.1-8B", 1, 8192, [f"selective recomputation, {name}" for name in _MOMENTS]),
 }
 """Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
-_STEPS, _WARMUP = 15, 5
 
 # The first that fits counts; names as cuBLAS, CUTLASS, FlashAttention, NCCL, Inductor and torch give them, and ATen's
 # operators on a CPU.
@@ -76,15 +74,13 @@ def bench_gpu(
     groups: tuple[Literal["small", "1b", "3b", "8b"], ...] = ("small", "1b"),
     dry_run: bool = False,
     profile: bool = False,
-    max_minutes: float = 7.5,
 ) -> Iterator[dict[str, Any]]:
     """Step time, MFU and memory on one device: variants one after the other, for want of memory for two.
 
     Args:
         groups: models and variants.
-        dry_run: tiny shapes, 3 steps; does it run at all?
+        dry_run: tiny shapes, 6 steps; does it run at all?
         profile: do not time, but say where the time goes.
-        max_minutes: start no further variant after this long.
 
     Raises:
         UserError: without a CUDA device, unless it is a dry run.
@@ -93,34 +89,31 @@ def bench_gpu(
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
     if world.device.type != "cuda" and not dry_run:
         raise UserError("bench gpu", "finds no CUDA device", "try it here with --device cpu --dry-run")
-    deadline = time.monotonic() + 60 * max_minutes
-    rows: list[dict[str, Any]] = []
-    left_out: dict[str, str] = {}
-    says = ["a dry run on tiny shapes: these are no figures of the models' speed"] if dry_run else []
-    for group in groups:
-        model, _, _, variants = GROUPS[group]
-        for name in variants if not profile else [name for name in variants if not name.startswith("Trainer")]:
-            reason = obstacle(name, device=world.device)
-            if reason is None and time.monotonic() > deadline:
-                reason = f"{max_minutes:g} minutes were over"
-            if reason is not None:
-                left_out[f"{model}, {name}"] = reason
-                continue
-            row = {"model": f"tiny {model}" if dry_run else model, "variant": name}
-            try:
-                config = config_of(group, name, dry_run=dry_run)
-                row["rows"] = f"{config.train.global_batch_size} × {config.data.seq_len}"
-                rows.append(row | (_profile if profile else _time)(name, config, world=world, dry_run=dry_run))
-            except (torch.cuda.OutOfMemoryError, UserError) as problem:
-                rows.append(row | {"error": str(problem).splitlines()[0]})
-            give_back_memory()
-            yield {"rows": rows, "left_out": left_out}
-    yield {
-        "rows": rows,
-        "left_out": left_out,
-        "notes": [*beside_trainer(rows), *(f"left out: {name}: {why}" for name, why in left_out.items()), *says],
-        "bars": {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]},
+    result: dict[str, Any] = {
+        "rows": [],
+        "notes": ["a dry run on tiny shapes: no figures of speed"] if dry_run else [],
     }
+    result["bars"] = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
+    done: dict[str, dict[str, Any]] = {}
+    for group, name in ((one, name) for one in groups for name in GROUPS[one][3]):
+        ours = done.get(f"{group} {name.removeprefix('Trainer, ')}")
+        if profile and name.startswith("Trainer"):
+            continue
+        row = {"model": GROUPS[group][0], "variant": name}
+        try:
+            if reason := obstacle(name, device=world.device):
+                row["error"] = reason
+            else:
+                config = config_of(group, name, dry_run=dry_run)
+                row |= (_profile if profile else _time)(name, config, world=world)
+                done[f"{group} {name}"] = row
+        except (torch.cuda.OutOfMemoryError, UserError) as problem:
+            row["error"] = str(problem).splitlines()[0]
+        if ours and "step" in row:  # step by step on the same batches
+            row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
+        result["rows"].append(row)
+        give_back_memory()
+        yield result
 
 
 def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:
@@ -131,7 +124,7 @@ def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:
     """
     shape, rows, seq_len, _ = GROUPS[group]
     sizes = dict(zip(_SIZES, _TINY if dry_run else SHAPES[shape], strict=True))
-    rows, seq_len, steps = (2, 64, 3) if dry_run else (rows, seq_len, _STEPS)
+    rows, seq_len, steps = (2, 64, 6) if dry_run else (rows, seq_len, 15)
     values = {
         "model": {"config": {"model_type": "llama", "max_position_embeddings": 8192, **sizes}, "weights": "random"},
         "data": {"format": "synthetic", "seq_len": seq_len},
@@ -152,20 +145,7 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
     return None
 
 
-def beside_trainer(rows: list[dict[str, Any]]) -> list[str]:
-    """Our variants beside those of the same name that transformers' Trainer ran, step by step on the same batches."""
-    done = {(row["model"], row["variant"]): row for row in rows if "step" in row}
-    lines = []
-    for (model, name), ours in done.items():
-        if theirs := done.get((model, f"Trainer, {name}")):
-            found = speed(ours["step"]["all"], theirs["step"]["all"])
-            interval = f"{found['ratio']:.2f} ({found['low']:.2f} – {found['high']:.2f})"
-            memory = ours["allocated_bytes"] and f"{ours['allocated_bytes'] / theirs['allocated_bytes']:.2f}"
-            lines.append(f"{model}, {name}: {interval} × as fast as Trainer, with {memory} of its peak memory")
-    return lines
-
-
-def _side(name: str, config: TrainingConfig, *, world: World) -> TrainingSide:
+def _side(name: str, config: TrainingConfig, *, world: World) -> Side:
     if not name.startswith("Trainer"):
         return OurSide(config, world=world)
     from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
@@ -173,22 +153,22 @@ def _side(name: str, config: TrainingConfig, *, world: World) -> TrainingSide:
     return HFSide("hf_trainer", config, world=world)
 
 
-def _time(name: str, config: TrainingConfig, *, world: World, dry_run: bool) -> dict[str, Any]:
-    device, steps, warmup = world.device, config.train.steps or 0, 1 if dry_run else _WARMUP
+def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
+    device, steps = world.device, config.train.steps or 0
+    warmup = steps // 3
     sides = {"side": _side(name, config, world=world)}
     found = train_sides(sides, rounds=steps - warmup, warmup=warmup, world=world)["side"]
     counts = count_model_flops(build_model(config.model))  # on meta
     loader, _ = read_data(config, dp_rank=0, dp_size=1)
-    flops = sum(
-        flops_per_batch(counts, tokens=micro.input_tokens, attention_pairs=micro.attention_pairs)
-        for index in range(warmup, steps)
-        for micro in loader.batch(index)
-    )
+    batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
+    pairs, tokens = sum(micro.attention_pairs for micro in batches), sum(found["input_tokens"])
+    flops = flops_per_batch(counts, tokens=tokens, attention_pairs=pairs)
     seconds, peak, on_cuda = sum(found["seconds"]), device_peak_flops(device), device.type == "cuda"
     return {
+        "rows": f"{config.train.global_batch_size} × {config.data.seq_len}",
         "first_step_seconds": found["first_step_seconds"],
         "step": spread(found["seconds"]),
-        "tokens_per_second": sum(found["input_tokens"]) / seconds,
+        "tokens_per_second": tokens / seconds,
         "tflops": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / peak,
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else None,
@@ -197,18 +177,18 @@ def _time(name: str, config: TrainingConfig, *, world: World, dry_run: bool) -> 
     }
 
 
-def _profile(name: str, config: TrainingConfig, *, world: World, dry_run: bool) -> dict[str, Any]:
-    """The shares of a few traced steps, after two more that are not traced."""
-    steps, side, activity = 1 if dry_run else 3, _side(name, config, world=world), torch.profiler.ProfilerActivity
+def _profile(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
+    """The shares of three traced steps, after two more that are not traced."""
+    side, activity = _side(name, config, world=world), torch.profiler.ProfilerActivity
     found: list[dict[str, Any]] = []
     try:
         side.build()
         with torch.profiler.profile(
             activities=[activity.CPU, activity.CUDA] if world.device.type == "cuda" else [activity.CPU],
-            schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1),
+            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
             on_trace_ready=lambda profiler: found.append(shares(profiler.events())),
         ) as profiler:
-            for _ in range(steps + 2):
+            for _ in range(5):
                 timed(side.step, device=world.device)  # until the device is idle: a step's kernels are in its window
                 profiler.step()
     finally:

@@ -75,19 +75,14 @@ def build_handwritten(config: Any, *, device: torch.device) -> PlainLoop:
     Args:
         config: settings by the names of fsdp2kit's TOML: the model's directory, learning rate, compute dtype.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.to(device)
+    how = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, **how).to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    compute = getattr(torch, config.fsdp.param_dtype)
+    compute, optimizer = getattr(torch, config.fsdp.param_dtype), config.optimizer
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.train()
-    section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=section.lr, betas=section.betas, eps=1e-8, weight_decay=0.0, fused=True
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, weight_decay=0.0, fused=True
     )
-    return PlainLoop(model, optimizer, max_grad_norm=config.train.max_grad_norm, device=device)
+    return PlainLoop(model, adamw, max_grad_norm=config.train.max_grad_norm, device=device)

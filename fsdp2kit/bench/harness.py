@@ -11,14 +11,12 @@ import ctypes
 import gc
 import importlib.util
 import os
-import shlex
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,24 +26,33 @@ import torch.distributed as dist
 
 from fsdp2kit import distributed
 from fsdp2kit.distributed import World, gather_objects
-from fsdp2kit.job import describe_environment, without_secrets
+from fsdp2kit.job import describe_environment
 
 _RESAMPLES = 10_000
 _SAMPLE_SECONDS = 0.001
 
 
-def measure(bench: Callable[..., Any], **options: Any) -> Iterator[dict[str, Any]]:
+def measure(
+    bench: Callable[..., Any], *, max_minutes: float = float("inf"), **options: Any
+) -> Iterator[dict[str, Any]]:
     """The result of a bench with these options, with its provenance; the result so far, where it has several parts.
+
+    Args:
+        max_minutes: start no further part after this long.
 
     Raises:
         UserError: what the bench refuses.
     """
-    world = distributed.start(timeout_minutes=60)
-    name = bench.__name__.removeprefix("bench_").replace("_", "-")
+    world, began = distributed.start(timeout_minutes=60), time.monotonic()
+    name = bench.__name__.removeprefix("bench_")
     about = {"benchmark": name, "options": options, "provenance": provenance(world)}
     found = bench(world, **options)
     for result in found if isinstance(found, Iterator) else [found]:
-        yield {**about, **result}
+        is_over = any(gather_objects(time.monotonic() - began > 60 * max_minutes))
+        notes = [f"stopped after {max_minutes:g} minutes: what is missing was not begun"] if is_over else []
+        yield {**about, **result, "notes": [*result.get("notes", []), *notes]}
+        if is_over:
+            break
 
 
 class Side(Protocol):
@@ -62,6 +69,10 @@ class Side(Protocol):
 
     def outcome(self) -> Any:
         """What that step did, when the clock has stopped."""
+
+    def describe(self) -> str:
+        """What was really run, in words."""
+        return ""
 
     def stop(self) -> None:
         """End it."""
@@ -91,25 +102,9 @@ class Task(Side):
         self._open.__exit__(None, None, None)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What was measured of a side, of the slowest and the largest rank."""
-
-    seconds: list[float]
-    """Of each round, by the wall clock."""
-    cpu_seconds: list[float]
-    """Of a process, all its threads: hardly touched by what else runs, and blind to waiting."""
-    peak_bytes: int | None
-    """In its first steps; None where the system does not tell."""
-    first_seconds: float
-    """The very first step."""
-    outcomes: list[Any]
-    """Of all steps."""
-
-
 def run_sides(
     sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World, memory_of: torch.device | None = None
-) -> dict[str, Figures]:
+) -> dict[str, dict[str, Any]]:
     """Build each side and make ``warmup`` steps with it, while the others are idle; then ``rounds`` steps in turns.
 
     Peak memory is taken in the first steps, above what the process had before the side was built. The first side is
@@ -117,6 +112,12 @@ def run_sides(
 
     Args:
         memory_of: whose memory counts, if not the device's.
+
+    Returns:
+        Of each side ``ran``, what it says of itself; ``seconds`` and ``cpu_seconds`` (of a process, all its threads:
+        hardly touched by what else runs, and blind to waiting) of each round, of the slowest rank;
+        ``first_step_seconds``; ``peak_bytes`` of the largest rank, None where the system does not tell; and the
+        ``outcomes`` of all steps.
     """
     costs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     outcomes: dict[str, list[Any]] = {name: [] for name in sides}
@@ -139,12 +140,17 @@ def run_sides(
         for side in sides.values():
             side.stop()
     found = {}
-    for name in sides:
-        first, *seconds = slowest_rank([wall for wall, _ in costs[name]])
-        cpu = slowest_rank([used for _, used in costs[name]])[warmup:]
+    for name, side in sides.items():
+        seconds, cpu_seconds = (slowest_rank(values) for values in zip(*costs[name], strict=True))
         memories = gather_objects(peaks[name])
-        peak = None if None in memories else max(memories)
-        found[name] = Figures(seconds[warmup - 1 :], cpu, peak, first, outcomes[name])
+        found[name] = {
+            "ran": side.describe(),
+            "seconds": seconds[warmup:],
+            "cpu_seconds": cpu_seconds[warmup:],
+            "first_step_seconds": seconds[0],
+            "peak_bytes": None if None in memories else max(memories),
+            "outcomes": outcomes[name],
+        }
     return found
 
 
@@ -178,17 +184,16 @@ def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int,
             print(f"{number} of {rounds} rounds", file=sys.stderr, flush=True)
 
 
-def task_rows(found: Mapping[str, Figures]) -> list[dict[str, Any]]:
+def task_rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row of each side: its seconds and peak memory, and how often the first one fits into them."""
     rows = []
+    first, ours = next(iter(found.items()))
     for name, figures in found.items():
-        row: dict[str, Any] = {"name": name, "seconds": spread(figures.seconds)}
-        row["cpu_seconds"] = spread(figures.cpu_seconds)
-        if rows:
-            first, ours = next(iter(found.items()))
-            row[f"{first}_is_faster"] = speed(ours.seconds, figures.seconds)
-            row["by_cpu_time"] = speed(ours.cpu_seconds, figures.cpu_seconds)
-        rows.append({**row, "peak_bytes": figures.peak_bytes})
+        row: dict[str, Any] = {"name": name, **{key: spread(figures[key]) for key in ("seconds", "cpu_seconds")}}
+        if name != first:
+            row[f"{first}_is_faster"] = speed(ours["seconds"], figures["seconds"])
+            row["by_cpu_time"] = speed(ours["cpu_seconds"], figures["cpu_seconds"])
+        rows.append({**row, "peak_bytes": figures["peak_bytes"]})
     return rows
 
 
@@ -308,27 +313,7 @@ def missing_packages(*names: str) -> list[str]:
 
 
 def provenance(world: World) -> dict[str, Any]:
-    """Command, versions, device, git state and the machine's load: what a figure must be quoted with. Collective."""
+    """Command, versions, devices, git state and the machine's load: what a figure must be quoted with. Collective."""
     environment = describe_environment(world_size=world.size, mesh={})
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads a rank"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    start = f"torchrun --nproc-per-node {world.local_size}" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    return {
-        "command": f"{start} {shlex.join(map(without_secrets, sys.argv))}",
-        "versions": environment["versions"],
-        "devices": sorted(set(gather_objects(device))),
-        "world_size": world.size,
-        "backend": dist.get_backend() if dist.is_initialized() else None,
-        "load_average": round(os.getloadavg()[0], 2),
-        "git": environment["git"],
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "CPU"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    devices = sorted({device for rank in gather_objects(environment["devices"]) for device in rank})
+    return {**environment, "devices": devices, "load_average": round(os.getloadavg()[0], 2)}

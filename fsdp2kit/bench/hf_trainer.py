@@ -27,14 +27,15 @@ from transformers import (
     default_data_collator,
 )
 
-from fsdp2kit.bench.sides import TrainingSide, Work, read_data
+from fsdp2kit.bench.harness import Side
+from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
 
 
-class HFSide(TrainingSide):
+class HFSide(Side):
     """One of their trainers, whose loop runs in a thread and stands still after every optimizer step.
 
     ``hf_trainer`` is given fsdp2kit's rows, which it tells into documents by their positions; ``hf_trainer_padded``

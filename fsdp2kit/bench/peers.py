@@ -11,8 +11,8 @@ from unittest import mock
 from fsdp2kit import distributed, run
 from fsdp2kit.bench.fsdp1 import FSDP1Loop, check_fsdp1
 from fsdp2kit.bench.handwritten import build_handwritten
-from fsdp2kit.bench.harness import missing_packages
-from fsdp2kit.bench.sides import LoopSide, OurSide, TrainingSide, bench_config, compare
+from fsdp2kit.bench.harness import Side, missing_packages
+from fsdp2kit.bench.sides import LoopSide, OurSide, bench_config, compare
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
@@ -31,8 +31,6 @@ PAIRS = {
 SAME_BATCHES = {"handwritten", "equal_padding", "data_parallel"}
 """Comparisons whose sides see the same batches, so that their losses must agree."""
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-# Of FSDP1, whose loss is the same formula; in 16 bits the heads round differently.
-_FSDP1_TOLERANCE, _FSDP1_TOLERANCE_16_BITS = 1e-5, 2e-2
 
 
 def bench_peers(
@@ -74,7 +72,8 @@ def bench_peers(
         raise UserError("--peers", f"{unknown[0]!r} is not known", f"name some of {', '.join(PAIRS)}")
     needs = {"trl": ("accelerate", "trl"), "hf": ("accelerate",)}
     left_out = {name: missing_packages(*needs.get(PAIRS[name][1].partition("_")[0], ())) for name in peers}
-    pairs = {name: PAIRS[name] for name in peers if not left_out[name]}
+    tolerances = {name: _LOSS_TOLERANCE[dtype] if name in SAME_BATCHES else None for name in peers}
+    pairs = {name: (*PAIRS[name], tolerances[name]) for name in peers if not left_out[name]}
     if not pairs:
         missing = sorted({package for packages in left_out.values() for package in packages})
         todo = f"pip install {' '.join(missing)}"
@@ -83,7 +82,7 @@ def bench_peers(
         what = f"{global_batch} is not a multiple of {world.size} ranks, which data-parallel loops need"
         raise UserError("--global-batch", what, f"use a multiple of {world.size}")
 
-    def build(name: str) -> TrainingSide:
+    def build(name: str) -> Side:
         # Trainer and TRL are given documents.
         is_packed = name in ("fsdp2kit", "fsdp2kit_data_parallel", "handwritten")
         values = {
@@ -109,14 +108,7 @@ def bench_peers(
     notes = [f"left out: {name} needs {', '.join(packages)}" for name, packages in left_out.items() if packages]
     # What a trainer of transformers sets must not change how the next pair is built.
     with mock.patch.dict(os.environ):
-        for result in compare(
-            pairs,
-            build,
-            rounds=rounds,
-            warmup=warmup,
-            world=world,
-            tolerance=lambda name: _LOSS_TOLERANCE[dtype] if name in SAME_BATCHES else None,
-        ):
+        for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world):
             yield {**result, "notes": [*notes, *result["notes"]]}
 
 
@@ -142,13 +134,13 @@ def bench_fsdp1(
         check_fsdp1(config, sizes=sizes)
     distributed.start(deterministic=config.run.deterministic)
 
-    def build(name: str) -> TrainingSide:
+    def build(name: str) -> Side:
         if name == "fsdp2kit":
             return OurSide(config, world=world)
         return LoopSide(partial(FSDP1Loop, config, world=world), config, world=world)
 
     is_exact = {config.fsdp.param_dtype, config.fsdp.storage_dtype, config.fsdp.reduce_dtype} == {"float32"}
-    tolerance = _FSDP1_TOLERANCE if is_exact else _FSDP1_TOLERANCE_16_BITS
-    pairs = {"fsdp1": ("fsdp2kit", "fsdp1")}
-    for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world, tolerance=lambda _: tolerance):
+    # The formula of the loss is the same; in 16 bits the heads round differently.
+    pairs = {"fsdp1": ("fsdp2kit", "fsdp1", 1e-5 if is_exact else 2e-2)}
+    for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world):
         yield {**result, "config": config.model_dump(mode="json")}

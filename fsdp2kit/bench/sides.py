@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -53,17 +53,7 @@ class Work:
     """Before clipping; None where the side does not tell."""
 
 
-class TrainingSide(Side, Protocol):
-    """A loop that trains, with its data read; a step is one of its optimizer."""
-
-    def outcome(self) -> Work: ...
-
-    def describe(self) -> str:
-        """What was really run, in words."""
-        ...
-
-
-class OurSide(TrainingSide):
+class OurSide(Side):
     """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file."""
 
     def __init__(self, config: TrainingConfig, *, world: World) -> None:
@@ -126,7 +116,7 @@ class OurSide(TrainingSide):
         self._folder.cleanup()
 
 
-class LoopSide(TrainingSide):
+class LoopSide(Side):
     """A plain data-parallel loop on our batches, which are read outside the clock, as if workers had hidden that."""
 
     def __init__(self, build: Callable[[], PlainLoop], config: TrainingConfig, *, world: World) -> None:
@@ -184,26 +174,25 @@ def read_data(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> tuple[An
 
 
 def compare(
-    pairs: Mapping[str, tuple[str, str]],
-    build: Callable[[str], TrainingSide],
+    pairs: Mapping[str, tuple[str, str, float | None]],
+    build: Callable[[str], Side],
     *,
     rounds: int,
     warmup: int,
     world: World,
-    tolerance: Callable[[str], float | None],
 ) -> Iterator[dict[str, Any]]:
     """Run each pair of sides; gives the result so far after each. Collective.
 
     Args:
-        pairs: by the comparison's name, a side of ours and the other.
+        pairs: by the comparison's name a side of ours, the other, and the largest relative difference of losses, at
+            any step, that is called agreement; None where the batches are not the same.
         build: a side of that name.
-        tolerance: of a comparison, the largest relative difference of losses, at any step, that is called agreement;
-            None where the batches are not the same.
     """
     result: dict[str, Any] = {"rows": [], "pairs": {}, "notes": [], "checks": {"losses_agree": True}}
-    for name, pair in pairs.items():
-        found = train_sides({side: build(side) for side in pair}, rounds=rounds, warmup=warmup, world=world)
-        row = pair_row(name, *(found[side] for side in pair), tolerance=tolerance(name))
+    for name, (ours, other, tolerance) in pairs.items():
+        sides = {ours: build(ours), other: build(other)}
+        found = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
+        row = pair_row(name, found[ours], found[other], tolerance=tolerance)
         result["rows"].append(row)
         result["pairs"][name] = found
         notes = [f"{side} ran {figures['ran']}" for side, figures in found.items()]
@@ -212,25 +201,15 @@ def compare(
         yield {**result, "bars": PAIR_BARS}
 
 
-def train_sides(
-    sides: Mapping[str, TrainingSide], *, rounds: int, warmup: int, world: World
-) -> dict[str, dict[str, Any]]:
-    """`run_sides`, with what was run; tokens of each round; losses and norms of all steps."""
+def train_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
+    """`run_sides` of loops, with the tokens of each round, and losses and norms of all steps, for the outcomes."""
     found = run_sides(sides, rounds=rounds, warmup=warmup, world=world)
-    return {
-        name: {
-            "ran": sides[name].describe(),
-            "seconds": figures.seconds,
-            "cpu_seconds": figures.cpu_seconds,
-            "first_step_seconds": figures.first_seconds,
-            "peak_bytes": figures.peak_bytes,
-            "supervised_tokens": [work.supervised_tokens for work in figures.outcomes[warmup:]],
-            "input_tokens": [work.input_tokens for work in figures.outcomes[warmup:]],
-            "losses": [work.loss for work in figures.outcomes],
-            "grad_norms": [work.grad_norm for work in figures.outcomes],
-        }
-        for name, figures in found.items()
-    }
+    for figures in found.values():
+        work: list[Work] = figures.pop("outcomes")
+        figures["supervised_tokens"] = [one.supervised_tokens for one in work[warmup:]]
+        figures["input_tokens"] = [one.input_tokens for one in work[warmup:]]
+        figures |= {"losses": [one.loss for one in work], "grad_norms": [one.grad_norm for one in work]}
+    return found
 
 
 def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, tolerance: float | None) -> dict[str, Any]:
@@ -240,7 +219,7 @@ def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, toleranc
         name: of the comparison.
         ours: our side's figures, as `train_sides` returns them.
         other: the other side's.
-        tolerance: as in `compare`.
+        tolerance: of the losses, as in `compare`.
     """
     work = ours["supervised_tokens"], other["supervised_tokens"]
     row: dict[str, Any] = {

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,6 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
 
 _MAX_LAYERS = 16
-_FILE_BYTES = 1_000_000_000
 _HOST = torch.device("cpu")
 
 
@@ -191,67 +191,58 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
     }
 
 
-def bench_convert(
-    world: World,
-    *,
-    params: tuple[float, ...] = (0.5, 1.5),
-    rounds: int = 3,
-) -> Iterator[dict[str, Any]]:
-    """Converting checkpoints to Hugging Face files in every way, in turns, on one process, beside copying their bytes.
+def bench_convert(world: World, *, params: float = 0.5, rounds: int = 3) -> dict[str, Any]:
+    """Converting a checkpoint to Hugging Face files in every way, in turns, on one process, beside copying its bytes.
 
     Time is of the conversion alone, imports aside, with everything it wrote synced to the disk, and nothing of an
     earlier one left to be written.
 
     Args:
-        params: sizes of the checkpoints, in 10^9 parameters of float32; three times that is written.
+        params: size of the checkpoint, in 10^9 parameters of float32.
         rounds: conversions of each kind.
     """
-    rows = []
-    for size in params:
-        with shared_folder(world) as folder:
-            rows += _convert(size * 1e9, folder, rounds=rounds, world=world)
-        yield {"rows": rows}
+    with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as folder:
+        checkpoint, out = Path(folder) / "dcp", Path(folder) / "out"
+        write_random_model(Path(folder) / "hf", params * 1e9, files=4, dtype=torch.float32)
+        hf_to_dcp(Path(folder) / "hf", checkpoint)
+        shutil.rmtree(Path(folder) / "hf")
+
+        @contextmanager
+        def alone() -> Iterator[None]:
+            os.sync()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+            shutil.rmtree(out)
+
+        ways = [_dcp_to_hf, _copy, _dcp_to_torch_save, *([] if missing_packages("accelerate") else [_merge])]
+        sides = {way.__name__[1:]: Task(partial(way, checkpoint, out), alone) for way in ways}
+        rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=_HOST))
+        stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
+    return {"rows": rows, "stored_bytes": stored}
 
 
-def _convert(params: float, folder: Path, *, rounds: int, world: World) -> list[dict[str, Any]]:
-    write_random_model(folder / "hf", params, files=4, dtype=torch.float32)
-    checkpoint, out = folder / "dcp", folder / "out"
-    hf_to_dcp(folder / "hf", checkpoint)
-    shutil.rmtree(folder / "hf")
-    files = list(checkpoint.glob("*.distcp"))
+def _dcp_to_hf(checkpoint: Path, out: Path) -> None:
+    dcp_to_hf(checkpoint, out, dtype="float32", max_shard_bytes=1_000_000_000)
 
-    def copy() -> None:
-        for path in files:
-            with path.open("rb") as source, (out / path.name).open("wb") as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
 
-    def merge() -> None:
-        from accelerate.utils import merge_fsdp_weights  # pyright: ignore[reportMissingImports]
+def _copy(checkpoint: Path, out: Path) -> None:
+    out.mkdir()
+    for path in checkpoint.glob("*.distcp"):
+        with path.open("rb") as source, (out / path.name).open("wb") as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+    sync_tree(out)
 
-        merge_fsdp_weights(str(checkpoint), str(out))
 
-    def synced(work: Callable[[], object]) -> None:
-        out.mkdir()
-        work()
-        sync_tree(out)
+def _dcp_to_torch_save(checkpoint: Path, out: Path) -> None:
+    out.mkdir()
+    dcp_to_torch_save(checkpoint, out / "all.pt")
+    sync_tree(out)
 
-    ways: dict[str, Callable[[], object]] = {
-        "fsdp2kit": lambda: dcp_to_hf(checkpoint, out, dtype="float32", max_shard_bytes=_FILE_BYTES),
-        "copy": partial(synced, copy),
-        "dcp_to_torch_save": partial(synced, lambda: dcp_to_torch_save(checkpoint, out / "all.pt")),
-    }
-    if not missing_packages("accelerate"):
-        ways["merge_fsdp_weights"] = partial(synced, merge)
 
-    @contextmanager
-    def alone() -> Iterator[None]:
-        os.sync()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-        shutil.rmtree(out)
+def _merge(checkpoint: Path, out: Path) -> None:
+    from accelerate.utils import merge_fsdp_weights  # pyright: ignore[reportMissingImports]
 
-    sides = {name: Task(way, alone) for name, way in ways.items()}
-    rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=_HOST))
-    stored = sum(path.stat().st_size for path in files)
-    return [{**row, "stored_bytes": stored} for row in rows]
+    out.mkdir()
+    merge_fsdp_weights(str(checkpoint), str(out))
+    sync_tree(out)
