@@ -89,14 +89,9 @@ def bench_gpu(
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
     if world.device.type != "cuda" and not dry_run:
         raise UserError("bench gpu", "finds no CUDA device", "try it here with --device cpu --dry-run")
-    result: dict[str, Any] = {
-        "rows": [],
-        "notes": ["a dry run on tiny shapes: no figures of speed"] if dry_run else [],
-    }
-    result["bars"] = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
-    done: dict[str, dict[str, Any]] = {}
+    notes = ["a dry run on tiny shapes: no figures of speed"] if dry_run else []
+    rows: list[dict[str, Any]] = []
     for group, name in ((one, name) for one in groups for name in GROUPS[one][3]):
-        ours = done.get(f"{group} {name.removeprefix('Trainer, ')}")
         if profile and name.startswith("Trainer"):
             continue
         row = {"model": GROUPS[group][0], "variant": name}
@@ -106,14 +101,15 @@ def bench_gpu(
             else:
                 config = config_of(group, name, dry_run=dry_run)
                 row |= (_profile if profile else _time)(name, config, world=world)
-                done[f"{group} {name}"] = row
         except (torch.cuda.OutOfMemoryError, UserError) as problem:
             row["error"] = str(problem).splitlines()[0]
-        if ours and "step" in row:  # step by step on the same batches
-            row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
-        result["rows"].append(row)
+        for ours in rows:  # step by step on the same batches
+            if (row["model"], name) == (ours["model"], f"Trainer, {ours['variant']}") and "step" in ours.keys() & row:
+                row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
+        rows.append(row)
         give_back_memory()
-        yield result
+        bars = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
+        yield {"rows": rows, "notes": notes, "bars": bars}
 
 
 def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:

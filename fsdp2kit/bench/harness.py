@@ -32,9 +32,7 @@ _RESAMPLES = 10_000
 _SAMPLE_SECONDS = 0.001
 
 
-def measure(
-    bench: Callable[..., Any], *, max_minutes: float = float("inf"), **options: Any
-) -> Iterator[dict[str, Any]]:
+def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options: Any) -> Iterator[dict[str, Any]]:
     """The result of a bench with these options, with its provenance; the result so far, where it has several parts.
 
     Args:
@@ -198,11 +196,7 @@ def task_rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def speed(
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    *,
-    work: tuple[Sequence[float], Sequence[float]] | None = None,
-    seed: int = 0,
+    ours: Sequence[float], theirs: Sequence[float], *, work: tuple[Sequence[float], Sequence[float]] | None = None
 ) -> dict[str, float]:
     """How many times as fast as theirs ours is: the median over rounds of the durations' ratio, with a 95 % interval.
 
@@ -217,7 +211,7 @@ def speed(
     """
     ratios = np.asarray(theirs) / np.asarray(ours)
     done, theirs_done = (np.asarray(side) for side in work or ((1.0,) * len(ratios),) * 2)
-    draws = np.random.default_rng(seed).integers(0, len(ratios), size=(_RESAMPLES, len(ratios)))
+    draws = np.random.default_rng(0).integers(0, len(ratios), size=(_RESAMPLES, len(ratios)))
 
     def figure(chosen: Any) -> Any:
         return np.median(ratios[chosen], axis=-1) * done[chosen].mean(axis=-1) / theirs_done[chosen].mean(axis=-1)

@@ -52,18 +52,25 @@ class HFSide(Side):
     def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
-        self._config, self._device, self._extra = config, world.device, ""
+        self._section, self._device, self._turns = config.model, world.device, None
         train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
         accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
         rows, self._batches = train.micro_batch_size, f"{train.micro_batch_size} a rank, in rows of {seq_len}"
         if name in ("hf_trainer_longest", "trl_padded"):
             rows, self._batches = conversations, f"{conversations} conversations a rank, padded to the longest"
+        self._classes, self._given = (Trainer, TrainingArguments), {"processing_class": tokenizer}
         self._arguments = _arguments(config, steps=steps, rows=rows, accumulation=accumulation, world=world)
-        self._given: dict[str, Any] = {"processing_class": tokenizer}
-        self._trainer_class, self._arguments_class = Trainer, TrainingArguments
         if name.startswith("trl"):
-            self._use_trl(name, seq_len)
-            dataset = _documents(loader, loader.rows_per_epoch)  # TRL packs all of it before the first step
+            from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+            packs, recomputes = name != "trl_padded", name != "trl_without_ac"
+            self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.rows_per_epoch)
+            self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
+            # In random order, as it packs the longest of all first.
+            self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
+            if packs:
+                self._batches = f"rows of {seq_len} packed by TRL, no attention_mask but position_ids"
+            self._batches += f", activation checkpointing {'on' if recomputes else 'off'}"
         elif name == "hf_trainer":
             dataset, self._given["data_collator"] = _rows(loader, steps), default_data_collator
         else:
@@ -71,30 +78,17 @@ class HFSide(Side):
             padding = {"padding": "max_length", "max_length": seq_len} if name == "hf_trainer_padded" else {}
             self._given["data_collator"] = DataCollatorForSeq2Seq(tokenizer, **padding)
         self._given["train_dataset"] = dataset
-        self._turns: Turns | None = None
-
-    def _use_trl(self, name: str, seq_len: int) -> None:
-        from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
-
-        packs, recomputes = name != "trl_padded", name != "trl_without_ac"
-        self._trainer_class, self._arguments_class = SFTTrainer, SFTConfig
-        self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
-        # In random order, as it packs the longest first.
-        self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
-        if packs:
-            self._batches, self._extra = f"rows of {seq_len} packed by TRL", ", no attention_mask but position_ids"
-        self._extra += f", activation checkpointing {'on' if recomputes else 'off'}"
 
     def build(self) -> None:
         """Build the model and the trainer, which makes its optimizer in the first step."""
-        section, how = self._config.model, {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        if section.weights == "random":
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if self._section.weights == "random":
             with self._device:
-                model = AutoModelForCausalLM.from_config(load_hf_config(section), **how)
+                model = AutoModelForCausalLM.from_config(load_hf_config(self._section), **how)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
-        arguments = self._arguments_class(**self._arguments)
-        self._trainer: Any = _recording(self._trainer_class)(model=model, args=arguments, **self._given)
+            model = AutoModelForCausalLM.from_pretrained(str(self._section.path), **how)
+        trainer, arguments = self._classes
+        self._trainer = _recording(trainer)(model=model, args=arguments(**self._arguments), **self._given)
         self._turns = Turns(self._trainer.train)
         self._trainer.add_callback(_Pause(self._turns))
         self._trainer.remove_callback(PrinterCallback)
@@ -111,7 +105,12 @@ class HFSide(Side):
         Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
         averaged.
         """
-        ranks = gather_objects([(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen])
+        mine = [
+            # A row's first token is nobody's target.
+            (float(loss), int((labels[:, 1:] != IGNORE).sum()), labels.numel() if mask is None else int(mask.sum()))
+            for loss, labels, mask in self._trainer.seen
+        ]
+        ranks = gather_objects(mine)
         losses, supervised, tokens = zip(*(seen for rank in ranks for seen in rank), strict=True)
         return Work(sum(losses) / len(ranks), sum(supervised), sum(tokens))
 
@@ -119,10 +118,10 @@ class HFSide(Side):
         wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
         parameter = next(wrapped.parameters())
         where = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
+        dtype, attention = str(parameter.dtype).removeprefix("torch."), self._trainer.model.config._attn_implementation
         return (
-            f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in "
-            f"{str(parameter.dtype).removeprefix('torch.')}, mixed precision {accelerator.mixed_precision}, "
-            f"{self._batches}, attention {self._trainer.model.config._attn_implementation}{self._extra}"
+            f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in {dtype}, "
+            f"mixed precision {accelerator.mixed_precision}, {self._batches}, attention {attention}"
         )
 
     def stop(self) -> None:
@@ -136,14 +135,12 @@ class Turns:
     One of the two threads runs at any time: the caller's outside `advance`, the other's inside it.
 
     Args:
-        work: runs to its end; it calls `wait` on this object when a step is over, and comes to its end soon after
-            `wait` has returned False.
+        work: calls `wait` on this object when a step is over, and ends soon after that has returned False.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._stopping, self._thread = False, ThreadPoolExecutor(max_workers=1)
-        self._work = work
+        self._go, self._done, self._stopping = threading.Semaphore(0), threading.Semaphore(0), False
+        self._work, self._thread = work, ThreadPoolExecutor(max_workers=1)
         self._future: Future[object] | None = None
 
     def advance(self) -> None:
@@ -255,9 +252,3 @@ def _documents(loader: Any, count: int) -> Dataset:
             columns["input_ids"].append(ids.tolist())
             columns["labels"].append([token if on else IGNORE for token, on in zip(ids, supervised, strict=True)])
     return Dataset.from_dict(columns)
-
-
-def _count(labels: Tensor, mask: Tensor | None) -> tuple[int, int]:
-    """Supervised tokens and tokens without padding; a row's first token is nobody's target."""
-    supervised = int((labels[:, 1:] != IGNORE).sum())
-    return supervised, int(mask.sum()) if mask is not None else labels.numel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,10 +66,8 @@ class OurSide(Side):
         self._config, self._world = config.model_copy(update={"profile": ProfileConfig()}), world
         self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
-        self._folder = tempfile.TemporaryDirectory()
         self._records: list[dict[str, Any]] = []
-        self._progress = Progress()
-        self._metrics: Metrics | None = None
+        self._progress, self._closing = Progress(), ExitStack()
 
     def build(self) -> None:
         config, world = self._config, self._world
@@ -78,21 +77,20 @@ class OurSide(Side):
         total_steps = config.train.total_steps(self._batches.steps_per_epoch)
         self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
         throughput = Throughput(self._plan.flops, device=world.device, world_size=world.size)
-        lines = JsonLines(Path(self._folder.name) / "metrics.jsonl") if world.is_main else None
-        self._metrics = Metrics(throughput, lines=lines, records=self._records)
+        folder = self._closing.enter_context(tempfile.TemporaryDirectory())
+        lines = JsonLines(Path(folder) / "metrics.jsonl") if world.is_main else None
+        self._metrics = self._closing.enter_context(Metrics(throughput, lines=lines, records=self._records))
 
     def step(self) -> None:
         """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""
-        assert self._metrics is not None, "build it first"
-        until = {"steps": self._progress.step + 1, "epochs": None}
-        train_section = self._config.train.model_copy(update=until)
+        until = self._config.train.model_copy(update={"steps": self._progress.step + 1, "epochs": None})
         self._progress = train(
             self._model,
             self._optimizer,
             self._schedule,
             self._batches,
             objective=cross_entropy,
-            config=self._config.model_copy(update={"train": train_section}),
+            config=self._config.model_copy(update={"train": until}),
             plan=self._plan,
             mesh=self._mesh,
             metrics=self._metrics,
@@ -111,9 +109,7 @@ class OurSide(Side):
         return "; ".join([*sharding, attention, loss, mesh, f"{rows} of {self._config.data.seq_len}"])
 
     def stop(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close(ok=True)
-        self._folder.cleanup()
+        self._closing.close()
 
 
 class LoopSide(Side):

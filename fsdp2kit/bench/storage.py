@@ -41,11 +41,10 @@ from fsdp2kit.checkpoint.manager import build_checkpoint_manager
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import CHUNK_BYTES, sync_tree
+from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
 
-_MAX_LAYERS = 16
 _HOST = torch.device("cpu")
 
 
@@ -95,8 +94,7 @@ def bench_load(
         equal = [torch.equal(tensor.full_tensor().cpu(), expected[name]) for name, tensor in tensors.items()]
         shards = max(gather_objects(sum(tensor.to_local().nbytes for tensor in tensors.values())))
         stored = [tensor.numel() * getattr(torch, dtype).itemsize for tensor in tensors.values()]
-        largest = sorted(stored, reverse=True)[:2]
-        parameters = sum(tensor.numel() for tensor in tensors.values())
+        parameters, largest = sum(tensor.numel() for tensor in tensors.values()), sorted(stored)[-2:]
         del sharded, tensors, expected
         sides = {
             "fsdp2kit": Task(load),
@@ -113,7 +111,7 @@ def llama_config(params: float) -> PretrainedConfig:
     """A Llama of about ``params`` parameters: the narrowest with at most 16 layers, untied, vocabulary 32 × width."""
     widths = [64, 128, *range(256, 8192, 256)]
     # Embedding and head 64 · width²; a layer 10.5 · width² with a quarter of the heads for keys and values.
-    width = next(w for w in widths if (params / w**2 - 64) / 10.5 <= _MAX_LAYERS or w == widths[-1])
+    width = next(w for w in widths if (params / w**2 - 64) / 10.5 <= 16 or w == widths[-1])
     return AutoConfig.for_model(
         "llama",
         hidden_size=width,
@@ -149,9 +147,8 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
     config = bench_config({"model": section, "fsdp": {"param_dtype": "float32"}})
     model: Any = build_ours(config, mesh=build_mesh(config.mesh, config.fsdp, world=world))[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    inputs, positions = (
-        torch.arange(tokens, device=world.device)[None] % size for size in (hf_config.vocab_size, tokens)
-    )
+    positions = torch.arange(tokens, device=world.device)[None]
+    inputs = positions % hf_config.vocab_size
     waited: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
 
     with shared_folder(world) as folder:
@@ -182,13 +179,9 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
         # The first of each does not count: buffers and state are made then.
         take_turns(waited, save, rounds + 1)
     seconds = {name: slowest_rank(values[1:]) for name, values in waited.items()}
-    rows: list[dict[str, Any]] = [{"name": name, "training_waits": spread(values)} for name, values in seconds.items()]
+    rows = [{"training waits for a save": name, "seconds": spread(values)} for name, values in seconds.items()]
     rows[1]["shorter_by"] = speed(seconds["asynchronous"], seconds["synchronous"])
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "rows": rows,
-        "bars": {"seconds that training waits": ["training_waits"]},
-    }
+    return {"rows": rows}
 
 
 def bench_convert(world: World, *, params: float = 0.5, rounds: int = 3) -> dict[str, Any]:
@@ -227,10 +220,7 @@ def _dcp_to_hf(checkpoint: Path, out: Path) -> None:
 
 
 def _copy(checkpoint: Path, out: Path) -> None:
-    out.mkdir()
-    for path in checkpoint.glob("*.distcp"):
-        with path.open("rb") as source, (out / path.name).open("wb") as target:
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
+    shutil.copytree(checkpoint, out)
     sync_tree(out)
 
 
