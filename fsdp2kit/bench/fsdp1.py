@@ -125,11 +125,7 @@ def _wrap_policy(section: FSDPConfig, model: PreTrainedModel) -> Any:
 
 
 class FSDP1Loop(PlainLoop):
-    """A model under FSDP1 with its optimizer and schedule. Collective.
-
-    Args:
-        config: as `check_fsdp1` let it pass.
-    """
+    """A model under FSDP1 with its optimizer and schedule, of a config that `check_fsdp1` let pass. Collective."""
 
     def __init__(self, config: TrainingConfig, *, world: World) -> None:
         device, model = world.device, build_model(config.model)

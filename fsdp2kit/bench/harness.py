@@ -12,11 +12,10 @@ import gc
 import importlib.util
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2kit import distributed
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.distributed import World, gather_objects, is_main_process
 from fsdp2kit.job import describe_environment
 
 _RESAMPLES = 10_000
@@ -133,7 +132,7 @@ def run_sides(
                 memory.forget()  # what building needs for a moment only is left out
                 take_turns([name], step, warmup)
             peaks[name] = memory.peak
-        take_turns(sides, step, rounds, say=world.is_main)
+        take_turns(sides, step, rounds)
     finally:
         for side in sides.values():
             side.stop()
@@ -165,20 +164,17 @@ def timed(work: Callable[[], object], *, device: torch.device) -> tuple[float, f
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
-def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int, *, say: bool = False) -> None:
+def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int) -> None:
     """Call ``step`` with each name in every round, in an order that is turned round from one round to the next.
 
     So whatever else the machine is doing hits all alike.
-
-    Args:
-        say: write to stderr how many rounds are done, now and then.
     """
     order = list(names)
     for number in range(1, rounds + 1):
         for name in order:
             step(name)
         order.reverse()
-        if say and (number % 10 == 0 or number == rounds):
+        if number % 10 == 0 and is_main_process():
             print(f"{number} of {rounds} rounds", file=sys.stderr, flush=True)
 
 
@@ -287,18 +283,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
-
-
-@contextmanager
-def shared_folder(world: World) -> Iterator[Path]:
-    """A temporary folder of the main rank that all ranks of this machine know; gone afterwards. Collective."""
-    owned = tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") if world.is_main else None
-    try:
-        yield Path(gather_objects(owned.name if owned else "")[0])
-        gather_objects(None)  # nobody reads it any more
-    finally:
-        if owned:
-            owned.cleanup()
 
 
 def missing_packages(*names: str) -> list[str]:

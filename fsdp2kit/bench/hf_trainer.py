@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -52,7 +53,9 @@ class HFSide(Side):
     def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
-        self._section, self._device, self._turns = config.model, world.device, None
+        self._section, self._device = config.model, world.device
+        self._turns = Turns(lambda: self._trainer.train())
+        self._seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
         train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
         accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
         rows, self._batches = train.micro_batch_size, f"{train.micro_batch_size} a rank, in rows of {seq_len}"
@@ -88,15 +91,22 @@ class HFSide(Side):
         else:
             model = AutoModelForCausalLM.from_pretrained(str(self._section.path), **how)
         trainer, arguments = self._classes
-        self._trainer = _recording(trainer)(model=model, args=arguments(**self._arguments), **self._given)
-        self._turns = Turns(self._trainer.train)
+        self._trainer: Any = trainer(model=model, args=arguments(**self._arguments), **self._given)
+        training_step = self._trainer.training_step
+
+        def recorded(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
+            given = inputs["labels"], inputs.get("attention_mask")
+            loss = training_step(model, inputs, *rest, **named)
+            self._seen.append((loss, *given))  # counted later, for counting waits
+            return loss
+
+        self._trainer.training_step = recorded
         self._trainer.add_callback(_Pause(self._turns))
         self._trainer.remove_callback(PrinterCallback)
 
     def step(self) -> None:
         """From the end of one optimizer step to the end of the next."""
-        assert self._turns is not None, "build it first"
-        self._trainer.seen.clear()
+        self._seen.clear()
         self._turns.advance()
 
     def outcome(self) -> Work:
@@ -108,7 +118,7 @@ class HFSide(Side):
         mine = [
             # A row's first token is nobody's target.
             (float(loss), int((labels[:, 1:] != IGNORE).sum()), labels.numel() if mask is None else int(mask.sum()))
-            for loss, labels, mask in self._trainer.seen
+            for loss, labels, mask in self._seen
         ]
         ranks = gather_objects(mine)
         losses, supervised, tokens = zip(*(seen for rank in ranks for seen in rank), strict=True)
@@ -125,8 +135,7 @@ class HFSide(Side):
         )
 
     def stop(self) -> None:
-        if self._turns is not None:
-            self._turns.stop()
+        self._turns.stop()
 
 
 class Turns:
@@ -185,24 +194,6 @@ class _Pause(TrainerCallback):
         control.should_training_stop |= not self._turns.wait()
 
 
-def _recording(base: Any) -> Any:
-    """A class of trainers whose ``seen`` gets loss, labels and attention mask of each of their training steps."""
-
-    class Recording(base):
-        def __init__(self, **arguments: Any) -> None:
-            # Counted later, for counting waits.
-            self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
-            super().__init__(**arguments)
-
-        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
-            given = inputs["labels"], inputs.get("attention_mask")
-            loss = super().training_step(model, inputs, *rest, **named)
-            self.seen.append((loss, *given))
-            return loss
-
-    return Recording
-
-
 def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: int, world: World) -> dict[str, Any]:
     """Their arguments that say what fsdp2kit's config does."""
     optimizer = config.optimizer
@@ -235,20 +226,19 @@ def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: i
 
 def _rows(loader: Any, steps: int) -> Dataset:
     """The rows of the first global batches, with labels as transformers wants them: not shifted."""
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "position_ids": []}
-    for micro in (micro for index in range(steps) for micro in loader.batch(index)):
-        columns["input_ids"] += micro.input_ids.tolist()
-        columns["labels"] += torch.nn.functional.pad(micro.labels[:, :-1], (1, 0), value=IGNORE).tolist()
-        columns["position_ids"] += micro.position_ids.tolist()
-    return Dataset.from_dict(columns)
+    micros = [micro for index in range(steps) for micro in loader.batch(index)]
+    return Dataset.from_dict(
+        {
+            "input_ids": [row for micro in micros for row in micro.input_ids.tolist()],
+            "labels": [[IGNORE, *row[:-1]] for micro in micros for row in micro.labels.tolist()],
+            "position_ids": [row for micro in micros for row in micro.position_ids.tolist()],
+        }
+    )
 
 
 def _documents(loader: Any, count: int) -> Dataset:
     """The first ``count`` documents in the order of fsdp2kit's padded rows, with the same tokens supervised."""
-    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for number in range(count):
-        epoch, position = divmod(number, loader.rows_per_epoch)
-        for ids, supervised in loader.row(epoch, position).documents:
-            columns["input_ids"].append(ids.tolist())
-            columns["labels"].append([token if on else IGNORE for token, on in zip(ids, supervised, strict=True)])
-    return Dataset.from_dict(columns)
+    rows = (loader.row(*divmod(number, loader.rows_per_epoch)) for number in range(count))
+    documents = [document for row in rows for document in row.documents]
+    labels = [np.where(supervised, ids, IGNORE).tolist() for ids, supervised in documents]
+    return Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in documents], "labels": labels})

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from fsdp2kit.bench.harness import (
     give_back_memory,
     missing_packages,
     run_sides,
-    shared_folder,
     slowest_rank,
     speed,
     spread,
@@ -44,8 +43,6 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
-
-_HOST = torch.device("cpu")
 
 
 def bench_load(
@@ -73,7 +70,8 @@ def bench_load(
     """
     if world.local_size != world.size:
         raise UserError("bench load", "the ranks are on several machines", "start it on one")
-    with shared_folder(world) as folder:
+    with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as own:
+        folder = Path(gather_objects(own)[0])
         with distributed.agreement():
             if world.is_main:
                 write_random_model(folder, params * 1e9, files=files, dtype=getattr(torch, dtype))
@@ -102,7 +100,7 @@ def bench_load(
             "from_pretrained_own_dtype": Task(partial(whole, dtype="auto")),
             "from_pretrained_fully_shard": Task(load_and_shard),
         }
-        rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=_HOST))
+        rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=torch.device("cpu")))
     rows[0] |= {"shard_bytes": shards, "shards_and_two_tensors_bytes": shards + sum(largest)}
     return {"parameters": parameters, "rows": rows, "checks": {"values_equal": all(map(all, gather_objects(equal)))}}
 
@@ -151,7 +149,8 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
     inputs = positions % hf_config.vocab_size
     waited: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
 
-    with shared_folder(world) as folder:
+    with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as own:
+        folder = Path(gather_objects(own)[0])
         managers = {
             name: build_checkpoint_manager(
                 CheckpointConfig(keep=1, async_save=name == "asynchronous", export_hf="never"),
@@ -178,7 +177,7 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
 
         # The first of each does not count: buffers and state are made then.
         take_turns(waited, save, rounds + 1)
-    seconds = {name: slowest_rank(values[1:]) for name, values in waited.items()}
+        seconds = {name: slowest_rank(values[1:]) for name, values in waited.items()}
     rows = [{"training waits for a save": name, "seconds": spread(values)} for name, values in seconds.items()]
     rows[1]["shorter_by"] = speed(seconds["asynchronous"], seconds["synchronous"])
     return {"rows": rows}
@@ -195,44 +194,34 @@ def bench_convert(world: World, *, params: float = 0.5, rounds: int = 3) -> dict
         rounds: conversions of each kind.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as folder:
-        checkpoint, out = Path(folder) / "dcp", Path(folder) / "out"
-        write_random_model(Path(folder) / "hf", params * 1e9, files=4, dtype=torch.float32)
-        hf_to_dcp(Path(folder) / "hf", checkpoint)
-        shutil.rmtree(Path(folder) / "hf")
+        source, checkpoint, out = (Path(folder) / name for name in ("hf", "dcp", "out"))
+        write_random_model(source, params * 1e9, files=4, dtype=torch.float32)
+        hf_to_dcp(source, checkpoint)
+        shutil.rmtree(source)
+        ways: dict[str, Callable[[], object]] = {
+            "dcp_to_hf": lambda: dcp_to_hf(checkpoint, out / "hf", dtype="float32", max_shard_bytes=1_000_000_000),
+            "copy": lambda: shutil.copytree(checkpoint, out / "copy"),
+            "dcp_to_torch_save": lambda: dcp_to_torch_save(checkpoint, out / "all.pt"),
+        }
+        if not missing_packages("accelerate"):
+            from accelerate.utils import merge_fsdp_weights  # pyright: ignore[reportMissingImports]
+
+            ways["merge_fsdp_weights"] = lambda: merge_fsdp_weights(str(checkpoint), str(out / "merged"))
+
+        def synced(way: Callable[[], object]) -> None:
+            way()
+            sync_tree(out)
 
         @contextmanager
         def alone() -> Iterator[None]:
             os.sync()
+            out.mkdir()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
             shutil.rmtree(out)
 
-        ways = [_dcp_to_hf, _copy, _dcp_to_torch_save, *([] if missing_packages("accelerate") else [_merge])]
-        sides = {way.__name__[1:]: Task(partial(way, checkpoint, out), alone) for way in ways}
-        rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=_HOST))
+        sides = {name: Task(partial(synced, way), alone) for name, way in ways.items()}
+        rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world, memory_of=torch.device("cpu")))
         stored = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
     return {"rows": rows, "stored_bytes": stored}
-
-
-def _dcp_to_hf(checkpoint: Path, out: Path) -> None:
-    dcp_to_hf(checkpoint, out, dtype="float32", max_shard_bytes=1_000_000_000)
-
-
-def _copy(checkpoint: Path, out: Path) -> None:
-    shutil.copytree(checkpoint, out)
-    sync_tree(out)
-
-
-def _dcp_to_torch_save(checkpoint: Path, out: Path) -> None:
-    out.mkdir()
-    dcp_to_torch_save(checkpoint, out / "all.pt")
-    sync_tree(out)
-
-
-def _merge(checkpoint: Path, out: Path) -> None:
-    from accelerate.utils import merge_fsdp_weights  # pyright: ignore[reportMissingImports]
-
-    out.mkdir()
-    merge_fsdp_weights(str(checkpoint), str(out))
-    sync_tree(out)
