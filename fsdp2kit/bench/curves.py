@@ -42,8 +42,7 @@ def bench_curves(world: World, runs: tuple[str, ...], *, reference: str | None =
             if ours != theirs:
                 what = f"{ours!r} in {first}, {theirs!r} in {name}"
                 raise UserError(f"{section}.{key}", what, "compare runs on the same data")
-    reference = reference or first
-    if reference not in records:
+    if (reference := reference or first) not in records:
         raise UserError("--reference", f"no run is called {reference!r}", f"use one of {', '.join(records)}")
 
     def points(name: str, key: str) -> dict[int, float]:

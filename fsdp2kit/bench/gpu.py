@@ -108,8 +108,11 @@ def bench_gpu(
                 row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
         rows.append(row)
         give_back_memory()
-        bars = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
-        yield {"rows": rows, "notes": notes, "bars": bars}
+        yield {
+            "rows": rows,
+            "notes": notes,
+            "bars": {name: [name] for name in ("tokens_per_second", "allocated_bytes")},
+        }
 
 
 def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:

@@ -187,7 +187,6 @@ def compare(
         with mock.patch.dict(os.environ):
             sides = {ours: build(ours), other: build(other)}
             found = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
-        del sides  # before the next two are built
         row = pair_row(name, found[ours], found[other], tolerance=tolerance)
         result["rows"].append(row)
         result["pairs"][name] = found
