@@ -153,7 +153,8 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     """A result as Markdown: its table, notes, checks, and where it comes from."""
     columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
     lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
-    lines += ["| " + " | ".join(_cell(key, row.get(key, "")) for key in columns) + " |" for row in result["rows"]]
+    for row in result["rows"]:
+        lines.append("| " + " | ".join(_cell(key, row[key]) if key in row else "" for key in columns) + " |")
     checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
     lines += ["", *result.get("notes", []), *checks]
     if source := result.get("provenance"):

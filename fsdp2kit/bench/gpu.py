@@ -30,6 +30,7 @@ SHAPES = {
     "Llama-3.1-8B": (128256, 4096, 14336, 32, 32, 8, False),
 }
 _TINY = (256, 64, 96, 2, 4, 2, True)
+BARS = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
 
 # A variant's name is made of these: what it sets, and which packages it needs.
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {
@@ -108,11 +109,7 @@ def bench_gpu(
                 row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
         rows.append(row)
         give_back_memory()
-        yield {
-            "rows": rows,
-            "notes": notes,
-            "bars": {name: [name] for name in ("tokens_per_second", "allocated_bytes")},
-        }
+        yield {"rows": rows, "notes": notes, "bars": BARS}
 
 
 def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:

@@ -29,11 +29,7 @@ TINY = (4, 2, 16)
 
 
 def bench_ring(
-    world: World,
-    *,
-    lengths: tuple[int, ...] = (8_192, 32_768, 131_072),
-    rounds: int = 5,
-    dry_run: bool = False,
+    world: World, *, lengths: tuple[int, ...] = (8_192, 32_768, 131_072), rounds: int = 5, dry_run: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A ring's blocks without the ring, against torch's attention over the whole sequence, by length.
 
