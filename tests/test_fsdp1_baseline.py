@@ -77,7 +77,7 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
             "units": f"3 {LAYERS}",
             "backward_prefetch": "BACKWARD_PRE",
             "forward_prefetch": "False",
-            "mixed_precision": "(param float32, reduce float32)",
+            "mixed_precision": "MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32",
         },
     ),
     "untied": (2, [], {"units": f"3 {LAYERS}"}),  # of another model
@@ -145,7 +145,8 @@ def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: 
 
     result = compare(pool, 2, toml, *overrides)
 
-    assert "mixed_precision (param bfloat16, reduce bfloat16)" in result["pairs"]["fsdp1"]["fsdp1"]["ran"]
+    bfloat16 = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16"
+    assert f"mixed_precision {bfloat16}, " in result["pairs"]["fsdp1"]["fsdp1"]["ran"]
     assert 1e-6 < result["rows"][0]["losses_differ_by"] < 2e-2
 
 
