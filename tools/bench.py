@@ -115,8 +115,8 @@ def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> N
             named["choices"] = get_args(kind)
         else:
             named["type"] = _positive if kind is int else kind
-        if default not in (None, parameter.empty, ()):
-            named["help"] += f" ({default if isinstance(default, (str, int, float)) else ' '.join(map(str, default))})"
+        if not is_required and default not in (None, ()):
+            named["help"] += f" ({' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         flag = f"--{name.replace('_', '-')}" if parameter.kind is parameter.KEYWORD_ONLY else name
         parser.add_argument(flag, **named)
 

@@ -95,7 +95,7 @@ def bench_gpu(
     for group, name in ((one, name) for one in groups for name in GROUPS[one][3]):
         if profile and name.startswith("Trainer"):
             continue
-        row = {"model": GROUPS[group][0], "variant": name}
+        row: dict[str, Any] = {"model": GROUPS[group][0], "variant": name}
         try:
             if reason := obstacle(name, device=world.device):
                 row["error"] = reason

@@ -75,8 +75,9 @@ def build_handwritten(config: Any, *, device: torch.device) -> PlainLoop:
     Args:
         config: settings by the names of fsdp2kit's TOML: the model's directory, learning rate, compute dtype.
     """
-    how = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, **how).to(device).train()
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, **how)
+    model.to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     compute, optimizer = getattr(torch, config.fsdp.param_dtype), config.optimizer
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)

@@ -88,13 +88,13 @@ def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[T
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
         attended = Partial(query, scale=scale)
         for owner, of_step in steps:
-            attended.attend(*ranks[owner][1:3], of_step)
+            attended.attend(ranks[owner][1], ranks[owner][2], of_step)
         outs.append(attended.out.to(query.dtype))
         grad_queries.append(zeros_for(query))
         for owner, of_step in steps:
             attend_backward(
                 (grad_queries[-1], grad_keys[owner], grad_values[owner]),
-                BackwardInputs(grad, query, *ranks[owner][1:3], outs[-1], attended.lse),
+                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[-1], attended.lse),
                 of_step,
                 scale=scale,
             )
