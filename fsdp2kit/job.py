@@ -168,7 +168,7 @@ def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[st
             **{name: metadata.version(name) for name in ("torch", "transformers", "datasets", "safetensors")},
             "cuda": torch.version.cuda,
         },
-        "devices": devices or [platform.processor() or platform.machine()],
+        "devices": devices or [_cpu_name()],
         "world_size": world_size,
         "mesh": dict(mesh),
         "git": _git_state(),
@@ -209,6 +209,17 @@ def _owner(handle: int) -> str:
         return f"process {found['pid']} on {found['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not yet written its name
         return "another process"
+
+
+def _cpu_name() -> str:
+    """The processor and how many of its cores this process may use, e.g. ``AMD EPYC, 2 cores``."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
 
 
 def _git_state() -> dict[str, Any] | None:

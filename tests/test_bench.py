@@ -7,19 +7,20 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp2kit.bench.gpu import GROUPS, Options, Variant, bench_gpu, config_of, obstacle
-from fsdp2kit.bench.harness import result_lines, speed, spread
-from fsdp2kit.bench.kernels import kind_of, shares
-from fsdp2kit.bench.memory import Vocabulary, bench_vocabulary
-from fsdp2kit.bench.storage import Convert, Load, Save, bench_convert, bench_load, bench_save, llama_config
-from tests.overlap import synthetic
+from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, config_of, kind_of, obstacle, shares
+from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
+from fsdp2kit.bench.kernels import bench_vocabulary
+from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.workers import WorkerPool
+from tools.bench import result_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "bench.py"
@@ -42,6 +43,12 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def last_result(bench: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """What the command line prints."""
+    *_, result = measure(bench, **options)
+    return result
+
+
 def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:
     source = result["provenance"]
     assert source["world_size"] == ranks
@@ -53,16 +60,15 @@ def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:
 
 @pytest.mark.parametrize(("files", "dtype"), [(1, "bfloat16"), (3, "float32")])
 def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str) -> None:
-    result, _ = pool.run(2, bench_load, Load(params=1e-3, files=files, dtype=dtype, rounds=2))
+    result, _ = pool.run(2, last_result, bench_load, params=1e-3, files=files, dtype=dtype, rounds=2)
 
     assert_has_provenance(result, ranks=2)
     assert result["checks"] == {"values_equal": True}
-    memory = result["memory"]
-    shards = math.ceil(result["parameters"] * 4 / 2)
-    assert shards <= memory["shard_bytes"] < 1.1 * shards
-    assert memory["bound_bytes"] == memory["shard_bytes"] + sum(memory["largest_tensor_bytes"])
     rows = {row["name"]: row for row in result["rows"]}
-    assert rows["fsdp2kit"]["peak_bytes"] > 0
+    ours, shards = rows["fsdp2kit"], math.ceil(result["parameters"] * 4 / 2)
+    assert shards <= ours["shard_bytes"] < 1.1 * shards
+    assert ours["shards_and_two_tensors_bytes"] > ours["shard_bytes"]
+    assert ours["peak_bytes"] > 0
     others = {f"from_pretrained_{how}" for how in ("float32", "own_dtype", "fully_shard")}
     assert {name: len(row["seconds"]["all"]) for name, row in rows.items()} == dict.fromkeys(["fsdp2kit", *others], 2)
     assert {name for name, row in rows.items() if "fsdp2kit_is_faster" in row} == others
@@ -70,22 +76,21 @@ def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str)
 
 
 def test_save_measures_both_ways(pool: WorkerPool) -> None:
-    result, _ = pool.run(2, bench_save, Save(params=1e-3, rounds=2, tokens=16))
+    result, _ = pool.run(2, last_result, bench_save, params=1e-3, rounds=2, tokens=16)
 
     assert_has_provenance(result, ranks=2)
-    seconds = {row["name"]: row["seconds"]["all"] for row in result["rows"]}
-    assert set(seconds) == {"sync", "blocked", "until_written", "quiet", "beside"}
+    seconds = {row["training waits for a save"]: row["seconds"]["all"] for row in result["rows"]}
+    assert set(seconds) == {"synchronous", "asynchronous"}
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
-    assert all(blocked < whole for blocked, whole in zip(seconds["blocked"], seconds["until_written"], strict=True))
-    assert any("training waits for" in line for line in result_lines(result))
+    assert result["rows"][1]["shorter_by"]["ratio"] > 0
 
 
 def test_convert_measures_every_way(pool: WorkerPool) -> None:
-    (result,) = pool.run(1, bench_convert, Convert(params=(1e-3,), rounds=1))
+    (result,) = pool.run(1, last_result, bench_convert, params=1e-3, rounds=1)
 
     assert_has_provenance(result, ranks=1)
-    assert {"fsdp2kit", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
-    assert all(row["seconds"]["median"] > 0 for row in result["rows"])
+    assert {"dcp_to_hf", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
+    assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in result["rows"])
 
 
 def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
@@ -99,26 +104,24 @@ def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert_has_provenance(result, ranks=1)
     assert result["options"]["dry_run"]
-    ran = [f"{row['model']}, {row['variant']}".removeprefix("tiny ") for row in result["rows"]]
-    left = result["left_out"]
-    assert sorted([*ran, *left]) == sorted(str(one) for group in GROUPS.values() for one in group)
-    compiled = [reason for variant, reason in left.items() if variant.endswith("B, bfloat16, compiled")]
-    assert compiled == ["compiled variants are for a device"] * 2
-    for row in result["rows"]:
-        assert "error" not in row
-        assert 2 * 100 < row["tokens_per_second"] * sum(row["step"]["all"]) <= 2 * 128, "rows are nearly full"
+    rows = {(row["model"], row["variant"]): row for row in result["rows"]}
+    assert list(rows) == [(model, name) for model, _, _, names in GROUPS.values() for name in names]
+    for (_, name), row in rows.items():
+        if "compiled" in name or "error" in row:
+            assert row["error"] == obstacle(name, device=torch.device("cpu")) is not None
+            continue
+        assert 4 * 100 < row["tokens_per_second"] * sum(row["step"]["all"]) <= 4 * 128, "rows are nearly full"
         assert row["step"]["p25"] <= row["step"]["median"] <= row["step"]["p75"]
         assert row["mfu"] is None
         assert row["allocated_bytes"] is None
-        assert len(row["losses"]) == 3
-    small = {row["variant"]: row for row in result["rows"] if row["model"] == "tiny SmolLM2-135M"}
-    plain, recomputed = small["bfloat16"], small["bfloat16, full recomputation"]
+        assert len(row["losses"]) == 6
+    plain, recomputed, trainer = (
+        rows["SmolLM2-135M", name] for name in ("bfloat16", "full recomputation", "Trainer, bfloat16")
+    )
     assert plain["losses"] == recomputed["losses"], "recomputation changes no number"
-    if "Trainer, bfloat16" in small:  # accelerate is installed
-        ratio = speed(plain["step"]["all"], small["Trainer, bfloat16"]["step"]["all"])["ratio"]
-        (line,) = [line for line in result_lines(result) if line.startswith("tiny SmolLM2-135M, bfloat16: ")]
-        assert line.startswith(f"tiny SmolLM2-135M, bfloat16: {ratio:.2f} (")
-        assert plain["losses"] == pytest.approx(small["Trainer, bfloat16"]["losses"], rel=2e-2)
+    if "step" in trainer:  # accelerate is installed
+        assert trainer["fsdp2kit_is_faster"] == speed(plain["step"]["all"], trainer["step"]["all"])
+        assert plain["losses"] == pytest.approx(trainer["losses"], rel=2e-2)
 
 
 def test_gpu_profile_and_ring_dry_runs() -> None:
@@ -130,33 +133,32 @@ def test_gpu_profile_and_ring_dry_runs() -> None:
         assert one["matmul"] > 0
         assert one["optimizer"] > 0
         assert 0 <= one["idle"] < 1
-    assert json.loads(ring.stdout)["left_out"] == [64, 128]
-
-
-def test_no_variant_starts_after_its_time(pool: WorkerPool) -> None:
-    result = pool.run(1, bench_gpu, Options(groups=("small",), dry_run=True, max_minutes=-1))[0]
-
-    assert result["rows"] == []
-    reasons = [reason for variant, reason in result["left_out"].items() if "Trainer" not in variant]
-    assert reasons == ["-1 minutes were over"] * 2
-    assert any("minutes were over" in line for line in result_lines(result))
+    result = json.loads(ring.stdout)
+    assert [(row["tokens"], row["name"]) for row in result["rows"]] == [(64, "blocks"), (64, "fused")]
+    assert max(result["rows"][0][f"{name}_differs_by"] for name in ("out", "query", "key", "value")) < 1e-2
+    assert "stopped after 0 minutes: what is missing was not begun" in result["notes"]
 
 
 def test_variants_ask_for_what_they_are_called() -> None:
-    """Those that this version knows; and what it does not know is named."""
-    for variant in (one for group in GROUPS.values() for one in group):
-        reason = obstacle(variant, device=torch.device("cuda")) if "float8" not in variant.name else None
-        if reason is None and "float8" not in variant.name:
-            config = config_of(variant, attention="varlen", dry_run=False)
-            assert config.compile.enabled == ("compiled" in variant.name)
-            assert config.model.attention == "varlen"
-            assert variant.is_trainers == ("Trainer" in variant.name)
-            assert (config.fsdp.offload == "optimizer") == ("host" in variant.name)
+    assert {model for model, *_ in GROUPS.values()} == set(SHAPES)
+    for group, (_, _, _, names) in GROUPS.items():
+        for name in names:
+            config = config_of(group, name, dry_run=False)
+            assert config.compile.enabled == ("compiled" in name)
+            assert (config.float8.recipe != "none") == ("float8" in name)
+            assert (config.fsdp.offload == "optimizer") == ("host" in name)
+            assert config.activation_checkpointing.mode == next(
+                (mode for mode in ("selective", "full") if mode in name), "none"
+            )
             assert config.data.seq_len * config.train.global_batch_size >= 8192
-    unknown = Variant("Llama-3.2-1B", "x", ({"no_such_section": {"key": 1}},))
-    assert obstacle(unknown, device=torch.device("cpu")) == "this version does not know no_such_section as asked for"
-    missing = Variant("Llama-3.2-1B", "x", packages=("no_such_package",))
-    assert obstacle(missing, device=torch.device("cpu")) == "no_such_package is not installed"
+
+
+def test_what_a_variant_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "bfloat16", ([], ["no_such_package"]))
+    cpu = torch.device("cpu")
+    assert obstacle("bfloat16, compiled", device=cpu) == "no_such_package is not installed"
+    assert obstacle("compiled", device=cpu) == "compiled variants are for a device"
+    assert obstacle("full recomputation", device=cpu) is None
 
 
 @pytest.mark.parametrize(
@@ -180,23 +182,51 @@ def test_kernels_are_sorted_by_what_they_are_for(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_shares_are_of_the_steps_time(tmp_path: Path) -> None:
-    trace = synthetic.Trace()
-    for number in range(2):
-        start = 1000 * number
-        trace.step(number, start, start + 1000)
-        trace.mark("Optimizer.step#AdamW.step", start + 900, start + 950)
-        trace.kernel(synthetic.GEMM, start + 100, start + 500)
-        trace.kernel("flash_fwd_kernel", start + 500, start + 600)
-        trace.kernel("triton_poi_fused_mul_0", start + 600, start + 750)
-        trace.kernel("multi_tensor_apply_kernel", start + 900, start + 950)
+def event(name: str, start: float, end: float, *, device: str = "CUDA", own: float = 0.0) -> Any:
+    """As torch's profiler gives them; times in microseconds."""
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start),
+        is_user_annotation=name.startswith(("ProfilerStep", "Optimizer.")),
+        is_async=False,
+        self_cpu_time_total=own,
+    )
 
-    found = shares(trace.write(tmp_path / "rank-00000.json.gz"))
+
+def test_shares_are_of_the_steps_time() -> None:
+    events = []
+    for start in (0.0, 1000.0):
+        events += [event("ProfilerStep#1", start, start + 1000, device=device) for device in ("CPU", "CUDA")]
+        events += [event("Optimizer.step#AdamW.step", start + 900, start + 950)]
+        events += [event("aten::mm", start + 50, start + 100, device="CPU", own=50)]
+        events += [event("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn", start + 100, start + 500)]
+        events += [event("flash_fwd_kernel", start + 500, start + 600)]
+        events += [event("triton_poi_fused_mul_0", start + 550, start + 750)]  # on another stream
+        events += [event("multi_tensor_apply_kernel", start + 900, start + 950)]
+
+    found = shares(events)
 
     assert found["step_seconds"] == pytest.approx(1e-3)
     busy = {kind: share for kind, share in found.items() if share and kind not in ("step_seconds", "idle")}
-    assert busy == pytest.approx({"matmul": 0.4, "attention": 0.1, "elementwise and others": 0.15, "optimizer": 0.05})
+    assert busy == pytest.approx({"matmul": 0.4, "attention": 0.1, "elementwise and others": 0.2, "optimizer": 0.05})
     assert found["idle"] == pytest.approx(0.3)
+
+    on_cpu = [event("ProfilerStep#1", 0, 100, device="CPU"), event("aten::linear", 0, 50, device="CPU", own=10)]
+    found = shares([*on_cpu, event("aten::mm", 10, 50, device="CPU", own=40)])
+    assert (found["matmul"], found["idle"]) == (0.5, 0.5)
+
+
+def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
+    mib = 2**20
+    with PeakMemory(torch.device("cpu")) as memory:
+        torch.ones(400 * mib, dtype=torch.uint8)
+        kept = torch.ones(100 * mib, dtype=torch.uint8)
+        memory.forget()
+        torch.cat([kept, kept])
+
+    assert memory.peak is not None
+    assert 295 * mib < memory.peak < 320 * mib
 
 
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
@@ -246,8 +276,8 @@ def test_random_models_have_about_the_size_asked_for(params: float) -> None:
 
 def test_the_loss_at_a_large_vocabulary_is_that_of_whole_logits_in_less_memory(pool: WorkerPool) -> None:
     kernels = ("torch",) if hasattr(torch.nn.functional, "linear_cross_entropy") else ()
-    options = Vocabulary(40_000, tokens=2_000, hidden=16, whole=True, kernels=kernels, rounds=1)
-    (result,) = pool.run(1, bench_vocabulary, options)
+    options = {"vocabulary": 40_000, "tokens": 2_000, "hidden": 16, "whole": True, "kernels": kernels, "rounds": 1}
+    (result,) = pool.run(1, last_result, bench_vocabulary, **options)
 
     rows, logits = {row["name"]: row for row in result["rows"]}, 2_000 * 40_000 * 4
     assert rows.keys() == {"fsdp2kit", "whole logits", *kernels}

@@ -15,14 +15,15 @@ from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit import run
-from fsdp2kit.bench.fsdp1 import Options, bench_fsdp1, check_fsdp1, sharding_strategy
-from fsdp2kit.bench.harness import result_lines
-from fsdp2kit.bench.memory import peak_of
+from fsdp2kit.bench.fsdp1 import check_fsdp1, sharding_strategy
+from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from tests.reference import tiny_model, tiny_model_dir
+from tests.test_bench import last_result
 from tests.workers import WorkerPool
+from tools.bench import result_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
@@ -56,7 +57,7 @@ def compare(pool: WorkerPool, size: int, toml: Path, *overrides: str) -> dict[st
 def _compare(arguments: Sequence[str]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return bench_fsdp1(Options(arguments[0], tuple(arguments[1:]), rounds=4, warmup=2))
+        return last_result(bench_fsdp1, toml=arguments[0], overrides=arguments[1:], rounds=4, warmup=2)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -76,7 +77,7 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
             "units": f"3 {LAYERS}",
             "backward_prefetch": "BACKWARD_PRE",
             "forward_prefetch": "False",
-            "mixed_precision": "(param float32, reduce float32)",
+            "mixed_precision": "MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32",
         },
     ),
     "untied": (2, [], {"units": f"3 {LAYERS}"}),  # of another model
@@ -124,18 +125,18 @@ def test_losses_agree_in_float32(name: str, pool: WorkerPool, toml: Path, tmp_pa
 
     result = compare(pool, size, toml, *overrides)
 
-    ran, (row,) = result["sides"]["fsdp1"]["ran"], result["rows"]
+    sides, (row,) = result["pairs"]["fsdp1"], result["rows"]
     for key, value in expected.items():
-        assert f" {key} {value}, " in ran
+        assert f" {key} {value}, " in sides["fsdp1"]["ran"]
     assert result["checks"]["losses_agree"]
     assert row["losses_differ_by"] < 1e-5
     assert row["grad_norms_differ_by"] < 1e-5
-    for side in result["sides"].values():
+    for side in sides.values():
         assert len(side["seconds"]) == 4
         assert side["peak_bytes"] > 0
         assert side["losses"][-1] != side["losses"][0]
     assert result["provenance"]["world_size"] == size
-    assert result["sides"]["fsdp2kit"]["ran"].startswith("fsdp: ")
+    assert sides["fsdp2kit"]["ran"].startswith("fsdp: ")
     assert any(line.startswith("| fsdp1 | **") for line in result_lines(result))
 
 
@@ -144,7 +145,8 @@ def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: 
 
     result = compare(pool, 2, toml, *overrides)
 
-    assert "mixed_precision (param bfloat16, reduce bfloat16)" in result["sides"]["fsdp1"]["ran"]
+    bfloat16 = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16"
+    assert f"mixed_precision {bfloat16}, " in result["pairs"]["fsdp1"]["fsdp1"]["ran"]
     assert 1e-6 < result["rows"][0]["losses_differ_by"] < 2e-2
 
 
@@ -156,12 +158,12 @@ def test_losses_that_differ_are_noticed(pool: WorkerPool, toml: Path) -> None:
 def _other_side_without_decay(arguments: Sequence[str]) -> dict[str, Any]:
     from fsdp2kit.bench import fsdp1
 
-    groups = fsdp1._parameter_groups
-    fsdp1._parameter_groups = lambda section, model: [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    build = fsdp1.build_optimizer
+    fsdp1.build_optimizer = lambda section, model: build(section.model_copy(update={"weight_decay": 0.0}), model)
     try:
         return _compare(arguments)
     finally:
-        fsdp1._parameter_groups = groups
+        fsdp1.build_optimizer = build
 
 
 @pytest.mark.parametrize(
@@ -265,17 +267,3 @@ def test_ligers_kernels_are_refused_on_a_cpu(toml: Path, tmp_path: Path, pool: W
 def _main(arguments: Sequence[str]) -> None:
     recipe, config = run.load(arguments[0], arguments[1:])
     recipe.main(config)
-
-
-def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
-    mib = 2**20
-
-    def build() -> torch.Tensor:
-        torch.ones(400 * mib, dtype=torch.uint8)
-        return torch.ones(100 * mib, dtype=torch.uint8)
-
-    kept, peak = peak_of(build, lambda built: torch.cat([built, built]), device=torch.device("cpu"))
-
-    assert len(kept) == 100 * mib
-    assert peak is not None
-    assert 295 * mib < peak < 320 * mib

@@ -5,25 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from fsdp2kit.bench.harness import draw, result_lines
 from fsdp2kit.bench.hf_trainer import Turns
-from fsdp2kit.bench.peers import Options, bench_peers, contest
+from fsdp2kit.bench.peers import bench_peers
 from fsdp2kit.bench.sides import PAIR_BARS, pair_row
-from fsdp2kit.errors import UserError
 from tests.reference import tiny_model_dir
+from tests.test_bench import last_result, tool
 from tests.workers import WorkerPool
+from tools.bench import draw, result_lines
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "toml" / "demo"
+DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
 
@@ -42,20 +39,11 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        check=False,
-    )
-
-
-def workload(model: Path, **changes: Any) -> Options:
+def compare(pool: WorkerPool, model: Path, peer: str, *, ranks: int = 2, **changes: Any) -> list[dict[str, Any]]:
+    """Each rank's result of one comparison on a tiny workload."""
     values = {"rounds": 3, "warmup": 1, "seq_len": 64, "global_batch": 4, "dtype": "float32", **changes}
-    return Options(model=str(model), data=str(DEMO / "chat.jsonl"), **values)
+    paths = {"model": str(model), "data": str(DEMO / "chat.jsonl")}
+    return pool.run(ranks, last_result, bench_peers, peers=(peer,), **paths, **values)
 
 
 def test_a_loop_stands_still_between_its_steps() -> None:
@@ -92,21 +80,34 @@ def test_a_loop_that_ends_early_is_told() -> None:
         Turns(lambda: None).advance()
 
 
-@pytest.mark.parametrize("changes", [{}, {"cp": 2, "global_batch": 2}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"cp": 2, "global_batch": 2},
+        {"dtype": "bfloat16"},
+        {"peer": "data_parallel", "cp": 2, "set": ["context_parallel.method=ring"]},
+    ],
+    ids=str,
+)
 def test_sides_on_the_same_batches_agree(pool: WorkerPool, chat_model: Path, changes: dict[str, Any]) -> None:
-    options = workload(chat_model, **changes)
-    result, again = pool.run(2, contest, ["fsdp2kit", "handwritten"], options)
+    peer, is_exact = changes.get("peer", "handwritten"), changes.get("dtype") is None
+    result, again = compare(pool, chat_model, **{"peer": peer, **changes})
 
-    ours, other = result["sides"]["fsdp2kit"], result["sides"]["handwritten"]
+    ours, other = result["pairs"][peer].values()
     assert len(ours["losses"]) == 4
-    assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5 if options.dtype == "float32" else 2e-2)
+    assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5 if is_exact else 2e-2)
     assert ours["losses"][-1] != ours["losses"][0]
     assert ours["supervised_tokens"] == other["supervised_tokens"]
     assert ours["input_tokens"] == other["input_tokens"]
     assert len(ours["seconds"]) == len(other["cpu_seconds"]) == 3
     for side in (ours, other):
         assert side["peak_bytes"] > 1e5
-    assert ours["peak_bytes"] == again["sides"]["fsdp2kit"]["peak_bytes"], "the largest rank's, on every rank"
+    there = again["pairs"][peer]["fsdp2kit"]
+    assert ours["peak_bytes"] == there["peak_bytes"], "the largest rank's, on every rank"
+    (row,) = result["rows"]
+    assert row["losses_agree"]
+    assert row["memory_ratio"] == ours["peak_bytes"] / other["peak_bytes"]
 
 
 SIDE: dict[str, Any] = {"ran": "x", "peak_bytes": 10, "cpu_seconds": [1.0] * 3, "losses": [1.0], "grad_norms": [1.0]}
@@ -130,18 +131,16 @@ def test_ratios() -> None:
 def test_the_tool_compares_and_draws(chat_model: Path, tmp_path: Path) -> None:
     done = tool(
         *("--model", str(chat_model), "--data", str(DEMO / "chat.jsonl"), "--peers", "handwritten", "--rounds", "2"),
-        *("--warmup", "1", "--seq-len", "64", "--out", str(tmp_path / "peers.json")),
+        *("--warmup", "1", "--global-batch", "1", "--seq-len", "64", "--out", str(tmp_path / "peers.json")),
         *("--table", str(tmp_path / "peers.md"), "--figure", str(tmp_path / "peers.png")),
     )
 
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
     (row,) = result["rows"]
-    ours, other = result["pairs"]["handwritten"].values()
     assert result["checks"]["losses_agree"]
     assert row["losses_agree"]
-    assert row["memory_ratio"] == ours["peak_bytes"] / other["peak_bytes"]
-    assert "fully_shard by hand" in other["ran"]
+    assert "fully_shard by hand" in result["pairs"]["handwritten"]["handwritten"]["ran"]
     assert "tools/bench.py --model" in result["provenance"]["command"]
     assert (tmp_path / "peers.md").read_text(encoding="utf-8").count("| handwritten |") == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
@@ -161,23 +160,42 @@ def test_a_mistake_is_one_line(chat_model: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("error: --table")
 
 
-def test_nobody_to_compare_with_is_a_mistake(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp2kit.bench.peers.missing_packages", lambda name: ["accelerate", name])
-    with pytest.raises(UserError, match="none of these can run without accelerate, trl"):
-        next(bench_peers(workload(chat_model, peers=("trl",))))
+def test_nobody_to_compare_with_is_a_mistake(pool: WorkerPool, chat_model: Path) -> None:
+    with pytest.raises(AssertionError, match="UserError: --peers: none of these can run without trl; pip install trl"):
+        pool.run(1, _without, "trl", chat_model, ("trl",))
+    with pytest.raises(AssertionError, match="UserError: --peers: 'x' is not known; name some of handwritten, trl"):
+        compare(pool, chat_model, "x", ranks=1)
+
+
+def _without(package: str, model: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """A comparison where this package is not installed."""
+    values = {"rounds": 1, "warmup": 1, "seq_len": 64, "global_batch": 1, "dtype": "float32"}
+    with mock.patch(
+        "fsdp2kit.bench.peers.missing_packages", lambda *needed: [one for one in needed if one == package]
+    ):
+        return last_result(bench_peers, peers=names, model=str(model), data=str(DEMO / "chat.jsonl"), **values)
+
+
+def test_what_is_left_out_is_named(pool: WorkerPool, chat_model: Path) -> None:
+    (result,) = pool.run(1, _without, "trl", chat_model, ("handwritten", "trl"))
+
+    lines = result_lines(result)
+    assert "left out: trl needs trl" in lines
+    assert any(line.startswith("handwritten ran fully_shard by hand") for line in lines)
+    assert "losses agree: yes" in lines
+    assert any(line.startswith("| handwritten | **") for line in lines)
 
 
 def test_every_rank_needs_a_row(pool: WorkerPool, chat_model: Path) -> None:
     with pytest.raises(AssertionError, match="UserError: --global-batch: 3 is not a multiple of 2 ranks"):
-        pool.run(2, contest, ["fsdp2kit"], workload(chat_model, global_batch=3, cp=2))
+        compare(pool, chat_model, "handwritten", global_batch=3, cp=2)
 
 
 @needs_accelerate
 def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_model: Path) -> None:
-    names = ["fsdp2kit_padded", "hf_trainer_padded"]
-    result, _ = pool.run(2, contest, names, workload(chat_model, global_batch=4, micro_batch=2))
+    result, _ = compare(pool, chat_model, "equal_padding", set=["train.micro_batch_size=2"])
 
-    ours, other = (result["sides"][name] for name in names)
+    ours, other = result["pairs"]["equal_padding"].values()
     assert ours["losses"] == pytest.approx(other["losses"], rel=1e-5)
     assert ours["supervised_tokens"] == other["supervised_tokens"]
     assert ours["input_tokens"] == other["input_tokens"]
@@ -186,9 +204,9 @@ def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_mod
 
 @needs_trl
 def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
-    result, _ = pool.run(2, contest, ["trl"], workload(chat_model, rounds=1, global_batch=2))
+    result, _ = compare(pool, chat_model, "trl", rounds=1, global_batch=2)
 
-    trl = result["sides"]["trl"]
+    trl = result["pairs"]["trl"]["trl"]
     assert "activation checkpointing on" in trl["ran"]
     assert all(32 < tokens / 2 <= 64 for tokens in trl["input_tokens"]), "rows are nearly full"
     assert all(math.isfinite(loss) for loss in trl["losses"])
@@ -196,27 +214,12 @@ def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
 
 @needs_trl
 def test_trl_pads(pool: WorkerPool, chat_model: Path) -> None:
-    options = workload(chat_model, rounds=1, global_batch=2, conversations=2)
-    result, _ = pool.run(2, contest, ["trl_padded"], options)
+    result, _ = compare(pool, chat_model, "trl_padded", rounds=1, global_batch=2, conversations=2)
 
-    trl = result["sides"]["trl_padded"]
+    trl = result["pairs"]["trl_padded"]["trl_padded"]
     assert "2 conversations a rank, padded to the longest" in trl["ran"]
     assert "position_ids" not in trl["ran"]
     assert all(math.isfinite(loss) for loss in trl["losses"])
-
-
-def test_what_is_left_out_is_named(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"sides": {"fsdp2kit": SIDE, "handwritten": SIDE}, "provenance": None}
-    monkeypatch.setattr("fsdp2kit.bench.peers.missing_packages", lambda name: ["trl"] if name == "trl" else [])
-    monkeypatch.setattr("fsdp2kit.bench.peers._in_processes", lambda names, options: found)
-
-    (result,) = bench_peers(workload(chat_model, peers=("handwritten", "trl")))
-
-    lines = result_lines(result)
-    assert "left out: trl needs trl" in lines
-    assert "handwritten ran x" in lines
-    assert "losses agree: yes" in lines
-    assert any(line.startswith("| handwritten | **1** (1 – 1) | **1** (1 – 1) | 30 | 30 |") for line in lines)
 
 
 def test_losses_that_differ_make_a_comparison_void() -> None:

@@ -1,8 +1,7 @@
 """Measure fsdp2kit beside alternatives: steps, memory, loading, saving, data, kernels.
 
-python tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl equal_padding …]
+torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
 torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
-torchrun --nproc-per-node 2 tools/bench.py context-parallel --model DIR [--seq-len 4096] [--rounds 10] [--layers 6]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
 python tools/bench.py convert [--params 0.5 1.5]
@@ -11,42 +10,32 @@ python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole
 python tools/bench.py curves RUN_DIR RUN_DIR … [--reference NAME] [--figure FILE.png]
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py gpu [--device cpu --dry-run]
+
+bench.py COMMAND --help lists the options of one.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-# Set before transformers is imported: a benchmark never waits for a hub.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+import numpy as np
 
-from fsdp2kit.distributed import end_process, is_main_process
+from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
-COMMANDS = {
-    "peers": ("peers", "beside a hand-written loop, TRL and transformers' Trainer (the default)"),
-    "fsdp1": ("fsdp1", "a TOML's training beside FSDP1"),
-    "context-parallel": ("context_parallel", "training steps at cp = ranks beside data parallelism"),
-    "ring": ("context_parallel", "a ring's blocks over the fused kernel, on one device"),
-    "load": ("storage", "loading: memory beside the shards, and time"),
-    "save": ("storage", "saving: how long training waits, in both ways"),
-    "convert": ("storage", "DCP to Hugging Face: memory and time"),
-    "data": ("data", "tokenise and pack, against datasets.map and trl"),
-    "vocabulary": ("memory", "memory of the loss at a large vocabulary"),
-    "curves": ("curves", "losses of finished runs side by side"),
-    "gpu": ("gpu", "step time, MFU and memory on one device"),
-}
-"""Name: the module of `fsdp2kit.bench` whose ``COMMANDS`` have it, and what it measures."""
+COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
+COMMANDS |= {"data": "data", "vocabulary": "kernels", "ring": "kernels", "curves": "curves", "gpu": "gpu"}
+"""Name: the module of `fsdp2kit.bench` that has a function ``bench_NAME``, whose parameters are its options."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,69 +51,183 @@ def main(arguments: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words in ([], ["-h"], ["--help"]):
         print(__doc__)
-        print("\n".join(f"  {name:<18}{what}" for name, (_, what) in COMMANDS.items()))
-        print("\nbench.py COMMAND --help lists the options of one.")
         return 0
     name = "peers" if words[0].startswith("-") else words.pop(0)
     if name not in COMMANDS:
         print(f"error: {name!r} is none of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # Set before transformers is imported: a benchmark never waits for a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "cpu" in words and "--device" in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    module, what = COMMANDS[name]
-    command = importlib.import_module(f"fsdp2kit.bench.{module}").COMMANDS[name]
-    from fsdp2kit import distributed
-    from fsdp2kit.bench.harness import add_options
+    from fsdp2kit.bench.harness import measure
 
-    parser = Parser(prog=f"bench {name}", description=what)
+    bench = getattr(importlib.import_module(f"fsdp2kit.bench.{COMMANDS[name]}"), f"bench_{name}")
+    parser = Parser(prog=f"bench {name}", description=(bench.__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="also write the Markdown table to a file")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw a PNG (extra: plot)")
-    add_options(parser, command.options)
+    parser.add_argument(
+        "--max-minutes", type=float, default=float("inf"), help="start no further part after this long"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: use no CUDA device")
+    add_options(parser, bench)
+    result: dict[str, Any] = {}
     try:
-        given = parser.parse_intermixed_args(words)
+        options = vars(parser.parse_intermixed_args(words))
+        given = {key: options.pop(key) for key in ("json", "out", "table", "figure", "device", "max_minutes")}
         _check_outputs(given)
-        measured = command.measure(
-            command.options(**{one.name: getattr(given, one.name) for one in fields(command.options)})
-        )
-        result: dict[str, Any] = {}
         # Written after every part: a comparison may take a quarter of an hour, and the next may be killed.
-        for result in measured if isinstance(measured, Iterator) else [measured]:
-            _write(result, given, command.draw)
+        for result in measure(bench, max_minutes=given["max_minutes"], **options):
+            _write(result, given)
     except UserError as problem:
-        distributed.leave(problem)
+        leave(problem)
     if is_main_process():
-        from fsdp2kit.bench.harness import result_lines
-
-        print(json.dumps(result) if given.json else "\n".join(result_lines(result)))
-    distributed.stop()
+        print(json.dumps(result) if given["json"] else "\n".join(result_lines(result)))
+    stop()
     return 0 if all(result.get("checks", {}).values()) else 1
 
 
-def _check_outputs(given: argparse.Namespace) -> None:
+def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> None:
+    """Add a bench's parameters after its world: kind and default as they are declared, help from the docstring.
+
+    Those that may be passed without their name are arguments without a flag. Whole numbers must be positive.
+    """
+    helps = dict(re.findall(r"^ +(\w+): (.+)$", inspect.getdoc(bench) or "", re.MULTILINE))
+    kinds = get_type_hints(bench)
+    for name, parameter in list(inspect.signature(bench).parameters.items())[1:]:
+        kind, default = kinds[name], parameter.default
+        is_required = default is parameter.empty
+        named: dict[str, Any] = {"help": helps[name], "default": None if is_required else default}
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            named |= {"dest": name} | ({"required": True} if is_required else {})
+        if default is False:
+            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", **named)
+            continue
+        if get_origin(kind) is tuple:
+            named["nargs"] = "+" if is_required or default else "*"
+            kind = get_args(kind)[0]
+        kind = next((each for each in get_args(kind) if NoneType in get_args(kind) and each is not NoneType), kind)
+        if get_origin(kind) is Literal:
+            named["choices"] = get_args(kind)
+        else:
+            named["type"] = _positive if kind is int else kind
+        if not is_required and default not in (None, ()):
+            named["help"] += f" ({' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+        flag = f"--{name.replace('_', '-')}" if parameter.kind is parameter.KEYWORD_ONLY else name
+        parser.add_argument(flag, **named)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _check_outputs(given: dict[str, Any]) -> None:
     """Refuse files that cannot be written before anything is measured for them."""
     for name in ("out", "table", "figure"):
-        file = getattr(given, name)
+        file = given[name]
         if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             raise UserError(f"--{name}", f"{file} cannot be written", "name a file in a folder that exists")
-    if given.figure is not None:
-        from fsdp2kit.bench.harness import pyplot
-
+    if given["figure"] is not None:
         pyplot("--figure")
 
 
-def _write(result: dict[str, Any], given: argparse.Namespace, draw_own: Any) -> None:
-    from fsdp2kit.bench.harness import draw, result_lines
-
+def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
     if not is_main_process():
         return
-    if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if given.table is not None:
-        given.table.write_text("\n".join(result_lines(result)) + "\n", encoding="utf-8")
-    if given.figure is not None:
-        (draw_own or draw)(result, given.figure)
+    if given["out"] is not None:
+        given["out"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if given["table"] is not None:
+        given["table"].write_text("\n".join(result_lines(result)) + "\n", encoding="utf-8")
+    if given["figure"] is not None:
+        draw(result, given["figure"])
+
+
+def result_lines(result: dict[str, Any]) -> list[str]:
+    """A result as Markdown: its table, notes, checks, and where it comes from."""
+    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
+    lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
+    for row in result["rows"]:
+        lines.append("| " + " | ".join(_cell(key, row[key]) if key in row else "" for key in columns) + " |")
+    checks = [f"{_header(name)}: {_cell(name, holds)}" for name, holds in result.get("checks", {}).items()]
+    lines += ["", *result.get("notes", []), *checks]
+    if source := result.get("provenance"):
+        git, ranks = source["git"], f"{source['world_size']} ranks; load average {source['load_average']}"
+        versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
+        commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
+        lines += ["", f"command: {source['command']}", f"device: {', '.join(source['devices'])}; {ranks}"]
+        lines.append(f"versions: {versions}{commit}")
+    return lines
+
+
+def _header(key: str) -> str:
+    return key.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ").strip()
+
+
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        if "ratio" in value:
+            return f"**{value['ratio']:.3g}** ({value['low']:.3g} – {value['high']:.3g})"
+        return f"{value['median']:.3g} s ({value['p25']:.3g} – {value['p75']:.3g})"
+    if value is None:
+        return "—"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if key.endswith("_bytes"):
+        return f"{value / 2**20:,.0f} MiB"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw what the result names into a PNG, a panel each by its title.
+
+    ``bars`` are columns of its rows, side by side; ``lines`` are series of x and y, by name.
+    """
+    rows, lines = result["rows"], result.get("lines", {})
+    panels = lines or result.get("bars", {"seconds": ["seconds"]})
+    names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
+    plots = pyplot("--figure")
+    figure, every = plots.subplots(1, len(panels), figsize=(4.5 * len(panels), 4.2), squeeze=False)
+    for axes, (title, panel) in zip(every[0], panels.items(), strict=True):
+        for number, column in enumerate(panel):
+            if lines:
+                axes.plot(*panel[column], linewidth=1 + 0.7 * (len(panel) - 1 - number), label=column)
+                continue
+            values = [row.get(column) for row in rows]
+            values = [value["median"] if isinstance(value, dict) else value or 0 for value in values]
+            offset = (number - (len(panel) - 1) / 2) * 0.76 / len(panel)
+            axes.barh(positions + offset, values, height=0.76 / len(panel), label=_header(column))
+            axes.set_yticks(positions, names)
+            axes.yaxis.set_inverted(True)
+        axes.set_title(title)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, format="png")
+    plots.close(figure)
+
+
+def pyplot(flag: str) -> Any:
+    """matplotlib's pyplot, drawing into files.
+
+    Raises:
+        UserError: matplotlib is not installed, which ``flag`` needs.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError(flag, "needs matplotlib", "install it: pip install 'fsdp2kit[plot]'") from None
+    return pyplot
 
 
 if __name__ == "__main__":

@@ -6,242 +6,165 @@ lengths packed into rows. FLOPs are the model's (recomputation does not count).
 
 from __future__ import annotations
 
-import importlib.util
-import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 
-from fsdp2kit import distributed
-from fsdp2kit.bench.harness import Command, option, provenance, speed, spread
-from fsdp2kit.bench.kernels import shares, trace
-from fsdp2kit.bench.memory import give_back_memory
-from fsdp2kit.bench.ours import read_data
-from fsdp2kit.bench.sides import OurSide, Side, Synthetic, run_sides
+from fsdp2kit.bench.harness import Side, give_back_memory, missing_packages, speed, spread, timed
+from fsdp2kit.bench.sides import OurSide, bench_config, read_data, train_sides
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
 
-
-def _llama3(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, *, tied: bool) -> dict[str, Any]:
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0 if tied else 8.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "max_position_embeddings": 131072,
-        "rope_parameters": rope,
-        "tie_word_embeddings": tied,
-    }
-
-
-# The published configs of HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
-SHAPES: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": True,
-    },
-    "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 64, tied=True),
-    "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 128, tied=True),
-    "Llama-3.1-8B": _llama3(4096, 14336, 32, 32, 128, tied=False),
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "tie_word_embeddings")
+# Of HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
+SHAPES = {
+    "SmolLM2-135M": (49152, 576, 1536, 30, 9, 3, True),
+    "Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, True),
+    "Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, True),
+    "Llama-3.1-8B": (128256, 4096, 14336, 32, 32, 8, False),
 }
-_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_TINY = (256, 64, 96, 2, 4, 2, True)
+BARS = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
 
-Overrides = Mapping[str, Mapping[str, Any]]
-_COMPILED: Overrides = {"compile": {"enabled": True}}
-_FLOAT8: Overrides = {"float8": {"recipe": "rowwise"}}
-_SELECTIVE: Overrides = {"activation_checkpointing": {"mode": "selective"}}
-_FULL: Overrides = {"activation_checkpointing": {"mode": "full"}}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A model and how it is trained."""
-
-    shape: str
-    """Of `SHAPES`."""
-    name: str
-    """What is special about it; with "Trainer" in front, transformers' Trainer trains it as the one of that name."""
-    overrides: tuple[Overrides, ...] = ()
-    """Sections of the config, the later over the earlier."""
-    rows: int = 1
-    """Of a step."""
-    seq_len: int = 8192
-    steps: int = 15
-    warmup: int = 5
-    """Of the steps, how many do not count."""
-    packages: tuple[str, ...] = ()
-    """That it needs beside ours."""
-
-    def __str__(self) -> str:
-        return f"{self.shape}, {self.name}"
-
-    @property
-    def is_trainers(self) -> bool:
-        """Whether transformers' Trainer trains it, which has only some of our settings."""
-        return self.name.startswith("Trainer, ")
-
-
-def _speed(shape: str, rows: int) -> list[Variant]:
-    """Eager and compiled, in bfloat16 beside transformers' Trainer, and in float8."""
-    trainer = ("accelerate",)
-    return [
-        Variant(shape, "bfloat16", (), rows),
-        Variant(shape, "Trainer, bfloat16", (), rows, packages=trainer),
-        Variant(shape, "bfloat16, compiled", (_COMPILED,), rows),
-        Variant(shape, "Trainer, bfloat16, compiled", (_COMPILED,), rows, packages=trainer),
-        Variant(shape, "float8", (_FLOAT8,), rows, packages=("torchao",)),
-        Variant(shape, "float8, compiled", (_FLOAT8, _COMPILED), rows, packages=("torchao",)),
-    ]
-
-
-_8_BIT: Overrides = {"optimizer": {"name": "adamw_8bit"}}
-_BFLOAT16: Overrides = {"optimizer": {"name": "adamw_bf16"}, "fsdp": {"storage_dtype": "bfloat16"}}
+# A variant's name is made of these: what it sets, and which packages it needs.
+SETTINGS: dict[str, tuple[list[str], list[str]]] = {
+    "bfloat16": ([], []),
+    "Trainer": ([], ["accelerate"]),  # transformers' Trainer, which has only some of our settings, trains it
+    "compiled": (["compile.enabled=true"], []),
+    "float8": (["float8.recipe=rowwise"], ["torchao"]),
+    "selective recomputation": (["activation_checkpointing.mode=selective"], []),
+    "full recomputation": (["activation_checkpointing.mode=full"], []),
+    "8-bit moments": (["optimizer.name=adamw_8bit"], ["torchao"]),
+    "bfloat16 parameters and moments": (["optimizer.name=adamw_bf16", "fsdp.storage_dtype=bfloat16"], []),
+    "moments on the host": (["fsdp.offload=optimizer"], []),
+}
+_SPEED = ["bfloat16", "Trainer, bfloat16", "bfloat16, compiled", "Trainer, bfloat16, compiled"]
+_SPEED += ["float8", "float8, compiled"]
 # Without checkpointing where one H200 (139 GiB) has room: float32 parameters, gradients and moments are 16 bytes each.
-GROUPS: dict[str, list[Variant]] = {
-    "small": [
-        Variant("SmolLM2-135M", "bfloat16", (), 4, 2048, 20),
-        Variant("SmolLM2-135M", "Trainer, bfloat16", (), 4, 2048, 20, packages=("accelerate",)),
-        Variant("SmolLM2-135M", "bfloat16, full recomputation", (_FULL,), 4, 2048, 20),
-    ],
-    "1b": [
-        *_speed("Llama-3.2-1B", 2),
-        Variant("Llama-3.2-1B", "bfloat16, selective recomputation", (_SELECTIVE,), 2),
-        Variant("Llama-3.2-1B", "bfloat16, full recomputation", (_FULL,), 2),
-    ],
-    "3b": _speed("Llama-3.2-3B", 1),
-    # 128 GB of state with AdamW in float32, which leaves no room: these are ways to make some.
-    "8b": [
-        Variant("Llama-3.1-8B", "8-bit moments", (_SELECTIVE, _8_BIT), packages=("torchao",)),
-        Variant("Llama-3.1-8B", "bfloat16 parameters and moments", (_SELECTIVE, _BFLOAT16)),
-        Variant("Llama-3.1-8B", "moments on the host", (_SELECTIVE, {"fsdp": {"offload": "optimizer"}})),
-    ],
+# For 8B they are 128 GB, which leaves none: its variants are ways to make some.
+_MOMENTS = ("8-bit moments", "bfloat16 parameters and moments", "moments on the host")
+GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
+    "small": ("SmolLM2-135M", 4, 2048, ["bfloat16", "Trainer, bfloat16", "full recomputation"]),
+    "1b": ("Llama-3.2-1B", 2, 8192, [*_SPEED, "selective recomputation", "full recomputation"]),
+    "3b": ("Llama-3.2-3B", 1, 8192, _SPEED),
+    "8b": ("Llama-3.1-8B", 1, 8192, [f"selective recomputation, {name}" for name in _MOMENTS]),
 }
-"""Each fits in a run of nine minutes; what does not is left out, and named."""
+"""Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
+
+# The first that fits counts; names as cuBLAS, CUTLASS, FlashAttention, NCCL, Inductor and torch give them, and ATen's
+# operators on a CPU.
+_KINDS: tuple[tuple[str, str], ...] = (
+    ("collectives", r"nccl|gloo|c10d"),
+    ("attention", r"flash|fmha|attention|softmax_warp"),
+    ("matmul", r"gemm|cutlass|nvjet|cublas|xmma|wgmma|aten::(?:mm|addmm|bmm|linear|matmul|_scaled_mm)|scaled_mm"),
+    ("optimizer", r"multi_tensor_apply|adam|aten::_(?:fused|foreach)_"),
+    ("copies", r"Memcpy|Memset|copy_|_to_copy|fsdp::|split_with_sizes|chunk_cat"),
+)
+OTHERS = "elementwise and others"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is run."""
+def bench_gpu(
+    world: World,
+    *,
+    groups: tuple[Literal["small", "1b", "3b", "8b"], ...] = ("small", "1b"),
+    dry_run: bool = False,
+    profile: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Step time, MFU and memory on one device: variants one after the other, for want of memory for two.
 
-    groups: tuple[str, ...] = option(
-        ("small", "1b"), "models and variants (small 1b)", nargs="+", choices=tuple(GROUPS)
-    )
-    device: str = option("cuda", "cpu: only with --dry-run", choices=("cuda", "cpu"))
-    dry_run: bool = option(False, "tiny shapes, 3 steps: does it run at all?")
-    profile: bool = option(False, "do not time, but say where the time goes")
-    attention: str | None = option(None, "a transformers attention implementation (the config's default)")
-    max_minutes: float = option(7.5, "start no further variant after this long")
-
-
-def bench_gpu(options: Options) -> dict[str, Any]:
-    """Measure the variants of these groups, one after the other in this process, for want of memory for two.
+    Args:
+        groups: models and variants.
+        dry_run: tiny shapes, 6 steps; does it run at all?
+        profile: do not time, but say where the time goes.
 
     Raises:
         UserError: without a CUDA device, unless it is a dry run.
     """
-    if distributed.ranks_from_environment()[1] != 1:
+    if world.size != 1:
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
-    if not torch.cuda.is_available() and not options.dry_run:
+    if world.device.type != "cuda" and not dry_run:
         raise UserError("bench gpu", "finds no CUDA device", "try it here with --device cpu --dry-run")
-    world = distributed.start()
-    source = provenance(world)
-    started = time.monotonic()
-    rows, left_out = [], {}
-    for variant in (variant for group in options.groups for variant in GROUPS[group]):
-        if options.profile and variant.is_trainers:
+    notes = ["a dry run on tiny shapes: no figures of speed"] if dry_run else []
+    rows: list[dict[str, Any]] = []
+    for group, name in ((one, name) for one in groups for name in GROUPS[one][3]):
+        if profile and name.startswith("Trainer"):
             continue
-        reason = obstacle(variant, device=world.device)
-        if reason is None and time.monotonic() - started > 60 * options.max_minutes:
-            reason = f"{options.max_minutes:g} minutes were over"
-        if reason is not None:
-            left_out[str(variant)] = reason
-            continue
-        rows.append(_run(variant, options, world=world))
-    notes = [] if options.profile else beside_trainer(rows)
-    notes += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    if options.dry_run:
-        notes.append("a dry run on tiny shapes: these are no figures of the models' speed")
-    return {
-        "benchmark": "gpu",
-        "options": asdict(options),
-        "rows": rows,
-        "left_out": left_out,
-        "notes": notes,
-        "bars": {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]},
-        "provenance": source,
-    }
-
-
-def _run(variant: Variant, options: Options, *, world: World) -> dict[str, Any]:
-    """One variant's figures, or why it came to nothing."""
-    config = config_of(variant, attention=options.attention, dry_run=options.dry_run)
-    row: dict[str, Any] = {
-        "model": f"tiny {variant.shape}" if options.dry_run else variant.shape,
-        "variant": variant.name,
-        "recomputes": config.activation_checkpointing.mode,
-        "rows": f"{config.train.global_batch_size} × {config.data.seq_len}",
-    }
-    measure = _profile if options.profile else _time
-    try:
-        return row | measure(variant, config, options, world=world)
-    except torch.cuda.OutOfMemoryError:
-        return {**row, "error": "out of memory"}
-    except UserError as problem:
-        return {**row, "error": str(problem)}
-    finally:
+        row: dict[str, Any] = {"model": GROUPS[group][0], "variant": name}
+        try:
+            if reason := obstacle(name, device=world.device):
+                row["error"] = reason
+            else:
+                config = config_of(group, name, dry_run=dry_run)
+                row |= (_profile if profile else _time)(name, config, world=world)
+        except (torch.cuda.OutOfMemoryError, UserError) as problem:
+            row["error"] = str(problem).splitlines()[0]
+        for ours in rows:  # step by step on the same batches
+            if (row["model"], name) == (ours["model"], f"Trainer, {ours['variant']}") and "step" in ours.keys() & row:
+                row["fsdp2kit_is_faster"] = speed(ours["step"]["all"], row["step"]["all"])
+        rows.append(row)
         give_back_memory()
+        yield {"rows": rows, "notes": notes, "bars": BARS}
 
 
-def _side(variant: Variant, config: TrainingConfig, loader: Any, *, world: World) -> Side:
-    if not variant.is_trainers:
-        return OurSide(config, world=world, batches=loader)
+def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:
+    """The config of a variant of this name in its group; of a dry run, a tiny model on short rows.
+
+    Raises:
+        UserError: this version does not know a setting.
+    """
+    shape, rows, seq_len, _ = GROUPS[group]
+    sizes = dict(zip(_SIZES, _TINY if dry_run else SHAPES[shape], strict=True))
+    rows, seq_len, steps = (2, 64, 6) if dry_run else (rows, seq_len, 15)
+    values = {
+        "model": {"config": {"model_type": "llama", "max_position_embeddings": 8192, **sizes}, "weights": "random"},
+        "data": {"format": "synthetic", "seq_len": seq_len},
+        "train": {"steps": steps, "global_batch_size": rows, "micro_batch_size": rows},
+    }
+    return bench_config(values, overrides=[each for part in name.split(", ") for each in SETTINGS[part][0]])
+
+
+def obstacle(name: str, *, device: torch.device) -> str | None:
+    """Why a variant of this name cannot be run here; None: it can be tried."""
+    parts = name.split(", ")
+    if missing := missing_packages(*(package for part in parts for package in SETTINGS[part][1])):
+        return f"{missing[0]} is not installed"
+    if device.type == "cpu" and "compiled" in parts:
+        return "compiled variants are for a device"
+    if device.type == "cuda" and "float8" in parts and torch.cuda.get_device_capability(device) < (8, 9):
+        return "the device has no float8 matmuls"
+    return None
+
+
+def _side(name: str, config: TrainingConfig, *, world: World) -> Side:
+    if not name.startswith("Trainer"):
+        return OurSide(config, world=world)
     from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
 
-    return HFSide("hf_trainer", config, loader, tokenizer=None, conversations=1, world=world)
+    return HFSide("hf_trainer", config, world=world)
 
 
-def _time(variant: Variant, config: TrainingConfig, options: Options, *, world: World) -> dict[str, Any]:
+def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
     device, steps = world.device, config.train.steps or 0
-    warmup = 1 if options.dry_run else variant.warmup
-    loader, _ = read_data(config, dp_rank=0, dp_size=1)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    side = _side(variant, config, loader, world=world)
-    (found,) = run_sides({"side": side}, rounds=steps - warmup, warmup=warmup, world=world).values()
+    warmup = steps // 3
+    sides = {"side": _side(name, config, world=world)}
+    found = train_sides(sides, rounds=steps - warmup, warmup=warmup, world=world)["side"]
     counts = count_model_flops(build_model(config.model))  # on meta
-    counted = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
-    flops = sum(
-        flops_per_batch(counts, tokens=micro.input_tokens, attention_pairs=micro.attention_pairs) for micro in counted
-    )
-    seconds = sum(found["seconds"])
-    peak, on_cuda = device_peak_flops(device), device.type == "cuda"
+    loader, _ = read_data(config, dp_rank=0, dp_size=1)
+    batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
+    pairs, tokens = sum(micro.attention_pairs for micro in batches), sum(found["input_tokens"])
+    flops = flops_per_batch(counts, tokens=tokens, attention_pairs=pairs)
+    seconds, peak, on_cuda = sum(found["seconds"]), device_peak_flops(device), device.type == "cuda"
     return {
+        "rows": f"{config.train.global_batch_size} × {config.data.seq_len}",
         "first_step_seconds": found["first_step_seconds"],
         "step": spread(found["seconds"]),
-        "tokens_per_second": sum(micro.input_tokens for micro in counted) / seconds,
+        "tokens_per_second": tokens / seconds,
         "tflops": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / peak,
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else None,
@@ -250,76 +173,55 @@ def _time(variant: Variant, config: TrainingConfig, options: Options, *, world: 
     }
 
 
-def _profile(variant: Variant, config: TrainingConfig, options: Options, *, world: World) -> dict[str, Any]:
-    loader, _ = read_data(config, dp_rank=0, dp_size=1)
-    side = _side(variant, config, loader, world=world)
+def _profile(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
+    """The shares of three traced steps, after two more that are not traced."""
+    side, activity = _side(name, config, world=world), torch.profiler.ProfilerActivity
+    found: list[dict[str, Any]] = []
     try:
         side.build()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json.gz"
-            trace(side, device=world.device, steps=1 if options.dry_run else 3, out=path)
-            return shares(path)
+        with torch.profiler.profile(
+            activities=[activity.CPU, activity.CUDA] if world.device.type == "cuda" else [activity.CPU],
+            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+            on_trace_ready=lambda profiler: found.append(shares(profiler.events())),
+        ) as profiler:
+            for _ in range(5):
+                timed(side.step, device=world.device)  # until the device is idle: a step's kernels are in its window
+                profiler.step()
     finally:
         side.stop()
+    return found[0]
 
 
-def beside_trainer(rows: list[dict[str, Any]]) -> list[str]:
-    """Our variants beside those of the same name that transformers' Trainer ran, step by step on the same batches."""
-    done = {(row["model"], row["variant"]): row for row in rows if "error" not in row}
-    lines = []
-    for (model, name), ours in done.items():
-        theirs = done.get((model, f"Trainer, {name}"))
-        if theirs is None:
-            continue
-        found = speed(ours["step"]["all"], theirs["step"]["all"])
-        line = f"{model}, {name}: {found['ratio']:.2f} ({found['low']:.2f} – {found['high']:.2f}) × as fast as Trainer"
-        if ours["allocated_bytes"] is not None:
-            line += f", with {ours['allocated_bytes'] / theirs['allocated_bytes']:.2f} of its peak memory"
-        lines.append(line)
-    return lines
+def kind_of(name: str) -> str:
+    """The kind of a kernel (or, on a CPU, operator) of that name."""
+    if name.startswith(("triton_poi", "triton_red", "triton_per")):
+        return OTHERS  # Inductor's names are made of all that it fused, or fused away
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), OTHERS)
 
 
-def config_of(variant: Variant, *, attention: str | None, dry_run: bool) -> TrainingConfig:
-    """The config of a run of this variant.
+def shares(events: Iterable[Any]) -> dict[str, Any]:
+    """Seconds of a traced step, the share of each kind of kernel in it, and that of the time in which nothing ran.
+
+    Kernels of several streams may run at once, and a CPU's operators in several threads: their shares and the idle
+    one then add up to more than 1.
 
     Args:
-        attention: None: as the config has it by default.
-        dry_run: a tiny model of the same kind, on short rows.
-
-    Raises:
-        ValidationError: this version does not know a setting.
+        events: of torch's profiler.
     """
-    rows, seq_len, steps = (2, 64, 3) if dry_run else (variant.rows, variant.seq_len, variant.steps)
-    model: dict[str, Any] = {"config": SHAPES[variant.shape] | (_TINY if dry_run else {}), "weights": "random"}
-    values: dict[str, Any] = {
-        "recipe": "bench",
-        "model": model if attention is None else {**model, "attention": attention},
-        "data": {"format": "synthetic", "seq_len": seq_len},
-        "train": {"steps": steps, "global_batch_size": rows, "micro_batch_size": rows},
-        "lr_schedule": {"name": "constant"},
+    marks = [event for event in events if event.name.startswith("ProfilerStep") and event.device_type.name == "CPU"]
+    total = sum(mark.time_range.elapsed_us() for mark in marks)
+    work = [event for event in events if not event.is_user_annotation and not event.is_async]
+    on_device = [event for event in work if event.device_type.name == "CUDA"]
+    busy = dict.fromkeys([*(kind for kind, _ in _KINDS), OTHERS], 0.0)
+    covered, reached = 0.0, 0.0
+    for event in sorted(on_device or work, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        # An operator's own time is without those that it calls.
+        busy[kind_of(event.name)] += end - start if on_device else event.self_cpu_time_total
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return {
+        "step_seconds": total / len(marks) / 1e6,
+        **{kind: duration / total for kind, duration in busy.items()},
+        "idle": max(0.0, 1 - covered / total),
     }
-    for overrides in variant.overrides:
-        for section, keys in overrides.items():
-            values[section] = {**values.get(section, {}), **keys}
-    return Synthetic.model_validate(values)
-
-
-def obstacle(variant: Variant, *, device: torch.device) -> str | None:
-    """Why it cannot be run here; None: it can be tried."""
-    try:
-        config_of(variant, attention=None, dry_run=False)
-    except ValidationError as error:
-        unknown = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-        return f"this version does not know {unknown} as asked for"
-    for package in variant.packages:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-    overrides = {section for part in variant.overrides for section in part}
-    if device.type == "cpu" and "compile" in overrides:
-        return "compiled variants are for a device"
-    if device.type == "cuda" and "float8" in overrides and torch.cuda.get_device_capability(device) < (8, 9):
-        return "the device has no float8 matmuls"
-    return None
-
-
-COMMANDS = {"gpu": Command(Options, bench_gpu)}

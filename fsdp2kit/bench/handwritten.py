@@ -69,28 +69,21 @@ class PlainLoop:
         return f"fully_shard by hand, float32 reduction, the same packed rows, attention {attention}"
 
 
-def build_handwritten(
-    model_dir: str,
-    *,
-    param_dtype: torch.dtype,
-    lr: float,
-    betas: tuple[float, float],
-    max_grad_norm: float,
-    device: torch.device,
-) -> PlainLoop:
+def build_handwritten(config: Any, *, device: torch.device) -> PlainLoop:
     """Plain FSDP2 over all ranks: each decoder layer a unit, then the root; shards and AdamW in float32.
 
     Args:
-        model_dir: a Hugging Face directory.
-        param_dtype: dtype of the computation; gradients are reduced in float32.
+        config: settings by the names of fsdp2kit's TOML: the model's directory, learning rate, compute dtype.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
-    model.to(device)
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, **how)
+    model.to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, eps=1e-8, weight_decay=0.0, fused=True)
-    return PlainLoop(model, optimizer, max_grad_norm=max_grad_norm, device=device)
+    compute, optimizer = getattr(torch, config.fsdp.param_dtype), config.optimizer
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, weight_decay=0.0, fused=True
+    )
+    return PlainLoop(model, adamw, max_grad_norm=config.train.max_grad_norm, device=device)

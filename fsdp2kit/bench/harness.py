@@ -1,164 +1,198 @@
 """How everything here is measured and told: ways in turns, one statistic, one kind of result, one kind of table.
 
-A command's result is a dictionary ready for JSON: ``benchmark``, ``options``, ``rows`` (one dictionary each, printed
-as one table), and as needed ``notes`` (lines below it), ``checks`` (name: whether it holds; a check that fails makes
-the comparison void) and ``bars`` (what `draw` draws), with its ``provenance``.
+A bench is a function of the world and its options. It returns a dictionary ready for JSON: ``rows`` (one dictionary
+each, printed as one table), and as needed ``notes`` (lines below it), ``checks`` (name: whether it holds; a check that
+fails makes the comparison void) and ``bars`` or ``lines`` (what `draw` draws). `measure` adds what it was and where.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import ctypes
+import gc
+import importlib.util
 import os
-import shlex
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fsdp2kit.distributed import World, gather_objects
-from fsdp2kit.errors import UserError
-from fsdp2kit.job import describe_environment, without_secrets
+from fsdp2kit import distributed
+from fsdp2kit.distributed import World, gather_objects, is_main_process
+from fsdp2kit.job import describe_environment
 
-T = TypeVar("T")
-RESAMPLES = 10_000
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of `tools/bench.py`."""
-
-    options: type[Any]
-    """A dataclass, each field of which is an option of the command line."""
-    measure: Callable[[Any], dict[str, Any] | Iterator[dict[str, Any]]]
-    """From the options to the result; an iterator gives the result so far, again and again."""
-    draw: Callable[[dict[str, Any], Path], None] | None = None
-    """Draws the result into a PNG; None: `draw` of this file."""
+_RESAMPLES = 10_000
+_SAMPLE_SECONDS = 0.001
 
 
-def option(default: Any, text: str, **named: Any) -> Any:
-    """A dataclass field that is an option of the command line.
+def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options: Any) -> Iterator[dict[str, Any]]:
+    """The result of a bench with these options, with its provenance; the result so far, where it has several parts.
 
     Args:
-        default: ``...`` where there is none, which makes the option required.
-        text: of the help.
-        named: for `argparse.ArgumentParser.add_argument`; ``positional=True`` makes it an argument without a flag.
+        max_minutes: start no further part after this long.
+
+    Raises:
+        UserError: what the bench refuses.
     """
-    metadata = {"help": text, **named}
-    return (
-        dataclasses.field(metadata=metadata)
-        if default is ...
-        else dataclasses.field(default=default, metadata=metadata)
-    )
+    world, began = distributed.start(timeout_minutes=60), time.monotonic()
+    name = bench.__name__.removeprefix("bench_")
+    about = {"benchmark": name, "options": options, "provenance": provenance(world)}
+    found = bench(world, **options)
+    for result in found if isinstance(found, Iterator) else [found]:
+        is_over = any(gather_objects(time.monotonic() - began > 60 * max_minutes))
+        notes = [f"stopped after {max_minutes:g} minutes: what is missing was not begun"] if is_over else []
+        yield {**about, **result, "notes": [*result.get("notes", []), *notes]}
+        if is_over:
+            break
 
 
-def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add the fields of a dataclass of options to a parser; whole numbers must be positive."""
-    for each in dataclasses.fields(options):
-        named = dict(each.metadata)
-        flag = each.name if named.pop("positional", False) else f"--{each.name.replace('_', '-')}"
-        if each.default is False:
-            named["action"] = "store_true"
-        elif each.default is not dataclasses.MISSING:
-            named["default"] = each.default
-            if isinstance(each.default, (int, float)):
-                named.setdefault("type", positive if isinstance(each.default, int) else float)
-                named["help"] += f" ({each.default:g})"
-        elif flag.startswith("--"):
-            named["required"] = True
-        parser.add_argument(flag, **named)
+class Side(Protocol):
+    """One of the pieces of work that are measured beside each other. Every rank calls each method."""
+
+    def build(self) -> None:
+        """What it keeps from step to step, on the device. Libraries that only this side needs are imported before."""
+
+    def prepare(self) -> None:
+        """What of the next step does not count, before the clock starts."""
+
+    def step(self) -> None:
+        """What is measured."""
+
+    def outcome(self) -> Any:
+        """What that step did, when the clock has stopped."""
+
+    def describe(self) -> str:
+        """What was really run, in words."""
+        return ""
+
+    def stop(self) -> None:
+        """End it."""
 
 
-def positive(text: str) -> int:
-    """An argument that counts something, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a piece of work took on this rank."""
-
-    seconds: float
-    """By the wall clock."""
-    cpu_seconds: float
-    """Of this process, all threads: hardly touched by what else runs, and blind to waiting."""
-
-
-def timed(work: Callable[[], T], *, device: torch.device) -> tuple[Cost, T]:
-    """Cost and result of ``work``, from a barrier until the device is idle. Collective."""
-    barrier(device)
-    started, cpu_started = time.perf_counter(), time.process_time()
-    result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return Cost(time.perf_counter() - started, time.process_time() - cpu_started), result
-
-
-def take_turns(steps: Mapping[str, Callable[[], object]], rounds: int, *, say: bool = False) -> None:
-    """Call each of these in every round, in an order that is turned round from one round to the next.
-
-    So whatever else the machine is doing hits all alike.
+class Task(Side):
+    """A function as a side, which keeps nothing.
 
     Args:
-        say: write to stderr how many rounds are done, now and then.
+        around: entered before each step and left after it, outside the clock.
     """
-    for number in range(rounds):
-        for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
-            steps[name]()
-        if say and ((number + 1) % 10 == 0 or number + 1 == rounds):
-            print(f"{number + 1} of {rounds} rounds", file=sys.stderr, flush=True)
+
+    def __init__(
+        self, work: Callable[[], object], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._work, self._around = work, around
+
+    def prepare(self) -> None:
+        give_back_memory()
+        self._open = self._around()
+        self._open.__enter__()
+
+    def step(self) -> None:
+        self._work()
+
+    def outcome(self) -> None:
+        self._open.__exit__(None, None, None)
 
 
-def time_in_turns(
-    ways: Mapping[str, Callable[[], T]], rounds: int, *, device: torch.device, before: Callable[[], object] = list
-) -> dict[str, list[Cost]]:
-    """Costs of each way, in turns. Collective.
+def run_sides(
+    sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World, memory_of: torch.device | None = None
+) -> dict[str, dict[str, Any]]:
+    """Build each side and make ``warmup`` steps with it, while the others are idle; then ``rounds`` steps in turns.
+
+    Peak memory is taken in the first steps, above what the process had before the side was built. The first side is
+    charged with what a process needs once (buffers of the backend, say). Collective.
 
     Args:
-        before: called before each way, outside the clock.
+        memory_of: whose memory counts, if not the device's.
+
+    Returns:
+        Of each side ``ran``, what it says of itself; ``seconds`` and ``cpu_seconds`` (of a process, all its threads:
+        hardly touched by what else runs, and blind to waiting) of each round, of the slowest rank;
+        ``first_step_seconds``; ``peak_bytes`` of the largest rank, None where the system does not tell; and the
+        ``outcomes`` of all steps.
     """
-    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    outcomes: dict[str, list[Any]] = {name: [] for name in sides}
+    peaks: dict[str, int | None] = {}
 
     def step(name: str) -> None:
-        before()
-        costs[name].append(timed(ways[name], device=device)[0])
+        sides[name].prepare()
+        costs[name].append(timed(sides[name].step, device=world.device))
+        outcomes[name].append(sides[name].outcome())
 
-    take_turns({name: lambda name=name: step(name) for name in ways}, rounds)
-    return costs
+    try:
+        for name, side in sides.items():
+            with PeakMemory(memory_of or world.device) as memory:
+                side.build()
+                memory.forget()  # what building needs for a moment only is left out
+                take_turns([name], step, warmup)
+            peaks[name] = memory.peak
+        take_turns(sides, step, rounds)
+    finally:
+        for side in sides.values():
+            side.stop()
+    found = {}
+    for name, side in sides.items():
+        seconds, cpu_seconds = (slowest_rank(values) for values in zip(*costs[name], strict=True))
+        memories = gather_objects(peaks[name])
+        found[name] = {
+            "ran": side.describe(),
+            "seconds": seconds[warmup:],
+            "cpu_seconds": cpu_seconds[warmup:],
+            "first_step_seconds": seconds[0],
+            "peak_bytes": None if None in memories else max(memories),
+            "outcomes": outcomes[name],
+        }
+    return found
 
 
-def cost_rows(costs: Mapping[str, Sequence[Cost]]) -> list[dict[str, Any]]:
-    """A row of each way: seconds of the slowest rank, and how often the first way fits into it. Collective."""
-    seconds = {name: slowest_rank([cost.seconds for cost in each]) for name, each in costs.items()}
-    cpu = {name: slowest_rank([cost.cpu_seconds for cost in each]) for name, each in costs.items()}
+def timed(work: Callable[[], object], *, device: torch.device) -> tuple[float, float]:
+    """Seconds and CPU seconds of ``work``, from a barrier until the device is idle. Collective."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if distributed.world_size() > 1:
+        dist.barrier()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started, time.process_time() - cpu_started
+
+
+def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int) -> None:
+    """Call ``step`` with each name in every round, in an order that is turned round from one round to the next.
+
+    So whatever else the machine is doing hits all alike.
+    """
+    order = list(names)
+    for number in range(1, rounds + 1):
+        for name in order:
+            step(name)
+        order.reverse()
+        if number % 10 == 0 and is_main_process():
+            print(f"{number} of {rounds} rounds", file=sys.stderr, flush=True)
+
+
+def task_rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row of each side: its seconds and peak memory, and how often the first one fits into them."""
     rows = []
-    for name in costs:
-        row: dict[str, Any] = {"name": name, "seconds": spread(seconds[name]), "cpu_seconds": spread(cpu[name])}
-        if rows:
-            first = rows[0]["name"]
-            row[f"{first}_is_faster"] = speed(seconds[first], seconds[name])
-            row["by_cpu_time"] = speed(cpu[first], cpu[name])
-        rows.append(row)
+    first, ours = next(iter(found.items()))
+    for name, figures in found.items():
+        row: dict[str, Any] = {"name": name, **{key: spread(figures[key]) for key in ("seconds", "cpu_seconds")}}
+        if name != first:
+            row[f"{first}_is_faster"] = speed(ours["seconds"], figures["seconds"])
+            row["by_cpu_time"] = speed(ours["cpu_seconds"], figures["cpu_seconds"])
+        rows.append({**row, "peak_bytes": figures["peak_bytes"]})
     return rows
 
 
 def speed(
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    *,
-    work: tuple[Sequence[float], Sequence[float]] | None = None,
-    seed: int = 0,
+    ours: Sequence[float], theirs: Sequence[float], *, work: tuple[Sequence[float], Sequence[float]] | None = None
 ) -> dict[str, float]:
     """How many times as fast as theirs ours is: the median over rounds of the durations' ratio, with a 95 % interval.
 
@@ -173,7 +207,7 @@ def speed(
     """
     ratios = np.asarray(theirs) / np.asarray(ours)
     done, theirs_done = (np.asarray(side) for side in work or ((1.0,) * len(ratios),) * 2)
-    draws = np.random.default_rng(seed).integers(0, len(ratios), size=(RESAMPLES, len(ratios)))
+    draws = np.random.default_rng(0).integers(0, len(ratios), size=(_RESAMPLES, len(ratios)))
 
     def figure(chosen: Any) -> Any:
         return np.median(ratios[chosen], axis=-1) * done[chosen].mean(axis=-1) / theirs_done[chosen].mean(axis=-1)
@@ -193,133 +227,71 @@ def slowest_rank(seconds: Sequence[float]) -> list[float]:
     return [max(values) for values in zip(*gather_objects(list(seconds)), strict=True)]
 
 
-def barrier(device: torch.device) -> None:
-    """Line all ranks up, with the device idle: the start of a measurement."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+class PeakMemory:
+    """``with PeakMemory(device) as memory:``, then ``memory.peak``: bytes above those at the start of the block.
+
+    Counted by the allocator on CUDA. On a CPU it is the process's private memory (``RssAnon``; None but on Linux),
+    which a thread samples about every millisecond; pages of a mapped file that are only read do not count, for the
+    kernel can drop them at any time.
+    """
+
+    peak: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._done = device, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self.forget()
+        self._before = self._now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        highest = max(self._highest, self._now())
+        if self._device.type == "cuda":
+            highest = torch.cuda.max_memory_allocated(self._device)
+        self.peak = highest - self._before if highest else None
+
+    def forget(self) -> None:
+        """Forget the peak so far, but not what there was at the start of the block."""
+        give_back_memory()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._highest = self._now()
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        if not sys.platform.startswith("linux"):
+            return 0
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+    def _sample(self) -> None:
+        while self._device.type == "cpu" and not self._done.wait(_SAMPLE_SECONDS):
+            self._highest = max(self._highest, self._now())
 
 
-@contextmanager
-def shared_folder(world: World, parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder of the main rank that all ranks of this machine know; gone afterwards. Collective."""
-    owned = tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-", dir=parent) if world.is_main else None
-    try:
-        yield Path(gather_objects(owned.name if owned else "")[0])
-        barrier(world.device)
-    finally:
-        if owned:
-            owned.cleanup()
+def give_back_memory() -> None:
+    """Return freed memory to the system, so that a later measurement does not start from what an earlier one left."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def missing_packages(*names: str) -> list[str]:
+    """Those of these packages that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def provenance(world: World) -> dict[str, Any]:
-    """Command, versions, device, git state and the machine's load: what a figure must be quoted with. Collective."""
+    """Command, versions, devices, git state and the machine's load: what a figure must be quoted with. Collective."""
     environment = describe_environment(world_size=world.size, mesh={})
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads a rank"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    start = "torchrun --nproc-per-node " + str(world.local_size) if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    return {
-        "command": f"{start} {shlex.join(map(without_secrets, sys.argv))}",
-        "versions": environment["versions"],
-        "devices": sorted(set(gather_objects(device))),
-        "world_size": world.size,
-        "backend": dist.get_backend() if dist.is_initialized() else None,
-        "load_average": round(os.getloadavg()[0], 2),
-        "git": environment["git"],
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "CPU"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-
-
-def result_lines(result: dict[str, Any]) -> list[str]:
-    """A result as Markdown: its table, notes, checks, and where it comes from."""
-    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
-    lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
-    lines += ["| " + " | ".join(_cell(key, row.get(key, "")) for key in columns) + " |" for row in result["rows"]]
-    source, notes = result.get("provenance"), result.get("notes", [])
-    checks = [
-        f"{name.replace('_', ' ')}: {'yes' if holds else 'NO'}" for name, holds in result.get("checks", {}).items()
-    ]
-    lines += ["", *notes, *checks] if notes or checks else []
-    if source is None:
-        return lines
-    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items() if version)
-    git = source["git"]
-    commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
-    return [
-        *lines,
-        "",
-        f"command: {source['command']}",
-        f"device: {', '.join(source['devices'])}; {source['world_size']} ranks; load average {source['load_average']}",
-        f"versions: {versions}{commit}",
-    ]
-
-
-def _header(key: str) -> str:
-    return key.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ").strip()
-
-
-def _cell(key: str, value: Any) -> str:
-    if isinstance(value, dict):
-        if "ratio" in value:
-            return f"**{value['ratio']:.3g}** ({value['low']:.3g} – {value['high']:.3g})"
-        return f"{value['median']:.3g} s ({value['p25']:.3g} – {value['p75']:.3g})"
-    if value is None:
-        return "—"
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if key.endswith("_bytes"):
-        return f"{value / 2**20:,.0f} MiB"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw bars of the columns that the result names (``bars``: by title, columns side by side), as a PNG."""
-    rows, bars = result["rows"], result.get("bars", {"seconds": ["seconds"]})
-    names, places = [next(iter(row.values())) for row in rows], np.arange(len(rows))
-    plots = pyplot("--figure")
-    figure, every = plots.subplots(
-        1, len(bars), figsize=(4.5 * len(bars), 1 + 0.7 * len(rows)), sharey=True, squeeze=False
-    )
-    for axes, (title, columns) in zip(every[0], bars.items(), strict=True):
-        height = 0.76 / len(columns)
-        for number, column in enumerate(columns):
-            values = [row.get(column) for row in rows]
-            values = [value["median"] if isinstance(value, dict) else value or 0 for value in values]
-            axes.barh(
-                places + height * (number - (len(columns) - 1) / 2), values, height=height, label=_header(column)
-            )
-        axes.set_xlabel(title)
-        axes.legend(loc="lower right")
-    every[0][0].set_yticks(places, names)
-    every[0][0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plots.close(figure)
-
-
-def pyplot(flag: str) -> Any:
-    """matplotlib's pyplot, drawing into files.
-
-    Raises:
-        UserError: matplotlib is not installed, which ``flag`` needs.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError(flag, "needs matplotlib", "install it: pip install 'fsdp2kit[plot]'") from None
-    return pyplot
+    devices = sorted({device for rank in gather_objects(environment["devices"]) for device in rank})
+    return {**environment, "devices": devices, "load_average": round(os.getloadavg()[0], 2)}

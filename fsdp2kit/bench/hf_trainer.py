@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -27,7 +28,8 @@ from transformers import (
     default_data_collator,
 )
 
-from fsdp2kit.bench.sides import Side, Work
+from fsdp2kit.bench.harness import Side
+from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import load_hf_config
@@ -43,28 +45,35 @@ class HFSide(Side):
     without packing.
 
     Args:
-        config: fsdp2kit's settings of the same run.
-        loader: of fsdp2kit's rows; but for ``hf_trainer`` of one document a row, whose order they take.
-        tokenizer: needed by all but ``hf_trainer``.
+        config: fsdp2kit's settings of the same run; but for ``hf_trainer`` of one document a row, whose order they
+            take.
         conversations: documents a rank takes at once where they are padded to the longest.
     """
 
-    def __init__(
-        self, name: str, config: TrainingConfig, loader: Any, *, tokenizer: Any, conversations: int, world: World
-    ) -> None:
+    def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
-        self._config, self._device, self._extra = config, world.device, ""
+        loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
+        self._section, self._device = config.model, world.device
+        self._turns = Turns(lambda: self._trainer.train())
+        self._seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
         train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
         accumulation = train.global_batch_size // (world.size * train.micro_batch_size)
         rows, self._batches = train.micro_batch_size, f"{train.micro_batch_size} a rank, in rows of {seq_len}"
         if name in ("hf_trainer_longest", "trl_padded"):
             rows, self._batches = conversations, f"{conversations} conversations a rank, padded to the longest"
+        self._classes, self._given = (Trainer, TrainingArguments), {"processing_class": tokenizer}
         self._arguments = _arguments(config, steps=steps, rows=rows, accumulation=accumulation, world=world)
-        self._given: dict[str, Any] = {"processing_class": tokenizer}
-        self._trainer_class, self._arguments_class = Trainer, TrainingArguments
         if name.startswith("trl"):
-            self._use_trl(name, seq_len)
-            dataset = _documents(loader, loader.rows_per_epoch)  # TRL packs all of it before the first step
+            from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+            packs, recomputes = name != "trl_padded", name != "trl_without_ac"
+            self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.rows_per_epoch)
+            self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
+            # In random order, as it packs the longest of all first.
+            self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
+            if packs:
+                self._batches = f"rows of {seq_len} packed by TRL, no attention_mask but position_ids"
+            self._batches += f", activation checkpointing {'on' if recomputes else 'off'}"
         elif name == "hf_trainer":
             dataset, self._given["data_collator"] = _rows(loader, steps), default_data_collator
         else:
@@ -72,39 +81,32 @@ class HFSide(Side):
             padding = {"padding": "max_length", "max_length": seq_len} if name == "hf_trainer_padded" else {}
             self._given["data_collator"] = DataCollatorForSeq2Seq(tokenizer, **padding)
         self._given["train_dataset"] = dataset
-        self._trainer: Any = None
-        self._turns: Turns | None = None
-
-    def _use_trl(self, name: str, seq_len: int) -> None:
-        from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
-
-        packs, recomputes = name != "trl_padded", name != "trl_without_ac"
-        self._trainer_class, self._arguments_class = SFTTrainer, SFTConfig
-        self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
-        # In random order, as it packs the longest first.
-        self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
-        if packs:
-            self._batches, self._extra = f"rows of {seq_len} packed by TRL", ", no attention_mask but position_ids"
-        self._extra += f", activation checkpointing {'on' if recomputes else 'off'}"
 
     def build(self) -> None:
         """Build the model and the trainer, which makes its optimizer in the first step."""
-        section, how = self._config.model, {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        if section.weights == "random":
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if self._section.weights == "random":
             with self._device:
-                model = AutoModelForCausalLM.from_config(load_hf_config(section), **how)
+                model = AutoModelForCausalLM.from_config(load_hf_config(self._section), **how)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
-        arguments = self._arguments_class(**self._arguments)
-        self._trainer = _recording(self._trainer_class)(model=model, args=arguments, **self._given)
-        self._turns = Turns(self._trainer.train)
+            model = AutoModelForCausalLM.from_pretrained(str(self._section.path), **how)
+        trainer, arguments = self._classes
+        self._trainer: Any = trainer(model=model, args=arguments(**self._arguments), **self._given)
+        training_step = self._trainer.training_step
+
+        def recorded(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
+            given = inputs["labels"], inputs.get("attention_mask")
+            loss = training_step(model, inputs, *rest, **named)
+            self._seen.append((loss, *given))  # counted later, for counting waits
+            return loss
+
+        self._trainer.training_step = recorded
         self._trainer.add_callback(_Pause(self._turns))
         self._trainer.remove_callback(PrinterCallback)
 
     def step(self) -> None:
         """From the end of one optimizer step to the end of the next."""
-        assert self._turns is not None, "build it first"
-        self._trainer.seen.clear()
+        self._seen.clear()
         self._turns.advance()
 
     def outcome(self) -> Work:
@@ -113,25 +115,27 @@ class HFSide(Side):
         Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
         averaged.
         """
-        mine = [(float(loss), *_count(labels, mask)) for loss, labels, mask in self._trainer.seen]
+        mine = [
+            # A row's first token is nobody's target.
+            (float(loss), int((labels[:, 1:] != IGNORE).sum()), labels.numel() if mask is None else int(mask.sum()))
+            for loss, labels, mask in self._seen
+        ]
         ranks = gather_objects(mine)
-        loss = sum(loss for rank in ranks for loss, _, _ in rank) / len(ranks)
-        counts = [seen for rank in ranks for seen in rank]
-        return Work(loss, sum(seen[1] for seen in counts), sum(seen[2] for seen in counts))
+        losses, supervised, tokens = zip(*(seen for rank in ranks for seen in rank), strict=True)
+        return Work(sum(losses) / len(ranks), sum(supervised), sum(tokens))
 
     def describe(self) -> str:
         wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
         parameter = next(wrapped.parameters())
         where = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
+        dtype, attention = str(parameter.dtype).removeprefix("torch."), self._trainer.model.config._attn_implementation
         return (
-            f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in "
-            f"{str(parameter.dtype).removeprefix('torch.')}, mixed precision {accelerator.mixed_precision}, "
-            f"{self._batches}, attention {self._trainer.model.config._attn_implementation}{self._extra}"
+            f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in {dtype}, "
+            f"mixed precision {accelerator.mixed_precision}, {self._batches}, attention {attention}"
         )
 
     def stop(self) -> None:
-        if self._turns is not None:
-            self._turns.stop()
+        self._turns.stop()
 
 
 class Turns:
@@ -140,14 +144,12 @@ class Turns:
     One of the two threads runs at any time: the caller's outside `advance`, the other's inside it.
 
     Args:
-        work: runs to its end; it calls `wait` on this object when a step is over, and comes to its end soon after
-            `wait` has returned False.
+        work: calls `wait` on this object when a step is over, and ends soon after that has returned False.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._stopping, self._thread = False, ThreadPoolExecutor(max_workers=1)
-        self._work = work
+        self._go, self._done, self._stopping = threading.Semaphore(0), threading.Semaphore(0), False
+        self._work, self._thread = work, ThreadPoolExecutor(max_workers=1)
         self._future: Future[object] | None = None
 
     def advance(self) -> None:
@@ -189,26 +191,7 @@ class _Pause(TrainerCallback):
         self._turns = turns
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._turns.wait():
-            control.should_training_stop = True
-
-
-def _recording(base: Any) -> Any:
-    """A class of trainers whose ``seen`` gets loss, labels and attention mask of each of their training steps."""
-
-    class Recording(base):
-        def __init__(self, **arguments: Any) -> None:
-            # Counted later, for counting waits.
-            self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
-            super().__init__(**arguments)
-
-        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
-            given = inputs["labels"], inputs.get("attention_mask")
-            loss = super().training_step(model, inputs, *rest, **named)
-            self.seen.append((loss, *given))
-            return loss
-
-    return Recording
+        control.should_training_stop |= not self._turns.wait()
 
 
 def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: int, world: World) -> dict[str, Any]:
@@ -243,26 +226,19 @@ def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: i
 
 def _rows(loader: Any, steps: int) -> Dataset:
     """The rows of the first global batches, with labels as transformers wants them: not shifted."""
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "position_ids": []}
-    for micro in (micro for index in range(steps) for micro in loader.batch(index)):
-        columns["input_ids"] += micro.input_ids.tolist()
-        columns["labels"] += torch.nn.functional.pad(micro.labels[:, :-1], (1, 0), value=IGNORE).tolist()
-        columns["position_ids"] += micro.position_ids.tolist()
-    return Dataset.from_dict(columns)
+    micros = [micro for index in range(steps) for micro in loader.batch(index)]
+    return Dataset.from_dict(
+        {
+            "input_ids": [row for micro in micros for row in micro.input_ids.tolist()],
+            "labels": [[IGNORE, *row[:-1]] for micro in micros for row in micro.labels.tolist()],
+            "position_ids": [row for micro in micros for row in micro.position_ids.tolist()],
+        }
+    )
 
 
 def _documents(loader: Any, count: int) -> Dataset:
     """The first ``count`` documents in the order of fsdp2kit's padded rows, with the same tokens supervised."""
-    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for number in range(count):
-        epoch, position = divmod(number, loader.rows_per_epoch)
-        for ids, supervised in loader.row(epoch, position).documents:
-            columns["input_ids"].append(ids.tolist())
-            columns["labels"].append([token if on else IGNORE for token, on in zip(ids, supervised, strict=True)])
-    return Dataset.from_dict(columns)
-
-
-def _count(labels: Tensor, mask: Tensor | None) -> tuple[int, int]:
-    """Supervised tokens and tokens without padding; a row's first token is nobody's target."""
-    supervised = int((labels[:, 1:] != IGNORE).sum())
-    return supervised, int(mask.sum()) if mask is not None else labels.numel()
+    rows = (loader.row(*divmod(number, loader.rows_per_epoch)) for number in range(count))
+    documents = [document for row in rows for document in row.documents]
+    labels = [np.where(supervised, ids, IGNORE).tolist() for ids, supervised in documents]
+    return Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in documents], "labels": labels})

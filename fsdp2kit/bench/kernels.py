@@ -1,109 +1,159 @@
-"""Where a step's time goes: the kernels of a trace by what they are for."""
+"""Single operations on one device: a ring's blocks beside fused attention, the loss at a large vocabulary."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from fsdp2kit.bench.sides import Side
-
-# The first that fits counts; names as cuBLAS, CUTLASS, FlashAttention, NCCL, Inductor and torch give them, and ATen's
-# operators on a CPU.
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("collectives", r"nccl|gloo|c10d"),
-    ("attention", r"flash|fmha|attention|softmax_warp"),
-    ("matmul", r"gemm|cutlass|nvjet|cublas|xmma|wgmma|aten::(?:mm|addmm|bmm|linear|matmul|_scaled_mm)|scaled_mm"),
-    ("optimizer", r"multi_tensor_apply|adam|aten::_(?:fused|foreach)_"),
-    ("copies", r"Memcpy|Memset|copy_|_to_copy|fsdp::|split_with_sizes|chunk_cat"),
+from fsdp2kit.bench.harness import Task, run_sides, task_rows
+from fsdp2kit.distributed import World
+from fsdp2kit.model.linear_cross_entropy import (
+    liger_linear_cross_entropy,
+    linear_cross_entropy,
+    torch_linear_cross_entropy,
 )
-OTHERS = "elementwise and others"
-_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
+from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks
+from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
+from fsdp2kit.torch_compat import BackwardInputs
+
+CP = 4
+LLAMA_8B = (32, 8, 128)  # query heads, key/value heads, width
+TINY = (4, 2, 16)
 
 
-def trace(side: Side, *, device: torch.device, steps: int, out: Path) -> None:
-    """Write a torch profiler trace of ``steps`` steps of a side that is built, after two more that are not traced."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(
-        activities=activities,
-        schedule=schedule,
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(out)),
-    ) as profiler:
-        for _ in range(steps + 2):
-            side.prepare()
-            side.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # so that a step's kernels are in its window
-            profiler.step()
+def bench_ring(
+    world: World, *, lengths: tuple[int, ...] = (8_192, 32_768, 131_072), rounds: int = 5, dry_run: bool = False
+) -> Iterator[dict[str, Any]]:
+    """A ring's blocks without the ring, against torch's attention over the whole sequence, by length.
 
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel (or, on a CPU, operator) of that name."""
-    if name.startswith(("triton_poi", "triton_red", "triton_per")):
-        return OTHERS  # Inductor's names are made of all that it fused, or fused away
-    for kind, pattern in _KINDS:
-        if re.search(pattern, name, re.IGNORECASE):
-            return kind
-    return OTHERS
-
-
-def shares(path: Path) -> dict[str, Any]:
-    """Seconds of a traced step, the share of each kind of kernel in it, and that of the time in which nothing ran.
-
-    Kernels of several streams may run at once, and a CPU's operators in several threads: their shares and the idle
-    one then add up to more than 1.
+    All ranks' work of a sequence is done one after the other on one device, block by block as the ring would bring
+    them: how far the results differ, both times, their ratio, and peak memory.
 
     Args:
-        path: of one rank's Chrome trace.
+        lengths: tokens of a sequence.
+        rounds: that count.
+        dry_run: tiny shapes; does it run at all?
     """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        content = json.load(file)
-    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in events if str(event["name"]).startswith("ProfilerStep")]
-    windows = [(event["ts"], event["ts"] + event["dur"]) for event in steps if event.get("cat") == "user_annotation"]
-    total = sum(end - start for start, end in windows)
-    busy = dict.fromkeys([*(kind for kind, _ in _KINDS), OTHERS], 0.0)
-    on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    operators = [event for event in events if event.get("cat") == "cpu_op"]
-    ran = on_device or operators
-    own = ((event["name"], event["dur"]) for event in on_device) if on_device else _own_times(operators)
-    for name, duration in own:
-        busy[kind_of(name)] += duration
-    idle = total - sum(_covered(ran, start, end) for start, end in windows)
-    return {
-        "step_seconds": total / len(windows) / 1e6,
-        **{kind: duration / total for kind, duration in busy.items()},
-        "idle": idle / total,
-    }
+    rows, notes = [], [f"{CP} blocks of a sequence, bfloat16, forward and backward"]
+    for length in (64, 128) if dry_run else lengths:
+        found = _measure_ring(length, TINY if dry_run else LLAMA_8B, rounds, world)
+        rows += [{"tokens": length, **row} for row in found]
+        yield {"rows": rows, "notes": notes}
 
 
-def _covered(events: list[dict[str, Any]], start: float, end: float) -> float:
-    """Microseconds between ``start`` and ``end`` in which any of these ran."""
-    covered, reached = 0.0, start
-    for event in sorted(events, key=lambda event: event["ts"]):
-        begin, stop = max(event["ts"], reached), min(event["ts"] + event["dur"], end)
-        if stop > begin:
-            covered, reached = covered + stop - begin, stop
-    return covered
+def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: World) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    query_heads, kv_heads, width = heads
+    shapes = [(1, number, length, width) for number in (query_heads, kv_heads, kv_heads, query_heads)]
+    whole = [torch.randn(shape, device=world.device, dtype=torch.bfloat16) for shape in shapes]
+    chunks = [chunks_of(rank, cp=CP, length=length, method="ring") for rank in range(CP)]
+    ranks = [[take_chunks(tensor, mine, dim=2) for tensor in whole] for mine in chunks]
+    tables = [plan_segments([[0, length]], method="ring", rank=rank, cp=CP, window=None) for rank in range(CP)]
+
+    def fused() -> list[Tensor]:
+        q, k, v = (tensor.detach().requires_grad_() for tensor in whole[:3])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]
+
+    sides = {"blocks": Task(lambda: _all_blocks(ranks, tables)), "fused": Task(fused)}
+    rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
+    names = ("out", "query", "key", "value")
+    for name, parts, theirs in zip(names, _all_blocks(ranks, tables), fused(), strict=True):
+        # In the order of the sequence, from every rank's part.
+        mine = in_order(torch.cat(parts, 2).movedim(2, 0), cp=CP, method="ring").movedim(0, 2)
+        difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+        rows[0][f"{name}_differs_by"] = difference.item()
+    return rows
 
 
-def _own_times(operators: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Names and microseconds of operators of all threads, without those that they call."""
-    open_ones: dict[Any, list[list[Any]]] = {}  # by thread: name, end, own time
-    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        outer = open_ones.setdefault(event["tid"], [])
-        while outer and outer[-1][1] <= event["ts"]:
-            name, _, own = outer.pop()
-            yield name, own
-        if outer:
-            outer[-1][2] -= event["dur"]
-        outer.append([event["name"], event["ts"] + event["dur"], event["dur"]])
-    yield from ((name, own) for outer in open_ones.values() for name, _, own in outer)
+def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """Output and gradients of query, key and value by rank, block after block as a ring would bring them.
+
+    Args:
+        ranks: each rank's queries ``[1, H, s, D]``, keys and values ``[1, G, s, D]``, and gradient of the output.
+        tables: each rank's segments.
+    """
+    scale = ranks[0][0].shape[-1] ** -0.5
+    grad_keys, grad_values = ([zeros_for(rank[1]) for rank in ranks] for _ in range(2))
+    outs, grad_queries = [], []
+    for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
+        segments = read_segments(table)
+        steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
+        attended = Partial(query, scale=scale)
+        for owner, of_step in steps:
+            attended.attend(ranks[owner][1], ranks[owner][2], of_step)
+        outs.append(attended.out.to(query.dtype))
+        grad_queries.append(zeros_for(query))
+        for owner, of_step in steps:
+            attend_backward(
+                (grad_queries[-1], grad_keys[owner], grad_values[owner]),
+                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[-1], attended.lse),
+                of_step,
+                scale=scale,
+            )
+    return outs, grad_queries, grad_keys, grad_values
+
+
+def bench_vocabulary(
+    world: World,
+    *,
+    vocabulary: int = 128_256,
+    tokens: int = 16_384,
+    hidden: int = 64,
+    whole: bool = False,
+    kernels: tuple[Literal["torch", "liger"], ...] = (),
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Peak memory of loss and gradients, above hidden states, head and their own gradients, and time, in turns.
+
+    Args:
+        vocabulary: words.
+        tokens: with a target.
+        hidden: size of a hidden state.
+        whole: also cross-entropy on whole logits; 16.8 GB by default.
+        kernels: others beside ours.
+        dtype: of hidden states and head.
+        rounds: that are timed.
+    """
+    generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+    # Logits of the size of one: far larger ones would underflow to denormal numbers, which take a CPU long.
+    states = torch.randn(tokens, hidden, generator=generator) * hidden**-0.5
+    states = states.to(world.device, kind).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, generator=generator).to(world.device, kind).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), generator=generator).to(world.device)
+    known = {"torch": torch_linear_cross_entropy, "liger": liger_linear_cross_entropy}
+    losses: dict[str, Callable[..., Tensor]] = {"fsdp2kit": linear_cross_entropy}
+    losses |= {name: known[name] for name in kernels}
+    if whole:
+        losses["whole logits"] = lambda hidden, weight, labels: F.cross_entropy(
+            (hidden @ weight.T).float(), labels, reduction="sum"
+        )
+    values: dict[str, float] = {}
+
+    def run(name: str) -> None:
+        total = losses[name](states, weight, labels)
+        total.backward()
+        values[name] = total.item()
+
+    @contextmanager
+    def without_gradients() -> Iterator[None]:
+        states.grad = weight.grad = None
+        yield
+
+    for loss in losses.values():  # what is imported or compiled first is none of its memory
+        loss(states[:1], weight, labels[:1])
+    sides = {name: Task(partial(run, name), without_gradients) for name in losses}
+    rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
+    for row in rows:
+        if row["peak_bytes"] is not None:  # any loss must leave the gradients behind
+            row["peak_bytes"] -= states.nbytes + weight.nbytes
+        row["loss"] = values[row["name"]]
+    return {"rows": rows}

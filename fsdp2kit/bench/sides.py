@@ -1,27 +1,46 @@
-"""The sides of a comparison of training: one protocol, and how several of them are run beside each other.
+"""The sides of a comparison of training: one protocol, ours, and how several of them are run beside each other.
 
-Each side trains the same model with the same optimizer on the same data, and is driven a step at a time. In every
-round each makes one step, and the order is turned round from one round to the next.
+Each side trains the same model with the same optimizer on the same data, and is driven a step at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-import torch
+from transformers import PreTrainedModel
 
 from fsdp2kit.bench.handwritten import PlainLoop
-from fsdp2kit.bench.harness import Cost, slowest_rank, speed, spread, take_turns, timed
-from fsdp2kit.bench.memory import peak_of
-from fsdp2kit.bench.ours import Ours, build_ours
-from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.bench.harness import Side, run_sides, speed, spread
+from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.config import TrainingConfig, load_config
+from fsdp2kit.config.schema import ProfileConfig
+from fsdp2kit.data.build import build_data
 from fsdp2kit.distributed import World, gather_objects
-from fsdp2kit.train.step import Batches
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.mesh import Mesh, build_mesh
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.progress import Progress
+from fsdp2kit.train.loop import train
+from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.step import cross_entropy
+from fsdp2kit.train.throughput import Throughput
+
+PAIR_BARS = {
+    "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
+    "peak memory a rank (bytes)": ["our_peak_bytes", "its_peak_bytes"],
+}
+"""What a figure of pairs shows."""
 
 
 @dataclass(frozen=True)
@@ -37,85 +56,63 @@ class Work:
     """Before clipping; None where the side does not tell."""
 
 
-class Side(Protocol):
-    """One of the loops that are compared. Every rank calls each method."""
-
-    def build(self) -> None:
-        """Model and optimizer, on the device. Libraries that only this side needs are imported before."""
-
-    def prepare(self) -> None:
-        """What of the next step does not count, before the clock starts."""
-
-    def step(self) -> None:
-        """One optimizer step."""
-
-    def outcome(self) -> Work:
-        """What that step did, when the clock has stopped."""
-        ...
-
-    def describe(self) -> str:
-        """What was really run, in words."""
-        ...
-
-    def stop(self) -> None:
-        """End it."""
-
-
 class OurSide(Side):
-    """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file.
+    """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file."""
 
-    Args:
-        batches: None: the data that ``config`` names.
-        metrics_path: where the main rank writes its records.
-    """
-
-    _ours: Ours | None = None
-    _record: Mapping[str, Any] = {}
-
-    def __init__(
-        self, config: TrainingConfig, *, world: World, batches: Batches | None = None, metrics_path: Path | None = None
-    ) -> None:
-        self._rows = (
-            f"{'packed rows' if config.data.pack else 'one conversation a row, padded'} of {config.data.seq_len}"
-        )
-        path = metrics_path if world.is_main else None
-        self._build = partial(build_ours, config, world=world, batches=batches, metrics_path=path)
+    def __init__(self, config: TrainingConfig, *, world: World) -> None:
+        self._config, self._world = config.model_copy(update={"profile": ProfileConfig()}), world
+        self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
+        self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
+        self._records: list[dict[str, Any]] = []
+        self._progress, self._closing = Progress(), ExitStack()
 
     def build(self) -> None:
-        self._ours = self._build()
+        config, world = self._config, self._world
+        self._model, self._plan = build_ours(config, mesh=self._mesh)
+        on_host = config.fsdp.offload == "optimizer"
+        self._optimizer = build_optimizer(config.optimizer, self._model, state_on_host=on_host)
+        total_steps = config.train.total_steps(self._batches.steps_per_epoch)
+        self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
+        throughput = Throughput(self._plan.flops, device=world.device, world_size=world.size)
+        folder = self._closing.enter_context(tempfile.TemporaryDirectory())
+        path = Path(folder) / "metrics.jsonl" if world.is_main else None
+        self._metrics = self._closing.enter_context(Metrics(throughput, path=path, records=self._records))
 
     def step(self) -> None:
-        assert self._ours is not None, "build it first"
-        (self._record,) = self._ours.run(1)
+        """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""
+        until = self._config.train.model_copy(update={"steps": self._progress.step + 1, "epochs": None})
+        self._progress = train(
+            self._model,
+            self._optimizer,
+            self._schedule,
+            self._batches,
+            objective=cross_entropy,
+            config=self._config.model_copy(update={"train": until}),
+            plan=self._plan,
+            mesh=self._mesh,
+            metrics=self._metrics,
+            progress=self._progress,
+        )
 
     def outcome(self) -> Work:
-        record = self._record
+        record = self._records[-1]
         return Work(record["loss"], record["tokens"], record["input_tokens"], record["grad_norm"])
 
     def describe(self) -> str:
-        assert self._ours is not None, "build it first"
-        mesh, attention, loss, *sharding, _ = self._ours.plan.describe()
-        return "; ".join([*sharding, attention, loss, mesh, self._rows])
+        mesh, attention, loss, *sharding, _ = self._plan.describe()
+        rows = "packed rows" if self._config.data.pack else "one conversation a row, padded"
+        return "; ".join([*sharding, attention, loss, mesh, f"{rows} of {self._config.data.seq_len}"])
 
     def stop(self) -> None:
-        if self._ours is not None:
-            self._ours.metrics.close(ok=True)
-
-
-class Synthetic(TrainingConfig):
-    """fsdp2kit's config of random tokens in packed documents of random lengths, from ``seq_len`` / 8 tokens on."""
-
-    data: DataConfig = DataConfig(format="synthetic")
+        self._closing.close()
 
 
 class LoopSide(Side):
-    """A plain loop on our batches, which are read outside the clock, as if workers had hidden that."""
+    """A plain data-parallel loop on our batches, which are read outside the clock, as if workers had hidden that."""
 
-    _loop: PlainLoop | None = None
-
-    def __init__(self, build: Callable[[], PlainLoop], batches: Batches) -> None:
-        self._build, self._batches = build, batches
-        self._index, self._micro_batches, self._outcome = 0, [], (0.0, 0.0)
+    def __init__(self, build: Callable[[], PlainLoop], config: TrainingConfig, *, world: World) -> None:
+        self._build, self._index = build, 0
+        self._batches, _ = read_data(config, dp_rank=world.rank, dp_size=world.size)
 
     def build(self) -> None:
         self._loop = self._build()
@@ -125,84 +122,87 @@ class LoopSide(Side):
         self._index += 1
 
     def step(self) -> None:
-        assert self._loop is not None, "build it first"
-        self._outcome = self._loop.step(
-            [(micro.input_ids, micro.labels, micro.position_ids) for micro in self._micro_batches]
-        )
+        batches = [(micro.input_ids, micro.labels, micro.position_ids) for micro in self._micro_batches]
+        self._loss, self._norm = self._loop.step(batches)
 
     def outcome(self) -> Work:
         mine = [(micro.supervised_tokens, micro.input_tokens) for micro in self._micro_batches]
-        counts = [count for rank in gather_objects(mine) for count in rank]
-        loss, norm = self._outcome
-        return Work(loss, sum(count[0] for count in counts), sum(count[1] for count in counts), norm)
+        supervised, tokens = zip(*(count for rank in gather_objects(mine) for count in rank), strict=True)
+        return Work(self._loss, sum(supervised), sum(tokens), self._norm)
 
     def describe(self) -> str:
-        assert self._loop is not None, "build it first"
         return self._loop.describe()
 
 
-@dataclass
-class Course:
-    """What one side did on this rank, step by step."""
+def bench_config(values: Mapping[str, Any], *, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """The config of a comparison: what a user would write into a TOML, at a constant learning rate.
 
-    side: Side
-    device: torch.device
-    costs: list[Cost] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    peak_bytes: int | None = None
-
-    def warm_up(self, steps: int) -> None:
-        """Build the side, and take its peak memory in its first steps. Collective."""
-
-        def take_steps(built: None) -> None:
-            for _ in range(steps):
-                self.take_step()
-
-        self.peak_bytes = peak_of(self.side.build, take_steps, device=self.device)[1]
-
-    def take_step(self) -> None:
-        """One step, from a barrier until the device is idle. Collective."""
-        self.side.prepare()
-        self.costs.append(timed(self.side.step, device=self.device)[0])
-        self.work.append(self.side.outcome())
-
-    def figures(self, *, skip: int) -> dict[str, Any]:
-        """What was run; durations and tokens of the steps after the first ``skip``; losses and norms of all steps.
-
-        Durations and peak memory are of the slowest and the largest rank. Collective.
-        """
-        counted, peaks = self.work[skip:], gather_objects(self.peak_bytes)
-        return {
-            "ran": self.side.describe(),
-            "seconds": slowest_rank([cost.seconds for cost in self.costs])[skip:],
-            "cpu_seconds": slowest_rank([cost.cpu_seconds for cost in self.costs])[skip:],
-            "supervised_tokens": [work.supervised_tokens for work in counted],
-            "input_tokens": [work.input_tokens for work in counted],
-            "losses": [work.loss for work in self.work],
-            "grad_norms": [work.grad_norm for work in self.work],
-            "first_step_seconds": self.costs[0].seconds,
-            "peak_bytes": None if None in peaks else max(peaks),
-        }
-
-
-def run_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
-    """Build each side and make ``warmup`` steps with it, while the others are idle; then ``rounds`` steps in turns.
-
-    Peak memory is taken in the first steps, above what the process had before the side was built. The first side is
-    charged with what a process needs once (buffers of the backend, say). Every rank calls this.
-
-    Returns:
-        `Course.figures` of each side, without the first ``warmup`` steps.
+    Raises:
+        UserError: naming the key.
     """
-    courses = {name: Course(side, world.device) for name, side in sides.items()}
-    try:
-        for course in courses.values():
-            course.warm_up(warmup)
-        take_turns({name: course.take_step for name, course in courses.items()}, rounds, say=world.is_main)
-        return {name: course.figures(skip=warmup) for name, course in courses.items()}
-    finally:
-        for side in sides.values():
-            side.stop()
+    ours = {"recipe": "bench", "lr_schedule": {"name": "constant"}, "wandb": {"mode": "disabled"}}
+    return load_config(TrainingConfig, {**ours, **values}, source=Path.cwd() / "bench.toml", overrides=overrides)
+
+
+def build_ours(config: TrainingConfig, *, mesh: Mesh) -> tuple[PreTrainedModel, Any]:
+    """The model over ``mesh`` with the values that ``model.weights`` names, and its plan. Collective."""
+    model = build_model(config.model)
+    plan = plan_parallel(model, config, mesh.sizes, mesh.device.type)
+    parallelize_model(model, plan, mesh=mesh)
+    fill_weights(config.model, model, seed=config.run.seed)
+    return model, plan
+
+
+def read_data(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> tuple[Any, Any]:
+    """This data-parallel rank's loader of the data that ``config`` names, and the tokenizer. Collective.
+
+    Raises:
+        UserError: the tokenizer or the data cannot be read.
+    """
+    tokenizer = None if config.data.format == "synthetic" else build_tokenizer(config.model)
+    share = SimpleNamespace(dp_rank=dp_rank, sizes=SimpleNamespace(dp=dp_size))
+    return build_data(config, tokenizer=tokenizer, model=build_model(config.model), mesh=share).loader, tokenizer
+
+
+def compare(
+    pairs: Mapping[str, tuple[str, str, float | None]],
+    build: Callable[[str], Side],
+    *,
+    rounds: int,
+    warmup: int,
+    world: World,
+) -> Iterator[dict[str, Any]]:
+    """Run each pair of sides; gives the result so far after each. Collective.
+
+    Args:
+        pairs: by the comparison's name a side of ours, the other, and the largest relative difference of losses, at
+            any step, that is called agreement; None where the batches are not the same.
+        build: a side of that name.
+    """
+    result: dict[str, Any] = {"rows": [], "pairs": {}, "notes": [], "checks": {"losses_agree": True}}
+    for name, (ours, other, tolerance) in pairs.items():
+        # What a trainer of transformers sets must not change how the next pair is built.
+        with mock.patch.dict(os.environ):
+            sides = {ours: build(ours), other: build(other)}
+            found = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
+        row = pair_row(name, found[ours], found[other], tolerance=tolerance)
+        result["rows"].append(row)
+        result["pairs"][name] = found
+        notes = [f"{side} ran {figures['ran']}" for side, figures in found.items()]
+        result["notes"] = list(dict.fromkeys([*result["notes"], *notes]))
+        result["checks"]["losses_agree"] &= row["losses_agree"] is not False
+        yield {**result, "bars": PAIR_BARS}
+
+
+def train_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
+    """`run_sides` of loops, with the tokens of each round, and losses and norms of all steps, for the outcomes."""
+    found = run_sides(sides, rounds=rounds, warmup=warmup, world=world)
+    for figures in found.values():
+        work: list[Work] = figures.pop("outcomes")
+        figures["supervised_tokens"] = [one.supervised_tokens for one in work[warmup:]]
+        figures["input_tokens"] = [one.input_tokens for one in work[warmup:]]
+        figures |= {"losses": [one.loss for one in work], "grad_norms": [one.grad_norm for one in work]}
+    return found
 
 
 def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, tolerance: float | None) -> dict[str, Any]:
@@ -210,38 +210,31 @@ def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, toleranc
 
     Args:
         name: of the comparison.
-        ours: our side's figures, as `run_sides` returns them.
+        ours: our side's figures, as `train_sides` returns them.
         other: the other side's.
-        tolerance: the largest relative difference of losses, at any step, that is called agreement; None where the
-            batches are not the same.
+        tolerance: of the losses, as in `compare`.
     """
     work = ours["supervised_tokens"], other["supervised_tokens"]
-    steps, peaks = [spread(side["seconds"]) for side in (ours, other)], [ours["peak_bytes"], other["peak_bytes"]]
-    rates = [sum(done) / len(done) / step["median"] for done, step in zip(work, steps, strict=True)]
-    difference = None if tolerance is None else worst_difference(ours["losses"], other["losses"])
-    return {
+    row: dict[str, Any] = {
         "beside": name,
         "times_as_fast": speed(ours["seconds"], other["seconds"], work=work),
         "by_cpu_time": speed(ours["cpu_seconds"], other["cpu_seconds"], work=work),
-        "our_tokens_per_second": rates[0],
-        "its_tokens_per_second": rates[1],
-        "our_step": steps[0],
-        "its_step": steps[1],
-        "our_peak_bytes": peaks[0],
-        "its_peak_bytes": peaks[1],
-        "memory_ratio": None if None in peaks else peaks[0] / peaks[1],
-        "losses_differ_by": difference,
-        "losses_agree": None if difference is None or tolerance is None else difference <= tolerance,
     }
+    for whose, side in (("our", ours), ("its", other)):
+        step, tokens = spread(side["seconds"]), side["supervised_tokens"]
+        row[f"{whose}_tokens_per_second"] = sum(tokens) / len(tokens) / step["median"]
+        row |= {f"{whose}_step": step, f"{whose}_peak_bytes": side["peak_bytes"]}
+    peaks = ours["peak_bytes"], other["peak_bytes"]
+    row["memory_ratio"] = None if None in peaks else peaks[0] / peaks[1]
+    row |= {"losses_differ_by": None, "losses_agree": None}
+    if tolerance is not None:
+        row["losses_differ_by"] = _worst_difference(ours["losses"], other["losses"])
+        row["losses_agree"] = row["losses_differ_by"] <= tolerance
+        if None not in (*ours["grad_norms"], *other["grad_norms"]):
+            row["grad_norms_differ_by"] = _worst_difference(ours["grad_norms"], other["grad_norms"])
+    return row
 
 
-def worst_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _worst_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-PAIR_BARS = {
-    "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
-    "peak memory a rank (bytes)": ["our_peak_bytes", "its_peak_bytes"],
-}
-"""What a figure of such rows shows."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2kit.bench.memory import PrivateMemory
+from fsdp2kit.bench.harness import PeakMemory
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors
 from fsdp2kit.errors import RunFailure
@@ -104,8 +104,9 @@ def test_empty_tensors_are_read(tmp_path: Path) -> None:
 def test_a_large_tensor_takes_the_memory_of_a_block(tmp_path: Path) -> None:
     dcp.save({"large": torch.ones(1 << 14, 1 << 12)}, checkpoint_id=tmp_path / "dcp", no_dist=True)  # 256 MiB
     stored = opened(tmp_path / "dcp")
-    with PrivateMemory() as memory:
+    with PeakMemory(torch.device("cpu")) as memory:
         assert sum(int(block.sum()) for block in stored.blocks("large")) == 1 << 26
+    assert memory.peak is not None
     assert memory.peak < 3 * reader.BLOCK_BYTES
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdp2kit.distributed import World
 from fsdp2kit.parallel.context_parallel.attention import blockwise_attention
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments
 from tests.parallel.test_segments import positions_of, transformers_mask
@@ -38,8 +39,9 @@ def test_packed_and_windowed_attention_equals_the_dense_mask(window: int | None,
         assert (ours.double() - theirs).norm() <= bound * max(theirs.norm().item(), 1.0)
 
 
-def test_the_ring_benchmark_runs() -> None:
-    from fsdp2kit.bench.context_parallel import Blocks, bench_ring
+def test_the_ring_benchmark_runs(world: World) -> None:
+    from fsdp2kit.bench.kernels import bench_ring
 
-    (row,) = bench_ring(Blocks(lengths=(8192,), rounds=1))["rows"]
+    (result,) = bench_ring(world, lengths=(8192,), rounds=1)
+    row = result["rows"][0]
     assert max(row[f"{name}_differs_by"] for name in ("out", "query", "key", "value")) < 1e-2

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 from fsdp2kit.bench.fsdp1 import FSDP1Loop
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
+from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import inspect_model
@@ -180,9 +181,8 @@ def test_a_cpu_is_refused_by_the_plan_and_on_fsdp1s_side() -> None:
     says = r"^model\.liger: Liger's kernels do not run on a CPU; leave it out, or use a GPU$"
     with pytest.raises(UserError, match=says):
         plan_parallel(build_model(config.model), config, ONE_RANK, "cpu")
-    no_mesh: object = None  # before any is needed
     with pytest.raises(UserError, match=says):
-        FSDP1Loop(config, mesh=no_mesh, source=None, device=CPU, total_steps=1)  # type: ignore[arg-type]
+        FSDP1Loop(config, world=World(0, 1, 0, 1, CPU))
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
