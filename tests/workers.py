@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
 
 def _serve(connection: Any) -> None:

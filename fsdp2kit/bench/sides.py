@@ -76,7 +76,7 @@ class OurSide(Side):
         throughput = Throughput(self._plan.flops, device=world.device, world_size=world.size)
         folder = self._closing.enter_context(tempfile.TemporaryDirectory())
         path = Path(folder) / "metrics.jsonl" if world.is_main else None
-        self._metrics = self._closing.enter_context(Metrics(throughput, path=path, records=self._records))
+        self._metrics = Metrics(throughput, path=path, records=self._records)
 
     def step(self) -> None:
         """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""

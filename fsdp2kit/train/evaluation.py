@@ -21,7 +21,7 @@ from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.train.step import Batches, next_batch
+from fsdp2kit.train.step import HeldOut, next_batch
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
 
@@ -29,7 +29,7 @@ _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model
 def build_evaluation(
     section: EvalConfig,
     model: PreTrainedModel,
-    held_out: Mapping[str, Batches],
+    held_out: Mapping[str, HeldOut],
     *,
     plan: ParallelPlan,
     mesh: Mesh,
@@ -60,7 +60,7 @@ class Evaluation:
 
     section: EvalConfig
     model: Any
-    held_out: Mapping[str, Batches]
+    held_out: Mapping[str, HeldOut]
     prompts: Sequence[tuple[str, list[int]]]
     """Each with its token ids."""
     plan: ParallelPlan
@@ -98,7 +98,7 @@ class Evaluation:
         return found
 
     @torch.no_grad()
-    def _sum_of_set(self, batches: Batches) -> tuple[float, int]:
+    def _sum_of_set(self, batches: HeldOut) -> tuple[float, int]:
         """The loss summed over a set's supervised tokens on all ranks, and their number."""
         shard = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
         total: Tensor | None = None

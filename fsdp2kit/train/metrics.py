@@ -91,7 +91,7 @@ class Metrics:
         """Id of the wandb run, for the checkpoint; None without one."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log one step. The keys are those of DESIGN's "metrics.jsonl keys"; ``step`` is required."""
+        """Log one step; ``step`` is required, docs/runs.md has the other keys."""
         # Tensors and numpy scalars as Python's own numbers.
         record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
         if self._records is not None:

@@ -33,10 +33,7 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
 
 
 class Batches(Protocol):
-    """What the loop and evaluations call of a loader."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
+    """What the loop calls of a loader."""
 
     @property
     def source_names(self) -> tuple[str, ...]: ...
@@ -48,6 +45,13 @@ class Batches(Protocol):
     def state(self, index: int, /) -> dict[str, Any] | None:
         """A stream's state from which batch ``index`` can be made again; None for data that is not a stream."""
         ...
+
+
+class HeldOut(Batches, Protocol):
+    """What an evaluation calls of a loader, which has an end."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
 
 
 @dataclass(frozen=True)
