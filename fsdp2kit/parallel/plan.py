@@ -113,9 +113,9 @@ def plan_parallel(
     with agreement():
         traits = inspect_model(model)
         device = torch.device(device_type) if device_type else None
+        _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         loss = choose_loss(config, model, traits=traits, device=device)
-        _check_model(model, config, traits=traits, device=device)
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
