@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,28 +20,30 @@ from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, config_of, kind_of, obs
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
-from tests.workers import WorkerPool
-from tools.bench import result_lines
+from fsdp2kit.distributed import end_process
+from tests.workers import FORKS, WorkerPool
+from tools.bench import main, result_lines
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOL = ROOT / "tools" / "bench.py"
-DEMO = ROOT / "toml" / "demo"
+DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 
 
 def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(TOOL), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            **environment,
-        },
-        check=False,
-    )
+    """Run the command line in a forked process."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = FORKS.Process(target=_run_tool, args=(arguments, environment, folder))
+        process.start()
+        process.join(300)
+        said, complained = (Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    assert process.exitcode is not None, "it has not ended"
+    return subprocess.CompletedProcess(arguments, process.exitcode, said, complained)
+
+
+def _run_tool(arguments: tuple[str, ...], environment: dict[str, str], folder: str) -> None:
+    os.environ.update(environment)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    sys.orig_argv = [sys.executable, "tools/bench.py", *arguments]
+    end_process(main(list(arguments)))
 
 
 def last_result(bench: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:
     json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.parametrize(("files", "dtype"), [(1, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(("files", "dtype"), [pytest.param(1, "bfloat16", marks=pytest.mark.slow), (3, "float32")])
 def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str) -> None:
     result, _ = pool.run(2, last_result, bench_load, params=1e-3, files=files, dtype=dtype, rounds=2)
 

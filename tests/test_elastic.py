@@ -113,7 +113,9 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["read whole", "streaming"])
+@pytest.mark.parametrize(
+    "streaming", [pytest.param(False, id="read whole"), pytest.param(True, id="streaming", marks=pytest.mark.slow)]
+)
 def test_resumed_on_any_mesh(streaming: bool, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     size, mesh = DP2_CP2
     common = [f"data.streaming={str(streaming).lower()}"]

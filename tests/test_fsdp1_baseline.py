@@ -117,7 +117,12 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Those that differ from another in one setting only.
+THOROUGH = ("prefetch", "untied", "no_shard", "root", "hybrid_zero2")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in THOROUGH else []) for name in VARIANTS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_agree_in_float32(name: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     size, overrides, expected = VARIANTS[name]
     if name == "untied":

@@ -72,7 +72,7 @@ def test_a_signal_leaves_a_complete_checkpoint(tmp_path: Path, number: signal.Si
     assert not any(alive(pid) for pid in ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Signals) -> None:
     """Inside a step, whose collectives run on the groups of a mesh of two dimensions."""
     toml, run_dir = tmp_path / "run.toml", tmp_path / "run"

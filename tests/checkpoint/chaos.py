@@ -6,7 +6,6 @@ notes on a shared board which part of a save it is in; a kill is counted where t
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -31,6 +30,7 @@ from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
 from fsdp2kit.run import load
+from tests.workers import FORKS
 
 # What is marked while it runs: (phase, where the function is kept, its name).
 MARKS: tuple[tuple[str, Any, str], ...] = (
@@ -166,8 +166,6 @@ class Harness:
 
     def __init__(self, folder: Path, *, toml: Path, size: int) -> None:
         self._folder, self._toml, self._size = folder, str(toml), size
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "recipes.sft"])
         self._starts = 0
 
     def start(self, overrides: Sequence[str], doom: Doom | None = None) -> Kill | int:
@@ -177,7 +175,7 @@ class Harness:
         folder.mkdir(parents=True)
         board = Board(folder / "board", self._size)
         arguments = [(rank, self._size, folder, self._toml, overrides, doom) for rank in range(self._size)]
-        ranks = [self._context.Process(target=serve_rank, args=one) for one in arguments]
+        ranks = [FORKS.Process(target=serve_rank, args=one) for one in arguments]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + 120

@@ -47,9 +47,8 @@ ROWS = list(pairs_of(*OPTIONS))
 PAIRS = [_case(row, kind) for kind, row in zip(itertools.cycle(KINDS), ROWS, strict=False)]
 # Compiled: without units inside a layer, and with each way of checkpointing.
 COMPILED = [
-    _case(("full_shard", "layer", (1, 2), False, "selective", 1, 1), "llama3"),
+    _case(("hybrid_shard", "root", (1, 2), False, "selective", 2, 1), "llama3"),
     _case(("shard_grad_op", "layer", (0, 0), True, "full", 1, 2), "smollm2"),
-    _case(("hybrid_shard", "root", (0, 1), False, False, 2, 1), "llama3"),
     _case(("full_shard", "nested", (0, 1), False, "selective", 1, 1), "llama3"),
 ]
 

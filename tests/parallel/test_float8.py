@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, pool: WorkerPool, tmp_p
         assert all(np.array_equal(straight[key], resumed[key]) for key in straight)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_checkpoints_and_exports_do_not_know_of_float8(
     ranks: int, folder: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:

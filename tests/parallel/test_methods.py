@@ -136,7 +136,7 @@ def leaks(folder: Path, case: Case, seeds: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_document_sees_another(method: str, cp: int, pool: WorkerPool, models: Path) -> None:
     """23 random packings for each of nine ways to cut them: bit for bit."""
@@ -183,7 +183,7 @@ def compiled(folder: Path, case: Case) -> tuple[Curves, int]:
         torch.nn.Module.compile = original
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[::2])])
 def test_compiled_layers_are_one_graph_and_equal_the_plain_loop(method: str, pool: WorkerPool, models: Path) -> None:
     plain = plain_loop(models / "gemma3", make_batches(3), micro_batch_size=4, lr=1e-3)
     case = Case("gemma3", 1, 2, 2, method=method, checkpointing=method == "ring")

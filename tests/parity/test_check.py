@@ -52,9 +52,10 @@ def verdicts(path: Path, *, whole: bool = False, **sections: Any) -> list[tuple[
     return [(row.variant.method, row.variant.dtype, row.verdict, row.note) for row in rows]
 
 
-def test_what_is_right_passes_in_both_dtypes(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_right_passes_in_both_dtypes(whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir("gemma3", tmp_path)
-    for found in pool.run(2, verdicts, path, whole=True, fsdp={"param_dtype": "bfloat16"}):
+    for found in pool.run(2, verdicts, path, whole=whole, fsdp={"param_dtype": "bfloat16"}):
         assert {verdict for *_, verdict, _ in found} == {"ok"}
         assert {dtype for _, dtype, _, _ in found} == {"float32", "bfloat16"}
 
@@ -179,7 +180,7 @@ def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: 
     ("model_type", "sizes", "data"),
     [
         ("opt", {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0}, {"pack": False}),
-        ("deepseek_v3", {"num_hidden_layers": 3}, {}),
+        pytest.param("deepseek_v3", {"num_hidden_layers": 3}, {}, marks=pytest.mark.slow),
         ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4}, {"pack": False}),
     ],
 )
