@@ -132,8 +132,8 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)
     for report in reports:
-        if isinstance(report, UserError):
-            raise report from (error if report is not error else None)
+        if isinstance(report, UserError) and report is not error:
+            raise report from error
     if error is not None:
         raise error
     for rank, report in enumerate(reports):

@@ -49,9 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit.parity.check import check_parity
 
     try:
-        world = distributed.start()
-        with distributed.agreement():
+        config, error = None, None
+        try:
             _, config = load(options.toml, options.overrides)
+        except UserError as problem:
+            error = problem
+        world = distributed.start(timeout_minutes=config.run.timeout_minutes if config else 5.0)
+        distributed.agree(error)
+        assert config is not None, "every rank has a config, or an error that was raised just above"
         rows = check_parity(config, world=world, full=options.full)
     except UserError as problem:
         distributed.leave(problem)

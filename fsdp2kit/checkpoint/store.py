@@ -175,8 +175,8 @@ class CheckpointStore:
     def _move(self, path: Path, target: Path) -> None:
         path.rename(target)
 
-    def _trash(self) -> Iterator[Path]:
-        yield from self.root.glob(f"{TRASH}*")
+    def _trash(self) -> list[Path]:
+        return list(self.root.glob(f"{TRASH}*"))
 
     def _delete(self, path: Path) -> None:
         shutil.rmtree(path)
@@ -189,12 +189,19 @@ class ObjectStore(CheckpointStore):
     its manifest. There are no locks: only one run at a time may save to a URL.
     """
 
-    _begun: Path | None = None
-    """The last one that this process began to write: not a leftover."""
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        # Judged once, by their marks, and then listed here: a store that hides a manifest for a moment must not
+        # make a complete checkpoint look thrown away.
+        self._thrown_away: list[Path] = []
 
     def temporary(self, step: int) -> Path:
         """Where it will stay."""
         return self.path(step)
+
+    def recover(self) -> None:
+        """Note for deletion what earlier saves left unfinished."""
+        self._thrown_away += [p for _, p in self.published() if not is_complete(p) and (p / BEGUN).is_file()]
 
     def begin(self, step: int, *, after: int = 0) -> None:
         """Leave our mark in an empty ``temporary(step)``; complete checkpoints of steps later than `after` go first.
@@ -203,11 +210,12 @@ class ObjectStore(CheckpointStore):
             RunFailure: there is something that no save of ours left.
         """
         self._set_superseded_aside(after)
-        directory = self._begun = self.path(step)
+        directory = self.path(step)
         if directory.exists() and any(directory.iterdir()):
             if not (directory / BEGUN).is_file():
                 raise RunFailure(f"{directory}: holds files that no save left there; move them away")
             self._delete(directory)
+        self._thrown_away = [path for path in self._thrown_away if path != directory]
         directory.mkdir(parents=True, exist_ok=True)
         (directory / BEGUN).write_text(f"step {step}\n")
 
@@ -221,6 +229,7 @@ class ObjectStore(CheckpointStore):
 
     def _throw_away(self, path: Path) -> None:
         (path / MANIFEST).unlink()
+        self._thrown_away.append(path)
 
     def _move(self, path: Path, target: Path) -> None:
         store: Any = path
@@ -228,11 +237,9 @@ class ObjectStore(CheckpointStore):
         (path / MANIFEST).unlink()
         self._delete(path)
 
-    def _trash(self) -> Iterator[Path]:
-        """What was thrown away and what earlier saves left unfinished."""
-        for _, path in self.published():
-            if not is_complete(path) and (path / BEGUN).is_file() and path != self._begun:
-                yield path
+    def _trash(self) -> list[Path]:
+        trash, self._thrown_away = self._thrown_away, []
+        return trash
 
     def _delete(self, path: Path) -> None:
         store: Any = path
@@ -303,7 +310,9 @@ def on_disk(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         for path in cast(Any, folder).rglob("*"):
             if path.is_file():
-                path.fs.get_file(path.path, str(Path(name, path.relative_to(folder).as_posix())))
+                target = Path(name, path.relative_to(folder).as_posix())
+                target.parent.mkdir(exist_ok=True, parents=True)
+                path.fs.get_file(path.path, str(target))
         yield Path(name)
 
 

@@ -187,7 +187,7 @@ def _nearest(location: Sequence[str], key: Sequence[str], known: _Known) -> str:
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     elsewhere = [one for one in known if one.rpartition(".")[2] == name]
     if elsewhere:  # the same name in another section, before similar names
-        return f"did you mean {elsewhere[0]}?"
+        return f"did you mean {elsewhere[0].replace('.*', '')}?"
     if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
         return f"did you mean {'.'.join([*location[:-1], *nearest])}?"
     return f"known here: {', '.join(siblings)}"

@@ -58,9 +58,13 @@ class RowReader:
 
     def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
         self._source, self._download, self._is_start = source, download, position is None
-        start = {"file": 0, "offset": 0, "line": 0}
-        # Earlier versions counted the rows of all tables together.
-        self._at, self._skip = (start, position["row"]) if position and "row" in position else (position or start, 0)
+        self._at, self._skip = position or {"file": 0, "offset": 0, "line": 0}, 0
+        if position and "row" in position:  # earlier versions counted the rows of all tables together
+            self._at = {"file": 0, "offset": 0, "line": 0}
+            if source.kind in ("saved", "hub") or len(source.files) == 1:
+                self._at |= {"offset": position["row"], "dataset": position["dataset"]}
+            else:
+                self._skip = position["row"]
         self._table: Any = None
 
     @property

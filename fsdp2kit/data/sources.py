@@ -90,15 +90,18 @@ def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
         if filesystem.isfile(root):
             return _of_files(path, [path if is_url(path) else root], split, key)
         if re.search(r"[*?\[]", path) and not filesystem.isdir(root):
-            matches = filesystem.glob(root, detail=True).items()
-            return _of_files(path, [full_name(at) for at, info in matches if info["type"] != "directory"], split, key)
+            matches = [full_name(match) for match in filesystem.glob(root)] if is_url(path) else _matches(path)
+            return _of_files(path, matches, split, key)
         found, folder = list(map(full_name, filesystem.find(root))), full_name(root)
+        is_folder = filesystem.isdir(root)
     except (OSError, ValueError, ImportError) as error:
         what = f"cannot be opened ({first_line(error)})"
         raise UserError(f"{key}: {path}", what, "check the path, and the credentials for a URL") from None
+    if not is_url(path):
+        found = [file for file in found if Path(file).is_file()]  # not a dangling link, which editors leave as locks
     if {f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*found}:
         return Source(folder, split, "saved", tuple(sorted(file for file in found if file.endswith(".arrow"))), key)
-    if found or filesystem.isdir(root):
+    if found or is_folder:
         return _of_folder(path, found, folder, split, key)
     if may_be_hub_id(path):
         return Source(path, split, "hub", (), key)
@@ -107,6 +110,12 @@ def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
         "no such file or folder",
         "check the path: in a TOML it is relative to the TOML, in an override to the working directory",
     )
+
+
+def _matches(pattern: str) -> list[str]:
+    """Files on the disk that match. `pathlib` looks into linked directories as a shell does, and fsspec does not."""
+    path = Path(pattern).expanduser()
+    return [str(match) for match in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if match.is_file()]
 
 
 def is_url(path: str) -> bool:

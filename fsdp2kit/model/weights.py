@@ -182,8 +182,9 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     The distribution is the model's own: transformers calls ``_init_weights`` on every module, children first. What a
     call touches depends on the architecture: the module's tensors, its children's (ModernBERT), even all the model's.
     So it is never given the sharded model but a skeleton on meta. One part of it after the other is made real, whole,
-    on the CPU, and every rank keeps its shards of it. A part is the least module that no call reaches out of: mostly a
-    single layer; the whole model only where the model's own call changes what lies deeper.
+    on the CPU, and every rank keeps its shards of it. A part is a module's own tensors, where no other call touches
+    them; otherwise the least module that no call reaches out of. That is the whole model only where the model's own
+    call changes what lies deeper.
 
     Raises:
         UserError: the architecture's initialisation leaves a parameter out.
@@ -191,26 +192,32 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     skeleton, targets = build_skeleton(model), model.state_dict()
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
-    for name in _parts(skeleton, calls):
+    for name, recurse in _parts(skeleton, calls):
         part, prefix = skeleton.get_submodule(name), name and f"{name}."
-        if wanted.isdisjoint(part.state_dict(prefix=prefix)):  # a tied parameter's other name
+        if wanted.isdisjoint(_tensors_of(part, prefix, recurse=recurse)):  # a tied parameter's other name
             continue
         # To NaN, so that what an initialisation leaves out cannot pass for a value.
-        part._apply(_unset)
+        part._apply(_unset, recurse=recurse)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for call in calls:
-                if f"{call.name}.".startswith(prefix):
+                if call.name == name or (recurse and call.name.startswith(prefix)):
                     digest = hashlib.sha256(f"{seed}:{call.name}".encode()).digest()
                     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
                     call.owner._init_weights(call.module)
-        values = part.state_dict(prefix=prefix, keep_vars=True)
+        values = _tensors_of(part, prefix, recurse=recurse)
         for key in sorted(wanted & values.keys()):
             if values[key].isnan().any():
                 what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
                 raise UserError("model.weights", what, "start from a checkpoint of this architecture")
             _copy_part(targets[key], values[key])
         done = {id(value) for value in values.values()}
-        part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor)
+        part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor, recurse=recurse)
+
+
+def _tensors_of(part: nn.Module, prefix: str, *, recurse: bool) -> dict[str, Tensor]:
+    """A module's parameters and persistent buffers, or only its own, by their names in the model."""
+    tensors = part.state_dict(prefix=prefix, keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if recurse or "." not in name.removeprefix(prefix)}
 
 
 def _unset(tensor: Tensor) -> Tensor:
@@ -257,11 +264,11 @@ class _Touched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[str]:
-    """Names of the least modules that together hold all tensors and that no call reaches out of."""
+def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[tuple[str, bool]]:
+    """Modules that together hold all tensors, and whether with all that is inside them: see `initialize`."""
     tensors = skeleton.state_dict(keep_vars=True)
     owners = {id(tensor): name.rpartition(".")[0] for name, tensor in tensors.items()}
-    with_own, parts = set(owners.values()), set()
+    with_own, whole, own = set(owners.values()), set(), set()
     for call in calls:
         # What was built on meta was initialised there once already, by transformers, so this cannot fail.
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _Touched() as record:
@@ -270,5 +277,7 @@ def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[str]:
         # Its own tensors belong to a call even where it swaps them for others, which no record shows.
         if touched or call.name in with_own:
             paths = [name.replace(".", "/") for name in (call.name, *touched)]
-            parts.add(PurePosixPath(os.path.commonpath(paths)))
-    return [".".join(part.parts) for part in sorted(parts) if parts.isdisjoint(part.parents)]
+            (whole if touched - {call.name} else own).add(PurePosixPath(os.path.commonpath(paths)))
+    parts = [(part, True) for part in whole if whole.isdisjoint(part.parents)]
+    parts += [(part, False) for part in own if whole.isdisjoint([part, *part.parents])]
+    return [(".".join(part.parts), recurse) for part, recurse in sorted(parts)]

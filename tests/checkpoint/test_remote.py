@@ -16,11 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from transformers import AutoModelForCausalLM
 from upath import UPath
 
+from fsdp2kit.checkpoint import store
 from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_shards
 from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import on_disk, to_path
+from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_convert import exported, tool
@@ -30,9 +32,9 @@ from tests.workers import WorkerPool
 
 @pytest.fixture
 def url() -> str:
-    store = fsspec.filesystem("memory")
-    if store.exists("/bucket"):
-        store.rm("/bucket", recursive=True)
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
     return "memory://bucket/run"
 
 
@@ -237,3 +239,18 @@ def test_ranks_save_to_one_store(pool: WorkerPool, tmp_path: Path) -> None:
     for before, after in pool.run(2, save_and_resume, tmp_path):
         assert_same(before, after)
     assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()
+
+
+def test_a_sweep_deletes_only_what_was_thrown_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may hide a manifest for a moment; what it belongs to stays."""
+    writer = open_store(to_path(url))
+    for step in (1, 2):
+        writer.begin(step, after=step - 1)
+        (writer.temporary(step) / MANIFEST).write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "is_complete", lambda path: False)
+        writer.sweep()
+    assert [step for step, _ in writer.complete()] == [1, 2]
+    writer.retain(1)
+    writer.sweep()
+    assert [step for step, _ in writer.published()] == [2]

@@ -163,3 +163,13 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
 def test_a_hub_dataset_that_cannot_be_reached() -> None:
     with pytest.raises(UserError, match="cannot be read as hub"):
         read("fsdp2kit/there-is-no-such-dataset")
+
+
+def test_a_pattern_looks_into_linked_directories_and_past_dangling_links(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "x.jsonl", ROWS)
+    write(tmp_path / "data" / "a" / "x.jsonl", ROWS)
+    (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "a" / ".#x.jsonl").symlink_to("user@host.1234")  # an editor's lock
+    assert read(f"{tmp_path}/data/*/x.jsonl") == 2 * ROWS
+    assert read(f"{tmp_path}/data/a/*.jsonl") == read(tmp_path / "data" / "a") == ROWS
+    find_source(f"{tmp_path}/data/a", split="train").digest()
