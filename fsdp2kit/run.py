@@ -31,16 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.check:
         return _check(options.toml, options.overrides)
-    recipe, config, error = None, None, None
     try:
-        recipe, config = load(options.toml, options.overrides)
-    except UserError as problem:
-        error = problem
-    try:
-        # Started even after an error: ranks that leave one by one are killed by torchrun before they can speak.
-        distributed.start(timeout_minutes=config.run.timeout_minutes if config else 5.0)
-        distributed.agree(error)
-        assert recipe is not None, "every rank has a recipe, or an error that was raised just above"
+        recipe, config, _ = load_and_start(options.toml, options.overrides)
         recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
@@ -54,6 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     distributed.stop()
     return 0
+
+
+def load_and_start(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig, distributed.World]:
+    """`load` on every rank, and the process group with the config's time-out. Collective.
+
+    Raises:
+        UserError: as `load` does, on every rank. The group is started even then: ranks that leave one by one are
+            killed by torchrun before they can speak.
+    """
+    loaded, error = None, None
+    try:
+        loaded = load(toml, overrides)
+    except UserError as problem:
+        error = problem
+    world = distributed.start(timeout_minutes=loaded[1].run.timeout_minutes if loaded else 5.0)
+    distributed.agree(error)
+    assert loaded is not None, "every rank has a recipe, or an error that was raised just above"
+    return *loaded, world
 
 
 def load(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig]:

@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from fsdp2kit.distributed import end_process
 from fsdp2kit.errors import UserError
-from fsdp2kit.run import load
+from fsdp2kit.run import load_and_start
 
 if TYPE_CHECKING:
     from fsdp2kit.parity.check import Row
@@ -49,14 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit.parity.check import check_parity
 
     try:
-        config, error = None, None
-        try:
-            _, config = load(options.toml, options.overrides)
-        except UserError as problem:
-            error = problem
-        world = distributed.start(timeout_minutes=config.run.timeout_minutes if config else 5.0)
-        distributed.agree(error)
-        assert config is not None, "every rank has a config, or an error that was raised just above"
+        _, config, world = load_and_start(options.toml, options.overrides)
         rows = check_parity(config, world=world, full=options.full)
     except UserError as problem:
         distributed.leave(problem)

@@ -65,16 +65,9 @@ def bench_peers(
     Raises:
         UserError: none of the others is installed, sizes do not fit, or the model or the data cannot be read.
     """
-    if unknown := [name for name in peers if name not in PAIRS]:
-        raise UserError("--peers", f"{unknown[0]!r} is not known", f"name some of {', '.join(PAIRS)}")
-    needs = {"trl": ("accelerate", "trl"), "hf": ("accelerate",)}
-    left_out = {name: missing_packages(*needs.get(PAIRS[name][1].partition("_")[0], ())) for name in peers}
-    tolerances = dict.fromkeys(SAME_BATCHES, 1e-3 if dtype == "float32" else 2e-2)
-    pairs = {name: (*PAIRS[name], tolerances.get(name)) for name in peers if not left_out[name]}
-    if not pairs:
-        missing = sorted({package for packages in left_out.values() for package in packages})
-        todo = f"pip install {' '.join(missing)}"
-        raise UserError("--peers", f"none of these can run without {', '.join(missing)}", todo)
+    found, notes = _runnable(peers)
+    tolerance = 1e-3 if dtype == "float32" else 2e-2
+    pairs = {name: (*PAIRS[name], tolerance if name in SAME_BATCHES else None) for name in found}
     if global_batch % world.size:
         what = f"{global_batch} is not a multiple of {world.size} ranks, which data-parallel loops need"
         raise UserError("--global-batch", what, f"use a multiple of {world.size}")
@@ -102,9 +95,22 @@ def bench_peers(
 
         return HFSide(name, config, conversations=conversations, world=world)
 
-    notes = [f"left out: {name} needs {', '.join(packages)}" for name, packages in left_out.items() if packages]
     for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world):
         yield {**result, "notes": [*notes, *result["notes"]]}
+
+
+def _runnable(peers: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The comparisons whose packages are installed, and notes on the others; refuses unknown names, or none left."""
+    if unknown := [name for name in peers if name not in PAIRS]:
+        raise UserError("--peers", f"{unknown[0]!r} is not known", f"name some of {', '.join(PAIRS)}")
+    needs = {"trl": ("accelerate", "trl"), "hf": ("accelerate",)}
+    missing = {name: missing_packages(*needs.get(PAIRS[name][1].partition("_")[0], ())) for name in peers}
+    found = [name for name in peers if not missing[name]]
+    if not found:
+        packages = sorted({package for each in missing.values() for package in each})
+        what = f"none of these can run without {', '.join(packages)}"
+        raise UserError("--peers", what, f"pip install {' '.join(packages)}")
+    return found, [f"left out: {name} needs {', '.join(each)}" for name, each in missing.items() if each]
 
 
 def bench_fsdp1(

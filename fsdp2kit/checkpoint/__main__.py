@@ -7,9 +7,10 @@ import sys
 
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import to_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import in_one_line
 
 
+@in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m fsdp2kit.checkpoint", description=__doc__)
@@ -17,11 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("verify", help="check the manifest, the sizes and the checksums of a checkpoint")
     command.add_argument("checkpoint", type=str, metavar="DIR", help="e.g. runs/x/checkpoints/step-000200")
     options = parser.parse_args(arguments)
-    try:
-        print(verify(to_path(options.checkpoint)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(verify(to_path(options.checkpoint)))
     return 0
 
 
