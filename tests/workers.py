@@ -23,7 +23,10 @@ def _serve(connection: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from fsdp2kit.parallel import plan
+
     torch.set_num_threads(1)
+    plan.inspect_model = _inspect_once(plan.inspect_model)
     while True:
         task = connection.recv()
         if task is None:
@@ -43,6 +46,19 @@ def _serve(connection: Any) -> None:
             connection.send((False, traceback.format_exc()))
 
 
+def _inspect_once(inspect_model: Callable) -> Callable:
+    """`inspect_model`, run once for all cases of one architecture: it took a third of a tiny case's time."""
+    known: dict[str, Any] = {}
+
+    def inspect(model: Any) -> Any:
+        key = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
+        if key not in known:
+            known[key] = inspect_model(model)
+        return known[key]
+
+    return inspect
+
+
 def _forget_groups() -> None:
     """DTensor keeps plans and results by mesh, with the names of process groups that are gone after a run."""
     from torch.distributed.tensor import _redistribute, debug
@@ -59,7 +75,6 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Any]] = []
-        self._context = mp.get_context("spawn")
 
     def run(self, size: int, function: Callable, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
         """``[function(*args, **kwargs) for each rank]``.
@@ -68,8 +83,8 @@ class WorkerPool:
             AssertionError: a rank raised; the message holds the traceback of each one that did.
         """
         while len(self._workers) < size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
