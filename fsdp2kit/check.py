@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import AttentionInterface, PreTrainedModel
+
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.data.build import check_first_rows
+from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.data.build import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.parallel.plan import plan_parallel
 
 
 def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], list[str]]:
-    """Plan the run as `main` of a recipe would, and read the first rows of its data.
+    """Plan the run as `main` of a recipe would, and read its data: the first rows, or all where that takes seconds.
 
     Returns:
         The plan's lines, or the mesh alone if the model is not on this machine; and what could not be checked because
@@ -22,7 +25,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     Raises:
         UserError: what `build_model`, `plan_parallel` or the data would refuse.
     """
-    lines, unchecked = [str(sizes)], []
+    lines, unchecked, model = [str(sizes)], [], None
     try:
         load_hf_config(config.model, local_files_only=True)
     except UserError:
@@ -30,5 +33,33 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             raise
         unchecked.append("model")
     else:
-        lines = plan_parallel(build_model(config.model, local_files_only=True), config, sizes).describe()
-    return lines, [*unchecked, *check_first_rows(config)]
+        model, is_replaced = _build_model(config.model)
+        if is_replaced:
+            unchecked.append(f"model.attention {config.model.attention!r}")
+        lines = plan_parallel(model, config, sizes).describe()
+    data, train = config.data, config.train
+    accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
+    lines.append(
+        f"a step: {train.global_batch_size} rows of {data.seq_len:,} tokens, in {accumulation} micro-batches of "
+        f"{train.micro_batch_size} on each of {sizes.dp} data-parallel ranks"
+    )
+    if data.format != "synthetic" and data.path is None and not data.sources:
+        return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
+    missing = check_first_rows(config)
+    if not missing:
+        lines += count_steps(config, model=model)
+    return lines, [*unchecked, *missing]
+
+
+def _build_model(section: ModelConfig) -> tuple[PreTrainedModel, bool]:
+    """The model on meta, and whether a flash attention that this machine lacks had to be left out of it."""
+    try:
+        return build_model(section, local_files_only=True), False
+    except UserError:
+        name = section.attention
+        if not name.startswith("flash_attention") or name not in AttentionInterface().valid_keys():
+            raise
+        model = build_model(section.model_copy(update={"attention": "eager"}), local_files_only=True)
+        if not model._supports_flash_attn:
+            raise
+        return model, True

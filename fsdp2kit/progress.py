@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +31,16 @@ class Progress:
     """The step that it was measured after."""
     stale_evaluations: int = 0
     """Evaluations since then."""
+    nonfinite_steps: int = 0
+    """The last so many steps had a loss or gradient that was not finite, and were skipped."""
 
-    def after_step(self, tokens: int, input_tokens: int) -> Progress:
+    def after_step(self, tokens: int, input_tokens: int, *, is_finite: bool = True) -> Progress:
         """The progress when one more global batch, of so many tokens, is done."""
         total, input_total = self.tokens_total + tokens, self.input_tokens_total + input_tokens
-        return replace(self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total)
+        nonfinite = 0 if is_finite else self.nonfinite_steps + 1
+        return replace(
+            self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total, nonfinite_steps=nonfinite
+        )
 
     def after_evaluation(self, eval_loss: float, *, min_delta: float) -> Progress:
         """The progress with an evaluation's loss: the best so far, or one more that was not.
@@ -42,7 +48,8 @@ class Progress:
         Args:
             min_delta: by how much a loss must be lower to be better.
         """
-        if self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta:
+        is_better = self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta
+        if is_better and math.isfinite(eval_loss):
             return replace(self, best_eval_loss=eval_loss, best_step=self.step, stale_evaluations=0)
         return replace(self, stale_evaluations=self.stale_evaluations + 1)
 

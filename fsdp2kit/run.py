@@ -80,10 +80,16 @@ def load(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfi
         raise UserError(f"{path}: recipe", "is required", 'add e.g. recipe = "sft" at the top of the TOML')
     recipe_path = find_recipe(name, toml=path)
     recipe = load_recipe(recipe_path)
-    config = load_config(recipe.Config, values, source=path, overrides=overrides)
+    config = load_config(recipe.Config, values, source=path, overrides=overrides, say=_say)
     if name.endswith(".py"):  # the resolved config must find it from the run directory, too
         config = config.model_copy(update={"recipe": str(recipe_path.resolve())})
     return recipe, config
+
+
+def _say(line: str) -> None:
+    """Print a line once a job; to stderr, since tools print results."""
+    if distributed.is_main_process():
+        print(line, file=sys.stderr)
 
 
 def find_toml(name: str) -> Path:
@@ -92,7 +98,7 @@ def find_toml(name: str) -> Path:
     Raises:
         UserError: there is neither.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     bundled = bundled_folder("toml") / path.name
     if path.is_file():
         return path
@@ -109,7 +115,7 @@ def find_recipe(name: str, *, toml: Path) -> Path:
         UserError: there is none of that name.
     """
     if name.endswith(".py"):
-        candidates = [toml.resolve().parent / name, Path(name)]
+        candidates = [toml.resolve().parent / Path(name).expanduser(), Path(name)]
     else:
         candidates = [Path("recipes") / f"{name}.py", bundled_folder("recipes") / f"{name}.py"]
     for candidate in candidates:

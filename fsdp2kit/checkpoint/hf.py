@@ -131,8 +131,14 @@ def dcp_to_hf(
                 publish_export(plan)
 
 
-def ensure_export(checkpoint: Path, group: dist.ProcessGroup | None = None, *, out: Path, dtype: str) -> bool:
-    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective."""
+def ensure_export(
+    checkpoint: Path, group: dist.ProcessGroup | None = None, *, out: Path, dtype: str, check: bool = False
+) -> bool:
+    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
+
+    Args:
+        check: as `dcp_to_hf`'s; needless for a checkpoint that was just written, or checked to resume from it.
+    """
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
     if distributed.rank() == 0:
@@ -141,8 +147,7 @@ def ensure_export(checkpoint: Path, group: dist.ProcessGroup | None = None, *, o
             stale = not all((out / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
-        # A run has just written this checkpoint, or checked it before it resumed from it.
-        dcp_to_hf(checkpoint, out, dtype=dtype, group=group, check=False)
+        dcp_to_hf(checkpoint, out, dtype=dtype, group=group, check=check)
     return stale
 
 

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Tensor]]
 
+_LATER = {"nonfinite_steps"}  # of `Progress`: not in checkpoints of earlier versions
+
 
 class CheckpointManager:
     """Saves, resolves, restores and exports the checkpoints of ``checkpoint.dir``, by default ``run_dir/checkpoints``.
@@ -84,6 +86,7 @@ class CheckpointManager:
         self.section, self.identity, self.environment = section, identity, environment or {}
         self.write_assets = write_assets
         self.export_dtype = section.export_dtype or export_dtype
+        self.exported: Path | None = None  # what this process has last made, or found to be, the export
         self._settings = run_dir / "config.toml"  # kept with each checkpoint
         # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
         self._reached = 0
@@ -119,14 +122,16 @@ class CheckpointManager:
                 raise
             logger.warning("%s", failure)  # what ended the run is the one to be raised
 
-    def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress, *, is_exported: bool = False) -> Path:
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, progress: Progress, *, exported: Path | None = None
+    ) -> Path:
         """Write and publish the checkpoint of ``progress.step``, and throw away those that are not kept. Collective.
 
         With ``checkpoint.async_save`` it returns before that: the next `save`, or `finish`, waits for it, and
         `wait_until_staged` must be called before parameters or optimizer state change.
 
         Args:
-            is_exported: also make it the run's Hugging Face directory.
+            exported: a checkpoint, this one or an earlier one, to make the run's Hugging Face directory afterwards.
 
         Raises:
             RunFailure: this one, or an asynchronous one before it, could not be written; on every rank, with the
@@ -134,7 +139,7 @@ class CheckpointManager:
         """
         self.finish_save()
         tensors = self.stage(model, optimizer)
-        carry_out = partial(self._carry_out, progress=progress, tied=tied_names(model), is_exported=is_exported)
+        carry_out = partial(self._carry_out, progress=progress, tied=tied_names(model), exported=exported)
         if self._stager is None:
             carry_out(tensors)
         else:
@@ -248,11 +253,17 @@ class CheckpointManager:
             self._reached = manifest.step
         return progress
 
-    def export(self, checkpoint: Path) -> None:
-        """Make a checkpoint the run's Hugging Face directory, unless it is that already. Collective."""
-        ensure_export(checkpoint, self._group, out=self.out, dtype=self.export_dtype or "float32")
+    def export(self, checkpoint: Path, *, check: bool = False) -> None:
+        """Make a checkpoint the run's Hugging Face directory, unless it is that already. Collective.
 
-    def _carry_out(self, tensors: Tensors, *, progress: Progress, tied: dict[str, str], is_exported: bool) -> None:
+        Args:
+            check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
+        """
+        dtype = self.export_dtype or "float32"
+        ensure_export(checkpoint, self._group, out=self.out, dtype=dtype, check=check)
+        self.exported = checkpoint
+
+    def _carry_out(self, tensors: Tensors, *, progress: Progress, tied: dict[str, str], exported: Path | None) -> None:
         """Write and publish a checkpoint, throw away what is not kept, and export it if that was asked for.
 
         Raises:
@@ -269,8 +280,8 @@ class CheckpointManager:
                 self.store.abandon(progress.step)
             message = f"{path}: the checkpoint was not saved: {first_failure(error)}{space}"
             raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
-        if is_exported:
-            self.export(path)
+        if exported is not None:
+            self.export(exported, check=exported != path)
 
     def write(self, tensors: Tensors, step: int) -> None:
         """Write tensors, synced, to the step's temporary directory; every rank its own file."""
@@ -337,7 +348,7 @@ def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str
 
 def _read_progress(path: Path, manifest: Manifest) -> Progress:
     known = {field.name for field in fields(Progress)}
-    if differing := sorted(known ^ manifest.progress.keys()):
+    if differing := sorted((known ^ manifest.progress.keys()) - _LATER):
         what = f"records another kind of progress: {', '.join(differing)} is not in both"
         raise UserError(str(path), what, "use the fsdp2kit that it was written by")
     return Progress(**manifest.progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import config_digest, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
 from fsdp2kit.model.weights import initialize, load_pretrained
@@ -127,19 +129,61 @@ class Checkpoints:
             progress: with wandb's id and the state of the data, if there are any.
             is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
         """
-        return self.manager.save(self.model, self.optimizer, progress, is_exported=self._is_exported(is_over))
+        exported = self._to_export(progress, self.manager.store.path(progress.step), is_over=is_over)
+        return self.manager.save(self.model, self.optimizer, progress, exported=exported)
 
-    def export_resumed(self, *, is_over: bool) -> None:
-        """Export the checkpoint that was resumed from, where that is due and was not done.
+    def export_resumed(self, progress: Progress, *, is_over: bool) -> None:
+        """Export what is due of a run that was resumed, where that was not done.
 
         A run that was killed between a checkpoint and its export, or that now asks for another dtype, is put right so.
-        """
-        if self.resumed and self._is_exported(is_over):
-            self.manager.export(self.resumed)
 
-    def _is_exported(self, is_over: bool) -> bool:
+        Args:
+            progress: as `start` returned it.
+        """
+        if self.resumed and (exported := self._to_export(progress, self.resumed, is_over=is_over)):
+            self.manager.export(exported, check=exported != self.resumed)
+
+    def describe_export(self, progress: Progress) -> str | None:
+        """Which step the export is of, once `finish_save` has returned; None where nothing was exported.
+
+        Args:
+            progress: that of the newest checkpoint.
+        """
+        if self.manager.exported is None:
+            return None
+        best, line = progress.best_step, f"{self.manager.out} is the model of step {progress.step}, the last"
+        if best is None:
+            return line
+        measured = f"step {best}, the best (eval_loss {progress.best_eval_loss:.6g})"
+        if self.manager.exported.name == self.manager.store.path(best).name:
+            return f"{self.manager.out} is the model of {measured}"
+        return f"{line}; no checkpoint was kept of {measured}" if self.exports_best else f"{line}, and not {measured}"
+
+    @property
+    def exports_best(self) -> bool:
+        """``checkpoint.export``, or its default."""
+        which = self.config.checkpoint.export
+        return self.config.eval.keeps_best if which is None else which == "best"
+
+    def _to_export(self, progress: Progress, newest: Path, *, is_over: bool) -> Path | None:
+        """The checkpoint to export when the newest is there; None if none is due. Collective."""
         when = self.config.checkpoint.export_hf
-        return when == "every" or (when == "final" and is_over)
+        if when == "never" or (when == "final" and not is_over):
+            return None
+        if not self.exports_best or progress.best_step in (None, progress.step):
+            return newest
+        # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+        found = gather_objects(self._find_best(progress) if rank() == 0 else None)[0]
+        return found or newest
+
+    def _find_best(self, progress: Progress) -> Path | None:
+        """The checkpoint of this very history's best step, here or beside the one that was resumed from."""
+        path = self.manager.store.path(progress.best_step or 0)
+        for candidate in (path, self.resumed.parent / path.name) if self.resumed else (path,):
+            with contextlib.suppress(UserError):  # it is not there, or not whole
+                if read_manifest(candidate).progress.get("best_eval_loss") == progress.best_eval_loss:
+                    return candidate
+        return None
 
 
 def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:

@@ -253,14 +253,14 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def to_path(text: str) -> Path:
-    """A path, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+    """A path, ``~`` expanded, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
 
     Raises:
         UserError: fsspec does not know the URL's scheme, or its package is not installed.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return Path(text)
+        return Path(text).expanduser()
     if scheme in ("file", "local"):
         return Path(rest)
     try:

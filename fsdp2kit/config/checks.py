@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from dataclasses import dataclass
 
-from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, OptimizerConfig, TrainingConfig
+from fsdp2kit.config.schema import (
+    DataConfig,
+    FSDPConfig,
+    LRScheduleConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
@@ -98,6 +107,28 @@ def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: i
     return accumulation
 
 
+def resolve_warmup(section: LRScheduleConfig, total_steps: int) -> int:
+    """Steps of the warm-up of a run of ``total_steps``, of which the schedule has at least one left.
+
+    Raises:
+        UserError: it does not fit, or is given twice; the message names both lengths.
+    """
+    steps, ratio = section.warmup_steps, section.warmup_ratio
+    if steps and ratio:
+        what = f"{steps} beside lr_schedule.warmup_ratio = {ratio}"
+        raise UserError("lr_schedule.warmup_steps", what, "leave one of them out")
+    if ratio:
+        return min(math.ceil(ratio * total_steps), max(0, total_steps - 1))
+    if steps >= total_steps > 0:
+        what = f"{steps}, but the whole run has {total_steps} steps, so the rate would never be lr"
+        todo = "use fewer, or a share of the run: lr_schedule.warmup_ratio = 0.03"
+        raise UserError("lr_schedule.warmup_steps", what, todo)
+    if section.name == "wsd" and total_steps and steps + (section.decay_steps or 0) > total_steps:
+        what = f"{section.decay_steps} after {steps} steps of warm-up, but the whole run has {total_steps} steps"
+        raise UserError("lr_schedule.decay_steps", what, "make one of them shorter")
+    return steps
+
+
 def check_config(config: TrainingConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
     """All cross-field checks of a training config.
 
@@ -110,6 +141,10 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     if (train.steps is None) == (train.epochs is None):
         what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
         raise UserError("train", what, "give exactly one of train.steps and train.epochs")
+    if train.max_nonfinite != TrainConfig().max_nonfinite and train.on_nonfinite == "stop":
+        what = f"{train.max_nonfinite} with train.on_nonfinite = 'stop', which stops at the first"
+        raise UserError("train.max_nonfinite", what, "leave it out, or set train.on_nonfinite = 'skip'")
+    resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
     check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
@@ -265,3 +300,5 @@ def _check_evaluation(config: TrainingConfig) -> None:
     for name in ("patience", "keep_best", "prompts"):
         if getattr(evaluation, name) and not evaluation.every:
             raise UserError(f"eval.{name}", "without evaluations", "set eval.every")
+    if config.checkpoint.export == "best" and not evaluation.keeps_best:
+        raise UserError("checkpoint.export", "'best', but no best checkpoint is kept", "set eval.keep_best = true")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -31,6 +31,12 @@ REMOVED = {
     ),
     "float8.all_gather": (False, "leave it out; weights are gathered in fsdp.param_dtype"),
 }
+# Of two such keys one is given: an override of one takes the other out of the TOML.
+ALTERNATIVES = (
+    ("train.steps", "train.epochs"),
+    ("lr_schedule.warmup_steps", "lr_schedule.warmup_ratio"),
+    ("data.path", "data.sources"),
+)
 REMOVED_OPTIMIZERS = {"adamw_4bit": "use 'adamw_8bit' or 'adamw_bf16'"}
 
 
@@ -51,7 +57,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def load_config(
-    schema: type[ConfigT], values: Mapping[str, Any], *, source: Path, overrides: Sequence[str] = ()
+    schema: type[ConfigT],
+    values: Mapping[str, Any],
+    *,
+    source: Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], object] = lambda line: None,
 ) -> ConfigT:
     """Validate a TOML's values, with overrides on top, against a recipe's config class.
 
@@ -59,16 +70,19 @@ def load_config(
         schema: the recipe's ``Config``.
         values: what `read_toml` returned.
         source: the TOML's path: it is named in errors, and input paths in ``values`` are relative to it.
-        overrides: ``section.key=value`` strings; the value is TOML, a bare word is a string. Input paths in them are
-            relative to the working directory.
+        overrides: ``section.key=value`` strings; the value is TOML, a bare word is a string, ``none`` takes the key
+            out of the TOML (where "none" is not a value of its own). Input paths in them are relative to the working
+            directory.
+        say: called with a line for each key of the TOML that an override of its alternative took out.
 
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
     merged = copy.deepcopy(dict(values))
-    for override in overrides:
-        _apply_override(merged, override)
     known = _known_keys(schema)
+    for override in overrides:
+        _apply_override(merged, override, known)
+    _drop_alternatives(merged, source, overrides, say)
     _drop_removed(known, merged, source, overrides)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
@@ -97,14 +111,55 @@ def parse_override(override: str) -> tuple[list[str], Any]:
         return path, text.strip()
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str, known: _Known) -> None:
     path, value = parse_override(override)
+    if _is_unset(override, path, known):
+        _take_out(values, path)
+        return
     target = values
     for part in path[:-1]:
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
             raise UserError(f"override {override!r}", f"{part} is a value, not a section", "name an existing section")
     target[path[-1]] = _from_command_line(value)
+
+
+def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
+    """Whether an override is a bare ``none`` (or null) for a known key of which "none" is no value."""
+    word, key = override.partition("=")[2].strip().lower(), _known_key(path, known)
+    if word not in ("none", "null") or key is None:  # an unknown key is refused later
+        return False
+    field = known[key]
+    return field is None or "none" not in _literals(field.annotation)
+
+
+def _take_out(values: dict[str, Any], path: Sequence[str]) -> Any:
+    """Delete a key, in place, and return its value; None where there is none."""
+    section: Any = values
+    for part in path[:-1]:
+        section = section.get(part) if isinstance(section, dict) else None
+    return section.pop(path[-1], None) if isinstance(section, dict) else None
+
+
+def _drop_alternatives(
+    values: dict[str, Any], source: Path, overrides: Sequence[str], say: Callable[[str], object]
+) -> None:
+    """Take out, in place, what the TOML gives instead of a key that only an override gives."""
+    given = {key.strip(): text.strip() for key, _, text in (override.partition("=") for override in overrides)}
+    for pair in ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if key in given and other not in given and given[key].lower() not in ("none", "null"):
+                replaced = _take_out(values, other.split("."))
+                if replaced:
+                    what = f"{len(replaced)} entries" if isinstance(replaced, list) else replaced
+                    say(f"override {key}={given[key]} takes the place of {other} = {what} of {source}")
+
+
+def _literals(annotation: Any) -> set[Any]:
+    """The values of all `Literal` in a type."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {value for part in get_args(annotation) for value in _literals(part)}
 
 
 def _from_command_line(value: Any) -> Any:
@@ -179,6 +234,19 @@ def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[
             location.append(part)
             key.append(match or part)
     return location, key
+
+
+def _known_key(path: Sequence[str], known: _Known) -> str | None:
+    """The known key that a dotted path names, with `_ANY` for names that the user chooses; None if it is unknown."""
+    key: list[str] = []
+    for part in path:
+        match = next((one for one in (part, _ANY) if ".".join([*key, one]) in known), None)
+        if match is None:
+            inside = ".".join(key)
+            is_free = key[-1:] == [_ANY] and not any(one.startswith(f"{inside}.") for one in known)
+            return inside if is_free else None
+        key.append(match)
+    return ".".join(key)
 
 
 def _nearest(location: Sequence[str], key: Sequence[str], known: _Known) -> str:

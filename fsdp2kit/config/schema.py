@@ -8,23 +8,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from fsdp2kit.config.section import InputPath as InputPath
 from fsdp2kit.config.section import LocalPath as LocalPath
+from fsdp2kit.config.section import OutputPath as OutputPath
 from fsdp2kit.config.section import Section as Section
 
 DataFormat = Literal["chat", "prompt_completion", "text", "tokens", "preference", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
+
+
+def _refuse_float16(value: object) -> object:
+    if value == "float16":
+        what = "its gradients need a loss scaler, and there is none: use 'bfloat16', or 'float32'"
+        raise PydanticCustomError("float16", what)
+    return value
+
+
+TrainingDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_float16)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
+_DURATION = r"^[0-9]+(\.[0-9]+)?[smh]$"
 
 
 class RunConfig(Section):
     """Where the run is kept, how it starts and when it stops."""
 
-    dir: str = Field(default="runs/default", min_length=1)
+    dir: OutputPath = "runs/default"
     """Run directory, relative to the working directory: config, metrics, checkpoints, export."""
     seed: NonNegativeInt = 0
     """Seed of the random initialisation, of the data order and of any dropout."""
@@ -94,16 +107,16 @@ class FSDPConfig(Section):
     ignored_modules: list[str] = []
     """Name patterns of modules that stay whole on every rank, stored, saved and exported in `param_dtype`. They must
     be frozen (`model.freeze`): nothing reduces their gradients."""
-    param_dtype: DType = "bfloat16"
+    param_dtype: TrainingDType = "bfloat16"
     """Dtype of the gathered parameters, and so of the computation."""
-    class_dtypes: dict[str, DType] = {}
+    class_dtypes: dict[str, TrainingDType] = {}
     """Modules that compute in another dtype, by class name, e.g. `{ LlamaRMSNorm = "float32" }`. Each is a unit of its
     own, whose output is cast back to `param_dtype`."""
-    reduce_dtype: DType = "float32"
+    reduce_dtype: TrainingDType = "float32"
     """Dtype in which gradients are accumulated and reduced."""
-    output_dtype: DType | None = None
+    output_dtype: TrainingDType | None = None
     """Cast each unit's floating-point outputs to this dtype. Default: do not cast."""
-    storage_dtype: Literal["float32", "bfloat16"] = "float32"
+    storage_dtype: TrainingDType = "float32"
     """Dtype of the shards that the optimizer updates, and of its state. "bfloat16" halves both and loses updates
     smaller than 1/512 of a parameter, except with optimizer.name = "adamw_bf16"."""
     offload: Literal["none", "params", "optimizer"] = "none"
@@ -286,12 +299,18 @@ class EvalConfig(Section):
     """Stop after this many evaluations in a row without a lower eval_loss. Default: train to the end."""
     min_delta: NonNegativeFloat = 0.0
     """How much lower than the best so far eval_loss must be to count as lower."""
-    keep_best: bool = False
-    """Write a checkpoint whenever eval_loss is the lowest so far, and keep it besides the newest ones."""
+    keep_best: bool | None = None
+    """Write a checkpoint whenever eval_loss is the lowest so far, and keep it besides the newest ones; the end exports
+    it (`checkpoint.export`). Default: with `patience`."""
     prompts: list[str] = []
     """User messages that the model answers after each evaluation, into `samples.jsonl` and wandb."""
     max_new_tokens: PositiveInt = 64
     """Most tokens of such an answer. Each takes a forward pass without a cache."""
+
+    @property
+    def keeps_best(self) -> bool:
+        """`keep_best`, or its default."""
+        return self.patience is not None if self.keep_best is None else self.keep_best
 
 
 class TrainConfig(Section):
@@ -311,6 +330,8 @@ class TrainConfig(Section):
     """Log every n steps. The loss is that of the logged step; speeds are averages over the n."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop, naming step and rank, or skip that optimizer step."""
+    max_nonfinite: PositiveInt = 5
+    """on_nonfinite = "skip" only: stop at this many such steps in a row."""
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of a whole run."""
@@ -342,9 +363,11 @@ class LRScheduleConfig(Section):
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warm-up: constant, linear to 0, half a cosine, or warm-up-stable-decay."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up; the first step has lr = 0 / warmup_steps."""
+    """Steps of linear warm-up, fewer than the run has; the first step has lr = 0 / warmup_steps."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The warm-up as a share of the run's steps, instead of `warmup_steps`."""
     decay_steps: PositiveInt | None = None
-    """wsd only: steps of the final decay. Default: a tenth of the run."""
+    """wsd only: steps of the final decay. Default: a tenth of the run, or what the warm-up leaves of it."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate ÷ peak (cosine and wsd)."""
 
@@ -352,11 +375,11 @@ class LRScheduleConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints and the Hugging Face export."""
 
-    dir: str | None = None
+    dir: OutputPath | None = None
     """Where checkpoints are kept: a directory that all nodes share, relative to the working directory, or an fsspec
     URL (`s3://bucket/run`, `gs://…`) to which only one run at a time may save. Default: `checkpoints` in `run.dir`."""
-    every: NonNegativeInt = 0
-    """Write a checkpoint every n steps; 0 writes one at the end only."""
+    every: NonNegativeInt | Annotated[str, Field(pattern=_DURATION)] = "30m"
+    """Write a checkpoint every n steps, or after a time ("30m", "2h", "90s"); 0: at the end only."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0
@@ -366,11 +389,26 @@ class CheckpointConfig(Section):
     while training continues. A save that fails stops the run at its next step."""
     export_hf: Literal["final", "every", "never"] = "final"
     """Write a Hugging Face directory at the end, with every checkpoint, or never."""
-    export_dir: str | None = None
+    export: Literal["best", "last"] | None = None
+    """Which checkpoint that is: the one with the lowest eval_loss so far, or the newest. Default: "best" with
+    `eval.keep_best`, else "last"."""
+    export_dir: OutputPath | None = None
     """Where the export goes: a directory, relative to the working directory, or an fsspec URL (`s3://bucket/model`).
     Default: `hf` in `run.dir`."""
     export_dtype: DType | None = None
     """Dtype of the export. Default: the source model's; for a model from a config, float32."""
+
+    @property
+    def every_steps(self) -> int:
+        """Steps between checkpoints; 0 where `every` is a time, or asks for none."""
+        return self.every if isinstance(self.every, int) else 0
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds between checkpoints; None where `every` counts steps."""
+        if isinstance(self.every, int):
+            return None
+        return float(self.every[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.every[-1]]
 
 
 class PreflightConfig(Section):

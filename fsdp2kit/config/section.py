@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
@@ -21,12 +22,22 @@ def may_be_hub_id(text: str) -> bool:
     return bool(_HUB_ID.fullmatch(text)) and not _FILE_SUFFIX.search(text)
 
 
+def expand_home(value: Any) -> Any:
+    """A text with the home directory in the place of a ``~`` or ``~user`` that it begins with, if there is one."""
+    if isinstance(value, str) and value.startswith("~"):
+        with contextlib.suppress(RuntimeError):  # no such user
+            return type(value)(Path(value).expanduser())
+    return value
+
+
 def _absolute(value: object, info: ValidationInfo) -> object:
-    """A path as it stands in a TOML, made absolute; URLs stay, and without a context (in Python) everything does."""
+    """A path as it stands in a TOML, made absolute; URLs stay, and without a context (in Python) so does what is
+    relative."""
+    value = expand_home(value)
     if not isinstance(value, str) or not value or not info.context or "://" in value:
         return value
     base = Path.cwd() if isinstance(value, OverrideText) else info.context["base"]
-    candidate = base / Path(value).expanduser()
+    candidate = base / value
     # Joined textually where nothing is there: a glob or a missing file must stay readable in the error message.
     return str(candidate.resolve() if candidate.exists() else candidate)
 
@@ -42,6 +53,8 @@ InputPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_hub
 """A path relative to the TOML that it is written in, or a hub id."""
 LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute)]
 """A path relative to the TOML that it is written in."""
+OutputPath = Annotated[str, Field(min_length=1), BeforeValidator(expand_home)]
+"""A path that is written to, relative to the working directory, or an fsspec URL."""
 
 
 class Section(BaseModel):

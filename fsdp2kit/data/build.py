@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.documents import Document, build_documents, require_tokenizer
 from fsdp2kit.data.formats import encode_preferences, encode_rows, row_format
@@ -20,7 +21,7 @@ from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source, is_url
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows
-from fsdp2kit.data.tokens import cache_key, iterate_blocks, start_workers
+from fsdp2kit.data.tokens import cache_key, is_tokenised, iterate_blocks, start_workers
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_CHECKED = 8
+_BYTES_COUNTED = 4 << 20  # tokenised in about three seconds
+_BYTES_DIGESTED = 1 << 30  # read in about as many
 
 
 class Prefetch:
@@ -145,7 +148,7 @@ def build_data(
     Every rank calls this, and one on each machine fills the cache of tokens. A stream is only opened.
 
     Args:
-        config: a recipe's config: its ``data``, ``eval``, ``train`` and ``run`` are read.
+        config: a recipe's config: its ``data``, ``eval``, ``train``, ``lr_schedule`` and ``run`` are read.
         model: the Hugging Face model; its vocabulary must hold every token.
         mesh: its ``dp_rank`` and ``sizes.dp`` say which rows are this rank's. None is a run of one rank.
         vocab_size: where there is no model. Default: the tokenizer's.
@@ -185,6 +188,8 @@ def build_data(
             # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
             held_out[one.name] = build([read(one.section, key=one.key, seed=seed + 1)], shuffle=False)
     total_steps = train.total_steps(loader.steps_per_epoch)
+    if train.steps is None:
+        resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
     return Data(loader, fingerprint, held_out, total_steps, section.prefetch)
 
 
@@ -225,6 +230,35 @@ def check_first_rows(config: Any) -> list[str]:
             encode = encode_preferences if section.format == "preference" else encode_rows
             encode(rows, row_format(section), tokenizer)
     return unchecked
+
+
+def count_steps(config: Any, *, model: Any = None) -> list[str]:
+    """What the start says of the data and its steps, where all of it is on this machine and told in seconds.
+
+    That is: synthetic, or tokenised before, or little enough to be tokenised now, which fills the cache.
+
+    Args:
+        model: as `build_data`'s.
+
+    Raises:
+        UserError: as `build_data` does.
+    """
+    if config.data.streaming:
+        return []
+    sets, tokenizer = [], None
+    if config.data.format != "synthetic":
+        tokenizer = build_tokenizer(config.model, local_files_only=True)
+        evaluates = config.eval.every > 0 or config.train.steps == 0
+        sets = [*_training_sets(config.data), *(_held_out_sets(config) if evaluates else [])]
+    bytes_left = _BYTES_COUNTED
+    for section, key, _ in sets:
+        source = find_source(section.path, split=section.split, key=key)
+        size = sum(Path(file).stat().st_size * (1 if source.is_text else 4) for file in source.files)
+        if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, row_format(section), tokenizer)):
+            return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
+        bytes_left -= min(size, bytes_left)
+    data = build_data(config, tokenizer=tokenizer, model=model)
+    return [*data.describe(), f"train: {data.total_steps:,} steps"]
 
 
 def _training_sets(data: DataConfig) -> list[RowSet]:

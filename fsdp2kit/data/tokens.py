@@ -81,13 +81,9 @@ def tokenise(
     Raises:
         UserError: the data cannot be read, or a row does not have the columns and types of its format.
     """
-    import datasets
-
-    content = source.digest() or hub_content(source)
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit"
-    file = folder / f"{cache_key(content, how, tokenizer)}.arrow"
+    file = _cache_file(source.digest() or hub_content(source), how, tokenizer)
     if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         # Moved there when it is whole: another process sees all of it or nothing.
         beside = file.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -98,6 +94,18 @@ def tokenise(
         finally:
             beside.unlink(missing_ok=True)
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+
+
+def is_tokenised(source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the cache has the tokens of files on this machine."""
+    content = source.digest()
+    return content is not None and _cache_file(content, how, tokenizer).is_file()
+
+
+def _cache_file(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Path:
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / f"{cache_key(content, how, tokenizer)}.arrow"
 
 
 def iterate_blocks(

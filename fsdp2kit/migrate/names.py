@@ -108,7 +108,7 @@ NAMES = {
     "lr_schedule.min_lr_ratio": "min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
     "lr_schedule.warmup_steps": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup "
     "lr_scheduler.num_warmup_steps",
-    "warm-up ratio": "warmup_ratio warmup_fraction warmup_proportion",
+    "lr_schedule.warmup_ratio": "warmup_ratio warmup_fraction warmup_proportion",
     "lr_schedule.name": "lr_scheduler_type lr_scheduler lr_schedule scheduler scheduler_type scheduler.name "
     "lr_scheduler.name lr_scheduler._component_",
     "eval.path": "eval_file eval_path eval_data eval_data_path eval_dataset validation_file val_file val_data "

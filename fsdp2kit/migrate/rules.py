@@ -147,11 +147,12 @@ def set_units(draft: Draft) -> None:
 _FLOAT16, _FLOAT8 = "float16 fp16 half 16 16_mixed amp_fp16", "fp8 float8"
 _DTYPES = {"float32 fp32 float 32 32_true": "float32", "bfloat16 bf16 bf16_mixed amp_bf16": "bfloat16"}
 _NO_SCALER = "fp16 needs a gradient scaler, which is not offered; bfloat16 was written"
-as_dtype = one_of({**_DTYPES, _FLOAT16: "float16"})
+_HALF = {_FLOAT16: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER)}
+as_dtype = one_of({**_DTYPES, **_HALF})
 _as_compute_dtype = one_of(
     {
         **_DTYPES,
-        _FLOAT16: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER),
+        **_HALF,
         _FLOAT8: Told("bfloat16", "see docs/float8.md", "see docs/float8.md; bfloat16 was written"),
     }
 )
@@ -303,20 +304,16 @@ def set_floor(draft: Draft) -> None:
 
 
 def set_warmup(draft: Draft) -> None:
-    """``lr_schedule.warmup_steps``; of a ratio where the run's length is known."""
-    key, steps = "lr_schedule.warmup_steps", draft.get("train.steps")
-    warmup, ratio = draft.take(key), draft.take("warm-up ratio")
-    unknown = "set lr_schedule.warmup_steps; how many steps an epoch has is not known"
+    """``lr_schedule.warmup_steps`` or ``warmup_ratio``."""
+    key, share_key, steps = "lr_schedule.warmup_steps", "lr_schedule.warmup_ratio", draft.get("train.steps")
+    warmup, ratio = draft.take(key), draft.take(share_key)
     if warmup is not None and as_float(warmup) >= 1:
         draft.was(key, as_int(warmup), warmup)
     elif (share := ratio or warmup) is not None:
-        number = math.ceil(as_float(share) * steps) if steps else 0
-        note, warning = (f"of {steps} steps", "") if steps else ("", unknown if as_float(share) else "")
-        draft.was(key, Told(number, note, warning), share)
+        draft.was(share_key, as_float(share), share)
     elif draft.program == "axolotl":
-        draft.fill(key, min(int(0.03 * steps), 100) if steps else 0, "axolotl takes 3 % of the steps, at most 100")
-        if not steps:
-            draft.warnings.append(f"axolotl warms up over 3 % of the steps, at most 100: {unknown}")
+        why = "axolotl takes 3 % of the steps, at most 100"
+        draft.fill(*((key, min(int(0.03 * steps), 100), why) if steps else (share_key, 0.03, why)))
 
 
 def set_evaluation(draft: Draft) -> None:
@@ -345,8 +342,8 @@ def set_evaluation(draft: Draft) -> None:
 
 def set_checkpoints(draft: Draft) -> None:
     """``checkpoint.every``, in steps."""
-    every = draft.take("checkpoint.every", "the run writes one checkpoint, at its end")
-    when = draft.take("save strategy", "checkpoint.every says when, in steps; 0: at the end")
+    every = draft.take("checkpoint.every", "a checkpoint is written every 30 minutes, and at the end")
+    when = draft.take("save strategy", "checkpoint.every says when, in steps or as a time; 0: at the end")
     if every is not None and not (when and when.word in ("no", "epoch")) and as_int(every) >= 0:
         draft.was("checkpoint.every", as_int(every), every)
 

@@ -135,6 +135,29 @@ def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> 
         raise UserError("data.seq_len", what, f"use at most {limit}")
 
 
+def beyond_positions(config: PretrainedConfig, *, seq_len: int) -> str | None:
+    """What to say of rows longer than the positions that a model was made for; None for shorter ones.
+
+    Scaled RoPE counts: ``max_position_embeddings`` of some configs is the length before it, of others the one after.
+    Where kinds of layers have a RoPE each, the shortest counts.
+    """
+    config = config.get_text_config()
+    positions, given = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    kinds = [kind for kind in given.values() if isinstance(kind, dict)] or [given]
+    limit = min(
+        max(positions, int((kind.get("original_max_position_embeddings") or positions) * (kind.get("factor") or 1)))
+        for kind in kinds
+    )
+    if seq_len <= limit:
+        return None
+    return (
+        f"data.seq_len {seq_len:,} is beyond the {limit:,} positions that the model was made for, and the others are "
+        "new to it; use a shorter one, or scale its RoPE (model.config.rope_parameters)"
+    )
+
+
 def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
     """Refuse RoPE whose frequencies follow the longest sequence at hand, for rows long enough that they would.
 

@@ -89,9 +89,6 @@ def _check_kernel(
     if wanted == "torch" and not hasattr(F, "linear_cross_entropy"):
         what = f"'torch' with torch {torch.__version__}, which has no linear_cross_entropy"
         todo = "use torch 2.13 or later, or 'chunked'"
-    elif wanted == "torch" and config.fsdp.param_dtype == "float16":
-        what = "'torch' with fsdp.param_dtype = 'float16', in which its sum overflows at 65,504"
-        todo = "use 'chunked', or bfloat16"
     elif config.data.sources:
         what = f"{wanted!r} with data.sources, each of whose losses it cannot tell"
     elif not is_linear:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
 from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
@@ -118,17 +119,20 @@ def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_
     Args:
         total_steps: length of the whole run in optimizer steps.
         step: optimizer steps already taken.
+
+    Raises:
+        UserError: the warm-up does not fit into ``total_steps``.
     """
-    decay = {"num_decay_steps": section.decay_steps or max(1, total_steps // 10), "min_lr_ratio": section.min_lr_ratio}
+    warmup = resolve_warmup(section, total_steps)
+    decay_steps = section.decay_steps or max(1, min(total_steps // 10, total_steps - warmup))
+    decay = {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}
     name, options = {
         "constant": ("constant_with_warmup", {}),
         "linear": ("linear", {}),
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": section.min_lr_ratio}),
         "wsd": ("warmup_stable_decay", decay),
     }[section.name]
-    schedule: Any = get_scheduler(
-        name, optimizer, section.warmup_steps, total_steps, scheduler_specific_kwargs=options
-    )
+    schedule: Any = get_scheduler(name, optimizer, warmup, total_steps, scheduler_specific_kwargs=options)
     schedule.last_epoch = step
     for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = base * factor(step)

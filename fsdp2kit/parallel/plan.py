@@ -27,7 +27,14 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, source_of
 from fsdp2kit.model.flops import ModelFlops, count_model_flops
-from fsdp2kit.model.inspect import Traits, check_attention, check_positions, check_rope, inspect_model
+from fsdp2kit.model.inspect import (
+    Traits,
+    beyond_positions,
+    check_attention,
+    check_positions,
+    check_rope,
+    inspect_model,
+)
 from fsdp2kit.model.liger import check_liger_model
 from fsdp2kit.model.loss_head import LossChoice, choose_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -63,6 +70,8 @@ class ParallelPlan:
     """How many of them are not trained."""
     ignored_parameters: int
     """How many of them every rank keeps whole."""
+    note: str | None
+    """What the user should know of the model with these rows, if anything."""
     model: ModelConfig
     fsdp: FSDPConfig
     activation_checkpointing: ActivationCheckpointingConfig
@@ -71,15 +80,17 @@ class ParallelPlan:
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
         lines = [str(self.sizes), str(self.attention), str(self.loss), *self._describe_sharding()]
-        return [*lines, *(self.float8.describe() if self.float8 else []), str(self.ledger)]
+        lines += self.float8.describe() if self.float8 else []
+        return [*lines, str(self.ledger), *([self.note] if self.note else [])]
 
     def _describe_sharding(self) -> list[str]:
         section = self.fsdp
         counts = Counter(unit.kind if unit.name else "root" for unit in self.units)
         units = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         lines = [
+            f"parameters: {self.parameters:,}",
             f"fsdp: {section.strategy} over {shard_ranks(section, self.sizes)} ranks; units: {units}; "
-            f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward"
+            f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward",
         ]
         if self.frozen_parameters:
             lines.append(f"frozen: {self.frozen_parameters:,} of {self.parameters:,} parameters")
@@ -129,6 +140,7 @@ def plan_parallel(
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             ignored_parameters=sum(p.numel() for p in ignored),
+            note=beyond_positions(model.config, seq_len=config.data.seq_len),
             model=config.model,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
@@ -43,7 +44,8 @@ class Checkpoints(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: Any) -> None: ...
     def save(self, progress: Progress, *, is_over: bool) -> Any: ...
-    def export_resumed(self, *, is_over: bool) -> None: ...
+    def export_resumed(self, progress: Progress, *, is_over: bool) -> None: ...
+    def describe_export(self, progress: Progress) -> str | None: ...
     def wait_until_staged(self) -> None: ...
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
@@ -86,8 +88,8 @@ def train(
         The progress at the end, or where it was asked to stop; it is saved if there are checkpoints.
 
     Raises:
-        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``; a dtype that is not the ledger's; a
-            save that failed; out of memory.
+        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``, or more in a row than
+            ``max_nonfinite``; a dtype that is not the ledger's; a save that failed; out of memory.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     saves = checkpoints or NoCheckpoints()  # pyright: ignore[reportAbstractUsage]
@@ -135,6 +137,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.first = self.saved_at = self.progress.step
+        self.saved_time = time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +145,7 @@ class _Run:
 
     def begin(self) -> None:
         """What comes before the first step."""
-        self.checkpoints.export_resumed(is_over=self.is_over)
+        self.checkpoints.export_resumed(self.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
             self._log({"step": self.progress.step}, evaluates=True)
         elif self.is_over:
@@ -150,12 +153,18 @@ class _Run:
         self.metrics.throughput.restart()
 
     def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
-        """The next global batch; None if any rank was asked to stop. Collective."""
-        failed = self.checkpoints.has_failed()
-        batch = next_batch(self.batches, self.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed)
+        """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
+        seconds, failed = self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
+        # Rank 0's clock is everybody's.
+        is_due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
+        batch = next_batch(
+            self.batches, self.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=is_due
+        )
         if batch.save_failed:
             self.checkpoints.finish_save()
         if not batch.stop:
+            if batch.save_due and self.saved_at != self.progress.step:
+                self._save()
             return batch
         where = stop.reason or "on another rank"
         self.metrics.message(f"asked to stop ({where}) after step {self.progress.step}")
@@ -164,8 +173,9 @@ class _Run:
     def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
         """Count a step; log it, evaluate and save, whatever of these is due. Collective."""
         config, metrics, throughput = self.config, self.metrics, self.metrics.throughput
-        self.progress = self.progress.after_step(batch.supervised_tokens, batch.input_tokens)
-        if not is_finite(record):
+        good = is_finite(record)
+        self.progress = self.progress.after_step(batch.supervised_tokens, batch.input_tokens, is_finite=good)
+        if not good:
             why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
             metrics.message(f"step {self.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
@@ -181,17 +191,27 @@ class _Run:
             line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
             line |= {"tokens_total": self.progress.tokens_total, **throughput.record()}
             self._log(line, evaluates=evaluates)
-        is_best = config.eval.keep_best and self.progress.best_step == step
-        if is_best or is_due(config.checkpoint.every, step):
+        if self.progress.nonfinite_steps >= config.train.max_nonfinite:
+            raise RunFailure(
+                f"step {step}: the loss or gradient of {self.progress.nonfinite_steps} steps in a row was not finite "
+                "(train.max_nonfinite); the last checkpoint is untouched. Lower the learning rate, or look at the data"
+            )
+        is_best = config.eval.keeps_best and self.progress.best_step == step
+        if is_best or is_due(config.checkpoint.every_steps, step):
             self._save()
 
     def end(self) -> None:
         """What comes after the last step."""
         if self.is_over and self.first < self.progress.step < self.total:
-            best = f"{self.progress.best_eval_loss:.4f}) at {self.progress.best_step}"
-            self.metrics.message(f"stopped early: eval_loss was lowest ({best}")
+            loss, best = self.progress.best_eval_loss, self.progress.best_step
+            lowest = "was never finite" if loss is None else f"was lowest ({loss:.4f}) at {best}"
+            self.metrics.message(f"stopped early: eval_loss {lowest}")
         if self.saved_at != self.progress.step:
             self._save()
+        if self.is_over:
+            self.checkpoints.finish_save()
+            if line := self.checkpoints.describe_export(self.progress):
+                self.metrics.message(line)
 
     def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
         if not evaluates or self.evaluate is None:
@@ -207,7 +227,7 @@ class _Run:
         state = self.batches.state(self.progress.step)
         position = replace(self.progress, wandb_id=self.metrics.wandb_id, data=state)
         self.checkpoints.save(position, is_over=self.is_over)
-        self.saved_at = self.progress.step
+        self.saved_at, self.saved_time = self.progress.step, time.monotonic()
         self.metrics.throughput.restart()
 
 

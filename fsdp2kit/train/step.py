@@ -70,18 +70,27 @@ class GlobalBatch:
     """Whether any rank was asked to stop."""
     save_failed: bool
     """Whether a save failed on any rank."""
+    save_due: bool
+    """Whether any rank asked for a checkpoint."""
     seconds: float
     """How long this rank waited for the data."""
 
 
 def next_batch(
-    batches: Batches, index: int, *, mesh: Mesh, stop: bool = False, save_failed: bool = False
+    batches: Batches,
+    index: int,
+    *,
+    mesh: Mesh,
+    stop: bool = False,
+    save_failed: bool = False,
+    save_due: bool = False,
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 
     Args:
         stop: whether this rank was asked to stop.
         save_failed: whether a save failed on this rank.
+        save_due: whether this rank asks for a checkpoint.
 
     Raises:
         UserError: a rank could not read its rows, or the batch has no supervised token.
@@ -99,9 +108,8 @@ def next_batch(
     # A rank whose batch failed sends as many numbers.
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
-    (failed, stops, failed_saves), sums = mesh.sum_over_rows(
-        [float(error is not None), float(stop), float(save_failed)], counts
-    )
+    flags = [error is not None, stop, save_failed, save_due]
+    (failed, *others), sums = mesh.sum_over_rows([float(flag) for flag in flags], counts)
     if failed:
         agree(error)
     supervised, inputs, pairs, capacity, *by_source = sums
@@ -109,7 +117,7 @@ def next_batch(
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     named = dict(zip(batches.source_names, by_source, strict=True))
     return GlobalBatch(
-        micro_batches, supervised, inputs, pairs, capacity, named, bool(stops), bool(failed_saves), seconds
+        micro_batches, supervised, inputs, pairs, capacity, named, *(other > 0 for other in others), seconds=seconds
     )
 
 

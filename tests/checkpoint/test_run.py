@@ -52,16 +52,16 @@ def test_an_export_goes_where_the_section_says(tmp_path: Path) -> None:
 
 def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(tmp_path)
-    checkpoints.export_resumed(is_over=True)  # nothing was resumed from
+    checkpoints.export_resumed(Progress(), is_over=True)  # nothing was resumed from
     for step in (2, 3):
         checkpoints.save(jobs.progress_at(step), is_over=step == 3)
     shutil.rmtree(tmp_path / "hf")
     resumed = checkpoints_of(tmp_path)
     assert resumed.start() == jobs.progress_at(3)
     assert resumed.resumed == tmp_path / "checkpoints" / "step-000003"
-    resumed.export_resumed(is_over=False)
+    resumed.export_resumed(jobs.progress_at(3), is_over=False)
     assert exported_step(tmp_path / "hf") is None
-    resumed.export_resumed(is_over=True)
+    resumed.export_resumed(jobs.progress_at(3), is_over=True)
     assert exported_step(tmp_path / "hf") == 3
 
 

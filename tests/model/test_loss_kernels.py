@@ -204,7 +204,6 @@ def test_the_choice_is_reported(kernel: str, model: dict[str, Any], device: torc
         ("liger", None, {"data": {"sources": [{"path": "/x"}]}}, "data.sources, each of whose losses it cannot tell"),
         pytest.param("torch", CPU, {"model": GEMMA}, "Gemma2ForCausalLM, whose logits are more", marks=needs_torchs),
         pytest.param("torch", CPU, {"data": {"sources": [{"path": "/x"}]}}, "data.sources", marks=needs_torchs),
-        pytest.param("torch", CUDA, {"fsdp": {"param_dtype": "float16"}}, "overflows", marks=needs_torchs),
     ],
 )
 def test_a_kernel_that_cannot_be_had_is_refused(

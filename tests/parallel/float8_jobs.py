@@ -101,7 +101,7 @@ def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps
         write_assets=run.sharded.model.config.save_pretrained,
     )
     with manager:
-        manager.save(run.sharded.model, run.optimizer, progress_at(2), is_exported=True)
+        manager.save(run.sharded.model, run.optimizer, progress_at(2), exported=manager.store.path(2))
     return run.state()
 
 

@@ -101,10 +101,10 @@ def test_checkpointed_layers_run_twice(every: int | None, runs: list[int]) -> No
 
 def test_precision_is_the_sections() -> None:
     model = tiny_model("llama3")
-    section = FSDPConfig(param_dtype="bfloat16", output_dtype="float16", class_dtypes={"LlamaRMSNorm": "float32"})
+    section = FSDPConfig(param_dtype="bfloat16", output_dtype="float32", class_dtypes={"LlamaRMSNorm": "float32"})
     found = {unit.name: (unit.param_dtype, unit.output_dtype) for unit in plan_units(section, model)}
     assert found[""] == found["lm_head"] == ("bfloat16", None), "the loss stays as exact as it was computed"
-    assert found["model.layers.0"] == ("bfloat16", "float16")
-    assert found["model.norm"] == ("float32", "float16")
+    assert found["model.layers.0"] == ("bfloat16", "float32")
+    assert found["model.norm"] == ("float32", "float32")
     found = {unit.name: unit.output_dtype for unit in plan_units(FSDPConfig(class_dtypes=section.class_dtypes), model)}
     assert (found["model.layers.0"], found["model.norm"]) == (None, "bfloat16")
