@@ -193,6 +193,7 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
         return 2
     print(f"ok: {toml} on {world_size} ranks, checked in {time.perf_counter() - started:.1f} s")
     print(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
+    print("weights and memory unchecked: the start reads and takes them")
     return 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp2kit.checkpoint import manager
+from fsdp2kit.data.build import build_data
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
 from tests.reference import tiny_model
@@ -76,20 +83,91 @@ def test_the_best_evaluation_is_remembered_and_patience_ends() -> None:
         assert (progress.best_step, progress.stale_evaluations) == (best, stale)
         assert not progress.is_over(9, patience=2)
     assert progress.after_evaluation(5.0, min_delta=0.1).is_over(9, patience=2)
+    assert Progress().after_evaluation(math.nan, min_delta=0.0).best_step is None, "it would never be beaten"
     assert progress.is_over(4, patience=None)
 
 
 def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
     # Nothing gets lower by so much, so the first evaluation stays the best.
-    options = [held_out, "eval.every=1", "eval.patience=3", "eval.min_delta=5.0", "eval.keep_best=true"]
+    options = [held_out, "eval.every=1", "eval.patience=3", "eval.min_delta=5.0"]
     options += ["checkpoint.every=0"]
     lines = run(pool, toml, tmp_path / "run", 2, *options)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000004"]
-    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert _exported_step(tmp_path / "run") == 1
     assert len(run(pool, toml, tmp_path / "run", 2, *options)) == 4, "nothing is left to train"
+
+
+def _exported_step(directory: Path) -> int | None:
+    record = directory / "hf" / ".fsdp2kit-export.json"
+    return json.loads(record.read_text())["step"] if record.is_file() else None
+
+
+def _killed_before_the_export(toml: str, overrides: Sequence[str]) -> None:
+    """A run whose last checkpoint is written and whose export is not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "ensure_export", partial(_fail, "killed"))
+        with pytest.raises(RuntimeError, match="killed"):
+            _run_recipe(toml, overrides)
+
+
+def _fail(what: str, *_: object, **__: object) -> None:
+    raise RuntimeError(what)
+
+
+def _said(toml: str, overrides: Sequence[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _run_recipe(toml, overrides)
+    return said.getvalue()
+
+
+def _plain_eval_loss(toml: Path, model_dir: Path, overrides: Sequence[str]) -> float:
+    """Mean loss over the supervised tokens of the held-out rows, by plain transformers."""
+    _, config = load(str(toml), overrides)
+    held_out = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=1024).held_out[""]
+    model, loss, tokens = load_plain(model_dir).eval(), 0.0, 0
+    for index in range(held_out.steps_per_epoch):
+        for batch in held_out.batch(index):
+            rows = Rows(batch.input_ids, batch.labels, batch.position_ids)
+            with torch.no_grad():
+                loss += cross_entropy_sum(plain_logits(model, rows).double(), rows.labels).item()
+            tokens += rows.targets
+    return loss / tokens
+
+
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    """Also of a run that was killed before its export, taken up on another mesh, where nothing is left to train."""
+    options = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=1", "eval.keep_best=true", "checkpoint.every=0"]
+    # The rate is high where the best evaluation has been.
+    options += ["optimizer.lr=0.02", "lr_schedule.name=constant", f"checkpoint.async_save={is_async}"]
+    directory = tmp_path / "run"
+    pool.run(2, _killed_before_the_export, str(toml), [f"run.dir='{directory}'", *options, *CP2])
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in lines}
+    best = min(losses, key=losses.__getitem__)
+    assert 1 < best < 6, losses
+    assert _exported_step(directory) is None
+    [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
+    assert _exported_step(directory) == best
+    assert f"hf is the model of step {best}, the best (eval_loss {losses[best]:.6g})" in said
+    assert _plain_eval_loss(toml, directory / "hf", options) == pytest.approx(losses[best], abs=1e-5)
+    # The last one, where that is asked for, and the best again, which is not damaged meanwhile.
+    run(pool, toml, directory, 1, *options, "checkpoint.export=last")
+    assert _exported_step(directory) == 6
+    assert _plain_eval_loss(toml, directory / "hf", options) == pytest.approx(losses[6], abs=1e-5)
+    kept = directory / "checkpoints" / f"step-{best:06d}"
+    shutil.move(kept, tmp_path / "away")
+    [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
+    assert f"is the model of step 6, the last; no checkpoint was kept of step {best}, the best" in said
+    shutil.copytree(tmp_path / "away", kept)
+    shard = next(kept.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))
+    with pytest.raises(AssertionError, match=f"step-{best:06d}.*{shard.name}"):
+        run(pool, toml, directory, 1, *options)
+    assert _exported_step(directory) == 6, "what was there is not replaced by a damaged one"
 
 
 @pytest.mark.parametrize("mesh", [(), CP2, (*CP2, "context_parallel.method=ring")])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2kit import run
+from fsdp2kit.config.checks import check_config
 from tools.schema import schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,6 +148,13 @@ def test_every_toml_passes_the_check(
     monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
     assert run.main([str(path), "--check"]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
+def test_every_toml_can_be_tried_for_a_few_steps(path: Path) -> None:
+    _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "train.global_batch_size=8"])
+    check_config(config, world_size=1, local_world_size=1)
+    assert config.data.path is None or path.stem in ("demo_cp2", "smollm2_135m_cp2"), "no real run on toy data"
 
 
 @pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh, resolve_warmup
+from fsdp2kit.config.schema import FSDPConfig, LRScheduleConfig, MeshConfig
 from fsdp2kit.errors import UserError
 
 FULL, ZERO2, NONE, HYBRID, HYBRID2 = "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
@@ -142,6 +142,23 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             {"lr_schedule": {"name": "linear", "min_lr_ratio": 0.1}},
             "lr_schedule.min_lr_ratio: 0.1 with name = 'linear'; use name = 'cosine' or 'wsd'",
         ),
+        (
+            {"train": {"steps": 50}, "lr_schedule": {"warmup_steps": 50}},
+            "lr_schedule.warmup_steps: 50, but the whole run has 50 steps",
+        ),
+        (
+            {"lr_schedule": {"warmup_steps": 5, "warmup_ratio": 0.1}},
+            "lr_schedule.warmup_steps: 5 beside lr_schedule.warmup_ratio = 0.1; leave one of them out",
+        ),
+        (
+            {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_steps": 5, "decay_steps": 5}},
+            "lr_schedule.decay_steps: 5 after 5 steps of warm-up, but the whole run has 9 steps",
+        ),
+        ({"train": {"steps": 9, "max_nonfinite": 3}}, "train.max_nonfinite: 3 with train.on_nonfinite = 'stop'"),
+        (
+            {"checkpoint": {"export": "best"}},
+            "checkpoint.export: 'best', but no best checkpoint is kept; set eval.keep",
+        ),
     ],
 )
 def test_what_does_not_go_together(sections: dict[str, dict], message: str) -> None:
@@ -159,7 +176,18 @@ def test_what_does_not_go_together(sections: dict[str, dict], message: str) -> N
         {"train": {"steps": 0}, "eval": {"path": "held-out.jsonl"}},
         {"model": {"config": {"model_type": "llama"}, "weights": "random"}},
         {"lr_schedule": {"name": "wsd", "min_lr_ratio": 0.1}},
+        {"lr_schedule": {"warmup_ratio": 0.5}},
+        {"train": {"steps": 0}, "eval": {"path": "held-out.jsonl"}, "lr_schedule": {"warmup_steps": 50}},
+        {"train": {"epochs": 1}, "lr_schedule": {"warmup_steps": 50}},  # only the data tell
+        {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_steps": 5, "decay_steps": 4}},
     ],
 )
 def test_what_goes_together(sections: dict[str, dict]) -> None:
     check_config(config_with(**sections), world_size=4, local_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "total", "steps"), [(0.03, 100, 3), (0.03, 40, 2), (0.5, 1, 0), (0.99, 3, 2), (0.1, 0, 0)]
+)
+def test_a_ratio_of_the_run_always_fits(ratio: float, total: int, steps: int) -> None:
+    assert resolve_warmup(LRScheduleConfig(warmup_ratio=ratio), total) == steps

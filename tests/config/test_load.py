@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.load import dump_toml, parse_override, read_toml
 from fsdp2kit.errors import UserError
+from fsdp2kit.run import find_recipe, find_toml
 
 
 def load(values: dict[str, Any], *overrides: str, source: str | Path = "run.toml") -> TrainingConfig:
@@ -167,6 +169,74 @@ def test_overrides_leave_the_callers_values_alone() -> None:
     assert values == before
 
 
+UNSET = {
+    "optional": ({"train": {"epochs": 2}}, "train.epochs=none", lambda c: c.train.epochs, None),
+    "as Python writes it": ({"train": {"epochs": 2}}, "train.epochs=None", lambda c: c.train.epochs, None),
+    "as JSON writes it": ({"eval": {"path": "x.jsonl"}}, "eval.path=null", lambda c: c.eval.path, None),
+    "to its default": ({"train": {"log_every": 7}}, "train.log_every=none", lambda c: c.train.log_every, 1),
+    "a text": ({"wandb": {"project": "x"}}, "wandb.project=none", lambda c: c.wandb.project, "fsdp2kit"),
+    "a section": ({"eval": {"every": 7}}, "eval=none", lambda c: c.eval.every, 0),
+    "an entry": ({"eval": {"sets": {"a": {"path": "x.b"}}}}, "eval.sets.a=none", lambda c: c.eval.sets, {}),
+    "of the model's config": (
+        {"model": {"config": {"rope": {"factor": 2}, "a": 1}}},
+        "model.config.rope.factor=none",
+        lambda c: c.model.config,
+        {"rope": {}, "a": 1},
+    ),
+    "what is not there": ({}, "model.config.rope.factor=none", lambda c: c.model.config, {}),
+    'where "none" is a value': (
+        {"fsdp": {"offload": "params"}},
+        "fsdp.offload=none",
+        lambda c: c.fsdp.offload,
+        "none",
+    ),
+    "there, too": (
+        {"activation_checkpointing": {"mode": "full"}},
+        "activation_checkpointing.mode=none",
+        lambda c: c.activation_checkpointing.mode,
+        "none",
+    ),
+    "the word itself": ({}, 'wandb.name="none"', lambda c: c.wandb.name, "none"),
+}
+
+
+@pytest.mark.parametrize("name", UNSET)
+def test_none_takes_a_key_out(name: str) -> None:
+    values, override, read, expected = UNSET[name]
+    assert read(load(values, override)) == expected
+
+
+@pytest.mark.parametrize("key", ["train.epoch", "trian.epochs", "eval.sets.a.pth", "train.epochs.x"])
+def test_an_unknown_key_cannot_be_taken_out(key: str) -> None:
+    assert error_of({}, f"{key}=none").where.startswith("override ")
+
+
+def test_of_two_alternatives_an_override_wins_and_says_so() -> None:
+    said: list[str] = []
+
+    def loaded(values: dict[str, Any], *overrides: str) -> TrainingConfig:
+        values = {"recipe": "sft", **values}
+        return load_config(TrainingConfig, values, source=Path("run.toml"), overrides=overrides, say=said.append)
+
+    config = loaded({"train": {"epochs": 2}, "data": {"sources": [{"path": "x.jsonl"}]}}, "train.steps=5")
+    assert (config.train.steps, config.train.epochs, len(config.data.sources)) == (5, None, 1)
+    config = loaded({"train": {"steps": 9}}, "train.epochs=1")
+    assert (config.train.steps, config.train.epochs) == (None, 1)
+    assert said == [
+        "override train.steps=5 takes the place of train.epochs = 2 of run.toml",
+        "override train.epochs=1 takes the place of train.steps = 9 of run.toml",
+    ]
+    schedule = loaded({"lr_schedule": {"warmup_ratio": 0.1}}, "lr_schedule.warmup_steps=5").lr_schedule
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (5, 0.0)
+    assert loaded({"data": {"sources": [{"path": "x.jsonl"}]}}, "data.path=y.jsonl").data.sources == []
+    said.clear()
+    both = loaded({"train": {"epochs": 2}}, "train.steps=5", "train.epochs=1").train
+    assert (both.steps, both.epochs) == (5, 1), "refused later: both were asked for"
+    assert loaded({"train": {"epochs": 2}}, "train.steps=none").train.epochs == 2
+    loaded({"lr_schedule": {"warmup_ratio": 0.0}}, "lr_schedule.warmup_steps=5")
+    assert not said
+
+
 @pytest.mark.parametrize(
     ("override", "where"),
     [
@@ -252,6 +322,33 @@ def test_every_kind_of_input_path_is_resolved(folders: tuple[Path, Path]) -> Non
     assert config.run.dir == "runs/y"  # an output: relative to the working directory
     config = load({"run": {"resume": "auto"}, "model": {"weights": "random"}}, source=tomls / "run.toml")
     assert (config.run.resume, config.model.weights) == ("auto", "random")
+
+
+def test_the_home_directory_is_found_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: tuple[Path, Path]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    home, tomls = f"{tmp_path / 'home'}", folders[0]
+    keys = {
+        "run": ("dir", "resume"),
+        "model": ("path", "weights", "tokenizer", "chat_template"),
+        "data": ("path",),
+        "eval": ("path",),
+        "checkpoint": ("dir", "export_dir"),
+    }
+    written = {section: {name: f"~/{name}" for name in names} for section, names in keys.items()}
+    overrides = [f"{section}.{name}=~/{name}" for section, names in keys.items() for name in names]
+    for config in (load(written, source=tomls / "run.toml"), load({}, *overrides, source=tomls / "run.toml")):
+        for section, names in keys.items():
+            for name in names:
+                assert getattr(getattr(config, section), name) == f"{home}/{name}"
+    assert TrainingConfig.model_validate({"recipe": "x", **written}).data.path == f"{home}/path"
+    assert to_path("~/x") == Path(home, "x")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "mine.py").touch()
+    (tmp_path / "home" / "run.toml").write_text('recipe = "~/mine.py"')
+    assert find_toml("~/run.toml") == Path(home, "run.toml")
+    assert find_recipe("~/mine.py", toml=tomls / "run.toml") == Path(home, "mine.py")
 
 
 # --- and back ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fsdp2kit.config import TrainingConfig, load_config, schema
+from fsdp2kit.config.schema import CheckpointConfig, EvalConfig
 from fsdp2kit.errors import UserError
 
 SECTIONS = [
@@ -67,6 +68,15 @@ def test_a_config_does_not_change() -> None:
         ("mesh", "dp_shard", "all"),
         ("fsdp", "strategy", "zero3"),
         ("fsdp", "param_dtype", "bf16"),
+        ("fsdp", "param_dtype", "float16"),
+        ("fsdp", "reduce_dtype", "float16"),
+        ("fsdp", "output_dtype", "float16"),
+        ("fsdp", "storage_dtype", "float16"),
+        ("fsdp", "class_dtypes", {"LlamaRMSNorm": "float16"}),
+        ("checkpoint", "every", -1),
+        ("checkpoint", "every", "30"),
+        ("checkpoint", "every", "1d"),
+        ("lr_schedule", "warmup_ratio", 1.0),
         ("fsdp", "reshard_after_forward", 0),
         ("fsdp", "reshard_after_forward", "yes"),
         ("data", "seq_len", 1),
@@ -108,6 +118,9 @@ def test_a_wrong_value_is_refused_in_one_line_with_the_doc(section: str, key: st
         ("train", "steps", 0, 0),
         ("model", "weights", "random", "random"),
         ("run", "resume", "never", "never"),
+        ("checkpoint", "every", 0, 0),
+        ("checkpoint", "every", "1.5h", "1.5h"),
+        ("checkpoint", "export_dtype", "float16", "float16"),
     ],
 )
 def test_a_right_value_is_kept_as_it_is(section: str, key: str, value: Any, expected: Any) -> None:
@@ -120,3 +133,28 @@ def test_one_mistake_in_a_union_is_counted_once() -> None:
         load("mesh", "dp_shard", 0)
     assert "more)" not in str(caught.value)
     assert "'auto'" in caught.value.what
+
+
+def test_float16_is_refused_with_the_reason() -> None:
+    for key in ("param_dtype", "reduce_dtype", "output_dtype", "storage_dtype"):
+        with pytest.raises(UserError, match=r"loss scaler, and there is none: use 'bfloat16'"):
+            load("fsdp", key, "float16")
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [(5, 5, None), (0, 0, None), ("30m", 0, 1800.0), ("90s", 0, 90.0), ("1.5h", 0, 5400.0)],
+)
+def test_checkpoints_are_due_by_steps_or_by_time(every: int | str, steps: int, seconds: float | None) -> None:
+    section = CheckpointConfig(every=every)
+    assert (section.every_steps, section.every_seconds) == (steps, seconds)
+    assert CheckpointConfig().every_seconds == 1800
+
+
+def test_the_best_is_kept_with_patience() -> None:
+    found = [
+        EvalConfig(patience=patience, keep_best=keep).keeps_best
+        for patience in (None, 2)
+        for keep in (None, True, False)
+    ]
+    assert found == [False, True, False, True, True, False]

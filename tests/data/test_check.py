@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
+from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
+from fsdp2kit.data import build
 from fsdp2kit.data.build import check_first_rows
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data import families, templates
 from tests.data.families import MULTI, SINGLE
 from tests.data.templates import make_tokenizer
@@ -56,3 +61,65 @@ def test_a_row_that_cannot_be_learnt_is_named(tmp_path: Path) -> None:
         check_first_rows(config_of(tmp_path, template=families.QWEN3.source(marked=False), data={"path": path}))
     with pytest.raises(UserError, match="there are no rows"):
         check_first_rows(config_of(tmp_path, data={"path": write(tmp_path / "b.jsonl")}))
+
+
+def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 10)
+    train = {"epochs": 3, "global_batch_size": 4}
+    data = {"path": path, "seq_len": 128, "pack": False}
+    config = config_of(tmp_path, data=data, train=train)
+    for limit in (build._BYTES_COUNTED, 0):  # the second time from the cache
+        monkeypatch.setattr(build, "_BYTES_COUNTED", limit)
+        _, epoch, total = build.count_steps(config)
+        assert epoch.startswith("an epoch: 10 rows of 128 tokens")
+        assert epoch.endswith("in 3 steps"), "two whole batches and a short one"
+        assert total == "train: 9 steps"
+    write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 11)
+    assert build.count_steps(config) == ["steps of an epoch not counted: data.path is 0 MiB to be tokenised"]
+    monkeypatch.undo()
+    schedule = {"warmup_steps": 9}
+    with pytest.raises(UserError, match=r"warmup_steps: 9, but the whole run has 9 steps"):
+        build.count_steps(config_of(tmp_path, data=data, train=train, lr_schedule=schedule))
+    with pytest.raises(UserError, match=r"^data\.path: is required"):
+        build.build_data(config_of(tmp_path, train=train), tokenizer=build_tokenizer(config.model))
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+
+
+def lines_of(folder: Path, *, config: dict = LLAMA, attention: str = "auto", **sections) -> tuple[str, list[str]]:
+    make_tokenizer(templates.CHATML).save_pretrained(folder / "tokenizer")
+    model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
+    values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
+    lines, unchecked = check_offline(load_config(Config, values, source=folder / "x.toml"), MeshSizes(1, 2, 1))
+    return "\n".join(lines), unchecked
+
+
+def test_flash_attention_passes_where_it_cannot_be_had(tmp_path: Path) -> None:
+    said, unchecked = lines_of(tmp_path, attention="flash_attention_2")
+    assert "attention: flash_attention_2 (as asked for)" in said
+    assert unchecked == ["model.attention 'flash_attention_2'"]
+    assert "data unchecked: none are given" in said
+    for config, attention in (
+        (LLAMA, "flash_attention_9"),
+        ({"model_type": "bloom", "n_layer": 2}, "flash_attention_2"),
+    ):
+        with pytest.raises(UserError, match="cannot be built"):
+            lines_of(tmp_path, config=config, attention=attention)
+
+
+def test_the_plan_names_what_a_run_would_do(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 10)
+    said, unchecked = lines_of(tmp_path, data={"path": path, "seq_len": 4096}, train={"steps": 2})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    assert f"parameters: {sum(parameter.numel() for parameter in model.parameters()):,}" in said
+    for line in (
+        "mesh: dp_replicate 1 × dp_shard 2 × cp 1",
+        "units: 1 root, 1 Embedding, 2 LlamaDecoderLayer, 1 Linear",
+        "attention: varlen (auto: packed documents need no mask)",
+        "a step: 8 rows of 4,096 tokens, in 4 micro-batches of 1 on each of 2 data-parallel ranks",
+        "data.seq_len 4,096 is beyond the 2,048 positions",
+        "train: 2 steps",
+    ):
+        assert line in said
+    assert unchecked == []

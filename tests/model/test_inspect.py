@@ -13,6 +13,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model import inspect
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import (
+    beyond_positions,
     build_twin,
     check_attention,
     check_positions,
@@ -193,3 +194,37 @@ def test_other_frequencies_have_no_limit() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     for parameters in (None, yarn):
         check_rope(LlamaConfig(max_position_embeddings=64, rope_parameters=parameters), seq_len=4096)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OF_LAYERS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "positions", "rope", "limit"),
+    [
+        ("llama", 2048, None, 2048),
+        ("qwen3", 1024, YARN, 4096),  # as Qwen's: the length before the scaling
+        ("qwen3", 4096, YARN, 4096),  # the length after it
+        ("llama", 16384, {**LLAMA3, "original_max_position_embeddings": 1024}, 16384),  # as Llama 3.1's
+        ("llama", 2048, {"rope_type": "linear", "factor": 4.0}, 8192),
+        ("gemma3_text", 2048, OF_LAYERS, 2048),  # the layers whose RoPE is not scaled
+    ],
+)
+def test_rows_beyond_what_a_model_was_made_for_are_said(
+    model_type: str, positions: int, rope: dict[str, Any] | None, limit: int
+) -> None:
+    scaled = {"rope_parameters": rope} if rope else {}
+    config = AutoConfig.for_model(model_type, max_position_embeddings=positions, **scaled)
+    assert beyond_positions(config, seq_len=limit) is None
+    said = beyond_positions(config, seq_len=limit + 1)
+    assert said is not None
+    assert said.startswith(f"data.seq_len {limit + 1:,} is beyond the {limit:,} positions")
+
+
+def test_models_without_positions_have_no_limit() -> None:
+    assert beyond_positions(AutoConfig.for_model("mamba"), seq_len=10**9) is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from fsdp2kit.progress import Progress
+from fsdp2kit.train import loop
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
@@ -138,10 +141,12 @@ def _poisoned_batches() -> list[Rows]:
     return batches
 
 
-def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], list[list[bytes]], str]:
+def _train_poisoned(
+    folder: Path, choice: str, most: int = 5, progress: Progress | None = None
+) -> tuple[list[dict[str, Any]], list[list[bytes]], str]:
     """Records, this rank's shards after each step (and at the end), and the failure's message."""
     config = Case("poisoned", 2, 1).config(folder, steps=4, rows=2)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"on_nonfinite": choice})})
+    config = _with(config, train={"on_nonfinite": choice, "max_nonfinite": most})
     sharded = build(config)
     shards: list[list[bytes]] = []
 
@@ -150,7 +155,8 @@ def _train_poisoned(folder: Path, choice: str) -> tuple[list[dict[str, Any]], li
 
     metrics = Recorder(sharded, on_log=keep)
     try:
-        run_loop(sharded, DealtOut(_poisoned_batches(), 1, sharded.mesh.dp_rank, 2), metrics=metrics)
+        dealt = DealtOut(_poisoned_batches(), 1, sharded.mesh.dp_rank, 2)
+        run_loop(sharded, dealt, metrics=metrics, progress=progress)
     except RunFailure as failure:
         metrics.message(str(failure))
     keep()
@@ -174,6 +180,28 @@ def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
         assert shards[1] == shards[2], "step 3 changed nothing"
         assert shards[2] != shards[3], "step 4 did"
         assert records[3]["lr"] < records[2]["lr"] < records[1]["lr"], "the schedule goes on"
+
+
+def test_too_many_nonfinite_steps_in_a_row_stop(pool: WorkerPool, models: Path) -> None:
+    for records, shards, message in pool.run(2, _train_poisoned, models, "skip", 1):
+        assert message.startswith(
+            "step 3: the loss or gradient of 1 steps in a row was not finite (train.max_nonfinite)"
+        )
+        assert [record["step"] for record in records] == [1, 2, 3]
+        assert shards[-1] == shards[1], "the parameters of step 2 are untouched"
+    # A resumed run counts on: steps 1 and 2 were skipped before it was stopped.
+    before = Progress(step=2, nonfinite_steps=2)
+    for _, _, message in pool.run(2, _train_poisoned, models, "skip", 3, before):
+        assert message.startswith("step 3: the loss or gradient of 3 steps in a row was not finite")
+    for records, _, _ in pool.run(2, _train_poisoned, models, "skip", 4, before):
+        assert [record["step"] for record in records] == [3, 4]
+
+
+def test_a_good_step_ends_the_row() -> None:
+    progress = Progress()
+    for good, count in [(True, 0), (False, 1), (False, 2), (True, 0), (False, 1)]:
+        progress = progress.after_step(1, 1, is_finite=good)
+        assert progress.nonfinite_steps == count
 
 
 # The start
@@ -344,7 +372,7 @@ def _run(
     compiled: bool = False,
     on_log: Callable[[dict[str, Any]], object] = lambda record: None,
     log_every: int = 1,
-    save_every: int = 0,
+    save_every: int | str = 0,
     evaluate_every: int = 0,
     **options: Any,
 ) -> tuple[Progress, Recorder]:
@@ -373,6 +401,32 @@ def test_what_is_due_happens_once(pool: WorkerPool, models: Path) -> None:
     assert progress.step == 5
     assert progress.tokens_total == sum(batch.targets for batch in batches)
     assert progress.input_tokens_total == sum(batch.input_ids.numel() for batch in batches)
+
+
+def test_checkpoints_by_time(pool: WorkerPool, models: Path) -> None:
+    """After the step that is under way when the time has come, and at the end."""
+    for every, saved in (("0.001s", [1, 2, 3]), ("1h", [3])):
+        [(events, _)] = pool.run(1, _events, models, {"save_every": every}, 3)
+        assert events == [
+            event for step in (1, 2, 3) for event in (f"log {step}", *[f"save {step}"] * (step in saved))
+        ]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_checkpoints_by_time_follow_rank_0(ahead: int, pool: WorkerPool, models: Path) -> None:
+    saved = [1, 2, 3] if ahead == 0 else [3]
+    assert pool.run(2, _saves_where_a_clock_runs_ahead, models, ahead) == [saved] * 2
+
+
+def _saves_where_a_clock_runs_ahead(folder: Path, ahead: int) -> list[int]:
+    """Steps that were saved, where an hour passes between two looks at the clock of one rank."""
+    saves = Saves()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ahead:
+            hours = itertools.count()
+            patch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+        _run(folder, steps=3, save_every="30m", checkpoints=saves)
+    return saves.steps
 
 
 def test_no_step_only_evaluates(pool: WorkerPool, models: Path) -> None:
