@@ -9,6 +9,11 @@ from pathlib import Path
 CHUNK_BYTES = 1 << 22
 
 
+def user_path(text: str) -> Path:
+    """A path from a command line, with ``~`` expanded: a shell leaves it in ``--out=~/x``."""
+    return Path(text).expanduser()
+
+
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file so that, also after a crash, `path` is either as it was before or whole.
 

@@ -32,6 +32,7 @@ import numpy as np
 
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import user_path
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {"data": "data", "vocabulary": "kernels", "ring": "kernels", "curves": "curves", "gpu": "gpu"}
@@ -67,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     bench = getattr(importlib.import_module(f"fsdp2kit.bench.{COMMANDS[name]}"), f"bench_{name}")
     parser = Parser(prog=f"bench {name}", description=(bench.__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write that object to a file")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the Markdown table to a file")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw a PNG (extra: plot)")
+    parser.add_argument("--out", type=user_path, metavar="FILE", help="also write that object to a file")
+    parser.add_argument("--table", type=user_path, metavar="FILE", help="also write the Markdown table to a file")
+    parser.add_argument("--figure", type=user_path, metavar="FILE", help="draw a PNG (extra: plot)")
     parser.add_argument(
         "--max-minutes", type=float, default=float("inf"), help="start no further part after this long"
     )
@@ -114,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> N
         if get_origin(kind) is Literal:
             named["choices"] = get_args(kind)
         else:
-            named["type"] = _positive if kind is int else kind
+            named["type"] = {int: _positive, Path: user_path}.get(kind, kind)
         if not is_required and default not in (None, ()):
             named["help"] += f" ({' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         flag = f"--{name.replace('_', '-')}" if parameter.kind is parameter.KEYWORD_ONLY else name

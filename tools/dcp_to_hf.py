@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.errors import in_one_line
+from fsdp2kit.files import user_path
 
 
 @in_one_line
@@ -26,7 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 1e9, help="largest file, in 10^9 bytes"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="HF_DIR", help="config and tokenizer from here; default: the checkpoint's own"
+        "--config",
+        type=user_path,
+        metavar="HF_DIR",
+        help="config and tokenizer from here; default: the checkpoint's own",
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)

@@ -10,13 +10,14 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 
 
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
-    parser.add_argument("directory", type=Path, help="a Hugging Face model directory, e.g. runs/x/hf")
+    parser.add_argument("directory", type=user_path, help="a Hugging Face model directory, e.g. runs/x/hf")
     parser.add_argument("questions", nargs="+", help="user messages, each a conversation of its own")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     options = parser.parse_args(arguments)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 
 
@@ -22,12 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="hf_to_dcp", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "source", type=Path, help="a Hugging Face directory, a file of torch.save, or a directory of plain DCP"
+        "source", type=user_path, help="a Hugging Face directory, a file of torch.save, or a directory of plain DCP"
     )
-    parser.add_argument("out", type=Path, help="the directory to write; for model.weights, or tools/dcp_to_hf.py")
+    parser.add_argument("out", type=user_path, help="the directory to write; for model.weights, or tools/dcp_to_hf.py")
     parser.add_argument(
         "--config",
-        type=Path,
+        type=user_path,
         metavar="HF_DIR",
         help="config and tokenizer for a state dict from here; default: those beside it",
     )

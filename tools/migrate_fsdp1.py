@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 from fsdp2kit.migrate.translate import translate
 
 
@@ -22,7 +23,7 @@ from fsdp2kit.migrate.translate import translate
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="a JSON or YAML file")
+    parser.add_argument("config", type=user_path, help="a JSON or YAML file")
     parser.add_argument("--world-size", type=int, help="processes of the job, if the file does not say")
     parser.add_argument("--model", help="a Hugging Face directory or hub id, if the file names none")
     parser.add_argument("--data", help="a file or hub id, if the file names none")

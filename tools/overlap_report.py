@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 
 
 @in_one_line
@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="overlap_report", description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="a run directory, its trace directory, or one rank's trace")
+    parser.add_argument("path", type=user_path, help="a run directory, its trace directory, or one rank's trace")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
+        "--png", type=user_path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step that --png draws (the first complete one)")
     parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are shown (10)")

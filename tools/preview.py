@@ -40,6 +40,7 @@ from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.run import load
@@ -322,7 +323,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="preview", description=__doc__.splitlines()[0])
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
+    parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page instead")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (2)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
