@@ -89,7 +89,7 @@ class Case:
                     "max_grad_norm": 0.5,
                 },
                 "optimizer": {"lr": self.lr, "weight_decay": 0.1},
-                "lr_schedule": {"warmup_steps": 1},
+                "lr_schedule": {"warmup_steps": min(1, max(0, steps - 1))},
             }
         )
 
