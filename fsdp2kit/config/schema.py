@@ -8,30 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.section import InputPath as InputPath
-from fsdp2kit.config.section import LocalPath as LocalPath
-from fsdp2kit.config.section import OutputPath as OutputPath
+from fsdp2kit.config.section import Duration, InputPath, LocalPath, OutputPath, TrainingDType, seconds_of
 from fsdp2kit.config.section import Section as Section
 
 DataFormat = Literal["chat", "prompt_completion", "text", "tokens", "preference", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
-
-
-def _refuse_float16(value: object) -> object:
-    if value == "float16":
-        what = "its gradients need a loss scaler, and there is none: use 'bfloat16', or 'float32'"
-        raise PydanticCustomError("float16", what)
-    return value
-
-
-TrainingDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_float16)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
-_DURATION = r"^[0-9]+(\.[0-9]+)?[smh]$"
 
 
 class RunConfig(Section):
@@ -378,7 +364,7 @@ class CheckpointConfig(Section):
     dir: OutputPath | None = None
     """Where checkpoints are kept: a directory that all nodes share, relative to the working directory, or an fsspec
     URL (`s3://bucket/run`, `gs://…`) to which only one run at a time may save. Default: `checkpoints` in `run.dir`."""
-    every: NonNegativeInt | Annotated[str, Field(pattern=_DURATION)] = "30m"
+    every: NonNegativeInt | Duration = "30m"
     """Write a checkpoint every n steps, or after a time ("30m", "2h", "90s"); 0: at the end only."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
@@ -406,9 +392,7 @@ class CheckpointConfig(Section):
     @property
     def every_seconds(self) -> float | None:
         """Seconds between checkpoints; None where `every` counts steps."""
-        if isinstance(self.every, int):
-            return None
-        return float(self.every[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.every[-1]]
+        return None if isinstance(self.every, int) else seconds_of(self.every)
 
 
 class PreflightConfig(Section):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|jinja2?|gz|bz2|xz|zst)$")
@@ -55,6 +56,24 @@ LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute)]
 """A path relative to the TOML that it is written in."""
 OutputPath = Annotated[str, Field(min_length=1), BeforeValidator(expand_home)]
 """A path that is written to, relative to the working directory, or an fsspec URL."""
+
+
+def _refuse_float16(value: object) -> object:
+    if value == "float16":
+        what = "its gradients need a loss scaler, and there is none: use 'bfloat16', or 'float32'"
+        raise PydanticCustomError("float16", what)
+    return value
+
+
+TrainingDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_float16)]
+"""A dtype to compute, reduce or store parameters in."""
+Duration = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[smh]$")]
+"""A time in seconds, minutes or hours: "90s", "30m", "1.5h"."""
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a `Duration`."""
+    return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
 
 
 class Section(BaseModel):

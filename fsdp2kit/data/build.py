@@ -243,7 +243,7 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
     Raises:
         UserError: as `build_data` does.
     """
-    if config.data.streaming:
+    if config.data.streaming or (config.data.format == "synthetic" and model is None):
         return []
     sets, tokenizer = [], None
     if config.data.format != "synthetic":

@@ -50,9 +50,9 @@ def test_axolotl_clips_and_warms_up(tmp_path: Path) -> None:
     assert values["train"]["max_grad_norm"] == 1
     assert values["train"]["micro_batch_size"] == 2
     assert values["lr_schedule"] == {"name": "cosine", "warmup_steps": 30}
-    values, found = translated(AXOLOTL, tmp_path)
+    values, _ = translated(AXOLOTL, tmp_path)
     assert values["train"]["epochs"] == 1
-    assert any("lr_schedule.warmup_steps" in warning for warning in found.warnings)
+    assert values["lr_schedule"] == {"name": "cosine", "warmup_ratio": 0.03}
 
 
 @pytest.mark.parametrize(
