@@ -385,11 +385,6 @@ class CheckpointConfig(Section):
     """Dtype of the export. Default: the source model's; for a model from a config, float32."""
 
     @property
-    def every_steps(self) -> int:
-        """Steps between checkpoints; 0 where `every` is a time, or asks for none."""
-        return self.every if isinstance(self.every, int) else 0
-
-    @property
     def every_seconds(self) -> float | None:
         """Seconds between checkpoints; None where `every` counts steps."""
         return None if isinstance(self.every, int) else seconds_of(self.every)

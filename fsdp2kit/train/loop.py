@@ -197,7 +197,7 @@ class _Run:
                 "(train.max_nonfinite); the last checkpoint is untouched. Lower the learning rate, or look at the data"
             )
         is_best = config.eval.keeps_best and self.progress.best_step == step
-        if is_best or is_due(config.checkpoint.every_steps, step):
+        if is_best or is_due(config.checkpoint.every, step):
             self._save()
 
     def end(self) -> None:
@@ -231,9 +231,9 @@ class _Run:
         self.metrics.throughput.restart()
 
 
-def is_due(every: int, step: int) -> bool:
-    """Whether something that happens every ``every`` steps (0: never) happens after ``step``."""
-    return every > 0 and step % every == 0
+def is_due(every: int | str, step: int) -> bool:
+    """Whether something that happens every ``every`` steps (0, or a time: never) happens after ``step``."""
+    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 def stream_seed(seed: int, step: int, dp_rank: int) -> int:

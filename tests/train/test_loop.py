@@ -524,4 +524,4 @@ def test_random_streams_differ_by_seed_step_and_rank_alone() -> None:
 
 def test_due() -> None:
     assert [step for step in range(1, 8) if is_due(3, step)] == [3, 6]
-    assert not any(is_due(0, step) for step in range(8))
+    assert not any(is_due(every, step) for every in (0, "30m") for step in range(8))
