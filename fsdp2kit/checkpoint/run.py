@@ -20,7 +20,6 @@ from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, rank
-from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import config_digest, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
 from fsdp2kit.model.weights import initialize, load_pretrained
@@ -79,6 +78,8 @@ class Checkpoints:
     optimizer: Optimizer
     resumed: Path | None = None
     """The checkpoint that `start` resumed from."""
+    exporting: Progress | None = None
+    """That of the newest checkpoint when an export was last due."""
 
     def __post_init__(self) -> None:
         # What the loop asks of an asynchronous save is the manager's own answer.
@@ -143,13 +144,10 @@ class Checkpoints:
         if self.resumed and (exported := self._to_export(progress, self.resumed, is_over=is_over)):
             self.manager.export(exported, check=exported != self.resumed)
 
-    def describe_export(self, progress: Progress) -> str | None:
-        """Which step the export is of, once `finish_save` has returned; None where nothing was exported.
-
-        Args:
-            progress: that of the newest checkpoint.
-        """
-        if self.manager.exported is None:
+    def describe_export(self) -> str | None:
+        """Which step the export is of, once `finish_save` has returned; None where nothing was exported."""
+        progress = self.exporting
+        if self.manager.exported is None or progress is None:
             return None
         best, line = progress.best_step, f"{self.manager.out} is the model of step {progress.step}, the last"
         if best is None:
@@ -170,6 +168,7 @@ class Checkpoints:
         when = self.config.checkpoint.export_hf
         if when == "never" or (when == "final" and not is_over):
             return None
+        self.exporting = progress
         if not self.exports_best or progress.best_step in (None, progress.step):
             return newest
         # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
@@ -180,7 +179,8 @@ class Checkpoints:
         """The checkpoint of this very history's best step, here or beside the one that was resumed from."""
         path = self.manager.store.path(progress.best_step or 0)
         for candidate in (path, self.resumed.parent / path.name) if self.resumed else (path,):
-            with contextlib.suppress(UserError):  # it is not there, or not whole
+            # It is not there, or cannot be read: that must not hinder the save of the newest.
+            with contextlib.suppress(Exception):
                 if read_manifest(candidate).progress.get("best_eval_loss") == progress.best_eval_loss:
                     return candidate
         return None

@@ -45,7 +45,7 @@ class Checkpoints(Protocol):
     def __exit__(self, *exception: Any) -> None: ...
     def save(self, progress: Progress, *, is_over: bool) -> Any: ...
     def export_resumed(self, progress: Progress, *, is_over: bool) -> None: ...
-    def describe_export(self, progress: Progress) -> str | None: ...
+    def describe_export(self) -> str | None: ...
     def wait_until_staged(self) -> None: ...
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
@@ -156,9 +156,9 @@ class _Run:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
         seconds, failed = self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
         # Rank 0's clock is everybody's.
-        is_due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
+        due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
         batch = next_batch(
-            self.batches, self.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=is_due
+            self.batches, self.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=due
         )
         if batch.save_failed:
             self.checkpoints.finish_save()
@@ -210,7 +210,7 @@ class _Run:
             self._save()
         if self.is_over:
             self.checkpoints.finish_save()
-            if line := self.checkpoints.describe_export(self.progress):
+            if line := self.checkpoints.describe_export():
                 self.metrics.message(line)
 
     def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
