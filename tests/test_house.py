@@ -43,7 +43,6 @@ RANKS = {
 TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
-    "fsdp2kit/check.py": "what --check says, above data and parallel and below the runner",
     "fsdp2kit/checkpoint/__main__.py": "a command line",
 }
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
