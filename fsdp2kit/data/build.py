@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.documents import Document, build_documents, require_tokenizer
+from fsdp2kit.data.documents import Document, Documents, build_documents, require_tokenizer
 from fsdp2kit.data.formats import encode_preferences, encode_rows, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source, is_url
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows
-from fsdp2kit.data.tokens import cache_key, iterate_blocks, start_workers
+from fsdp2kit.data.tokens import NO_ENDING, cache_key, ending_of, iterate_blocks, special_ids, start_workers
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_CHECKED = 8
+_DOCUMENTS_READ = 64
 
 
 class Prefetch:
@@ -88,6 +89,8 @@ class Data:
     total_steps: int
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     prefetch: int = 2
+    endings: frozenset[int] = frozenset()
+    """Special tokens that documents end in, of the first ones; empty for a stream."""
 
     def batches(self, progress: Progress | None = None) -> Prefetch:
         """Global batches from ``progress.step`` (default: the first) to the last, made ahead in the background.
@@ -185,7 +188,18 @@ def build_data(
             # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
             held_out[one.name] = build([read(one.section, key=one.key, seed=seed + 1)], shuffle=False)
     total_steps = train.total_steps(loader.steps_per_epoch)
-    return Data(loader, fingerprint, held_out, total_steps, section.prefetch)
+    endings = frozenset() if isinstance(loader, StreamLoader) else _endings(documents, section, tokenizer)
+    return Data(loader, fingerprint, held_out, total_steps, section.prefetch, endings)
+
+
+def _endings(
+    documents: Sequence[Documents], section: DataConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    if tokenizer is None or section.format == "synthetic":
+        return frozenset()
+    special = special_ids(tokenizer)
+    found = {ending_of(*one[at], special) for one in documents for at in range(min(_DOCUMENTS_READ, len(one)))}
+    return frozenset(found - {NO_ENDING})
 
 
 def check_first_rows(config: Any) -> list[str]:
