@@ -66,7 +66,10 @@ def build_checkpoints(
         export_dtype=source.dtype,
         environment=job.environment,
     )
-    return Checkpoints(manager, config, model, optimizer, _notes(**assets))
+    notes = _notes(**assets)
+    if config.data.format == "chat" and not stops:
+        notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
+    return Checkpoints(manager, config, model, optimizer, notes)
 
 
 @dataclass(eq=False)

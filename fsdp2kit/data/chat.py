@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp2kit.data.template import ROLES, MessageFit, check_calls
+from fsdp2kit.data.template import REASONING, ROLES, MessageFit, check_calls
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Span = tuple[int, int]  # characters [start, end)
 
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 
-SPOKEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what a turn may hold beside its content
+_SPOKEN = ("tool_calls", *REASONING)  # what a turn may hold beside its content
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -66,7 +66,7 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
         raise UserError(where, f"{name} has no role", _TODO)
     check_calls(message, where, name)
     content = message.get("content")
-    if content is None and not any(message.get(field) for field in SPOKEN):
+    if content is None and not any(message.get(field) for field in _SPOKEN):
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
@@ -97,7 +97,7 @@ def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tupl
     turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
     turns = turns[-1:] if train_on == "last" else turns
     for turn in turns:
-        if not any(_is_filled(chat.messages[turn].get(field)) for field in ("content", *SPOKEN)):
+        if not any(_is_filled(chat.messages[turn].get(field)) for field in ("content", *_SPOKEN)):
             raise _empty_turn(chat, turn)
     if train_on == "all" and not learn_from:
         return text, [(0, len(text))]

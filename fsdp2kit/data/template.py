@@ -30,7 +30,7 @@ ROLES = {
     "tool_response": "tool",
 }
 _STANDARD = ("system", "developer", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
 _TODO = "set model.chat_template to a template that renders it, or take it out of the data"
@@ -72,8 +72,8 @@ class MessageFit:
         if any("tool_calls" in message for message in messages):
             messages = self._fit_calls(messages, tools)
         for at, message in enumerate(messages):
-            name = next((name for name in _REASONING if isinstance(message.get(name), str) and message[name]), None)
-            if name is not None:
+            name = next((name for name in REASONING if isinstance(message.get(name), str) and message[name]), None)
+            if name is not None and message["role"] == "assistant":
                 messages = self._fit_reasoning(messages, at, name, tools)
         for at, message in enumerate(messages):
             if message.get("content"):
@@ -147,7 +147,7 @@ class MessageFit:
     def _fit_reasoning(self, messages: list[Message], at: int, name: str, tools: Any) -> list[Message]:
         def choose() -> str | None:
             rendered = False
-            for other in dict.fromkeys((name, *_REASONING)):
+            for other in dict.fromkeys((name, *REASONING)):
                 probe = _replaced(messages, at, {name: None, other: _PROBE})
                 # Cut behind it: some templates leave out all reasoning but that of the last turn.
                 for text in self._texts([probe[: at + 1], probe], tools):
@@ -187,7 +187,7 @@ class MessageFit:
             return None
 
         # Some templates know a system message in the first place only, or a text or calls in a turn, not both.
-        others = tuple(name for name in ("tool_calls", *_REASONING) if message.get(name))
+        others = tuple(name for name in ("tool_calls", *REASONING) if message.get(name))
         form = self._once(("content", message["role"], at == 0, parts, others), choose)
         joined = _joined(content) if form == "joined" else None
         return messages if joined is None else _replaced(messages, at, {"content": joined})

@@ -349,3 +349,21 @@ def test_openais_earlier_function_call() -> None:
     talk[2] = {"role": "assistant", "function_call": with_text(CALL)["function"]}
     encoded = encode_chat(talk, tokenizer := tokenizer_of("qwen25"), tools=[TOOL])
     assert spoken(tokenizer, *encoded) == FAMILIES["qwen25"].text
+
+
+def test_a_check_and_a_preview_refuse_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fsdp2kit import run
+    from tools import preview
+
+    make_tokenizer(PLAIN).save_pretrained(tmp_path / "words")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (AGAIN, talk_for("qwen25"))))
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        'recipe = "sft"\nmodel = { tokenizer = "words", config = { model_type = "llama" }, weights = "random" }\n'
+        'data = { path = "rows.jsonl", seq_len = 128 }\ntrain.steps = 1\n'
+    )
+    for command in (lambda: run.main([str(toml), "--check"]), lambda: preview.main([str(toml)])):
+        assert command() == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {rows}:2: the chat template leaves out messages[2].tool_calls; set model.chat")
