@@ -67,7 +67,7 @@ def build_checkpoints(
         environment=job.environment,
     )
     notes = _notes(**assets)
-    if config.data.format == "chat" and not stops:
+    if tokenizer is not None and config.data.format == "chat" and not stops:
         notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
     return Checkpoints(manager, config, model, optimizer, notes)
 

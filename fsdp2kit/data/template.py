@@ -120,25 +120,26 @@ class MessageFit:
         several = any(len(message.get("tool_calls", ())) > 1 for message in messages)
         blank = {bool(message.get("content")) for message in messages if "tool_calls" in message}
         bare = any("arguments" not in call.get("function", call) for call in calls)
-        kind = ("calls", several, bare, *sorted(blank), *sorted(forms))
-        form = self._once(kind, lambda: self._choose_form(messages, tools, forms))
+        form = self._once(("calls", several, bare, *sorted(blank)), lambda: self._choose_form(messages, tools))
         return messages if form is None or {form} == forms else _rewritten(messages, form, self._where)
 
-    def _choose_form(self, messages: list[Message], tools: Any, given: set[_CallForm]) -> _CallForm | None:
-        """The first form that the template renders, beginning with that of the row."""
+    def _choose_form(self, messages: list[Message], tools: Any) -> _CallForm | None:
+        """The first form that the template renders whole.
+
+        Objects come first: where a template takes both, it may print a string as it is, and an object as its model
+        writes calls.
+        """
         last = max(at for at, message in enumerate(messages) if "tool_calls" in message)
         rendered = False
-        forms = [_CallForm(*one, "") for one in itertools.product((True, False), (False, True))]
-        for blank in ("as it is", None, ""):
-            own = [form for form in given if len(given) == 1]
-            for form in dict.fromkeys(one._replace(blank=blank) for one in [*own, *forms]):
-                probe, values = _probe_calls(messages, form)
-                for text in self._texts([probe, probe[: last + 1]], tools):
-                    rendered = True
-                    is_whole = all(value in text for value in values)
-                    # Escaped quotes: JSON within JSON. Single ones: Python's notation.
-                    if is_whole and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text:
-                        return form
+        for blank, as_text, nested in itertools.product(("as it is", None, ""), (False, True), (True, False)):
+            form = _CallForm(nested, as_text, blank)
+            probe, values = _probe_calls(messages, form)
+            for text in self._texts([probe, probe[: last + 1]], tools):
+                rendered = True
+                is_whole = all(value in text for value in values)
+                # Escaped quotes: JSON within JSON. Single ones: Python's notation.
+                if is_whole and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text:
+                    return form
         if rendered:
             at = next(at for at, message in enumerate(messages) if "tool_calls" in message)
             self._refuse(f"messages[{at}].tool_calls")

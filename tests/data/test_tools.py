@@ -338,6 +338,20 @@ def test_a_row_of_another_form_than_the_first(name: str) -> None:
         assert spoken(tokenizer, *encoded) == family.text
 
 
+def test_an_object_where_the_template_takes_both() -> None:
+    """Gemma 4 prints a string as it is, and an object in a notation of its own."""
+    template = PLAIN.replace(
+        "{{ m.content }}",
+        "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+        "{{ a if a is string else a.keys() | first + ':' + a.values() | first }}{% endfor %}{{ m.content }}",
+    )
+    for change in FORMS.values():
+        talk = with_calls([TALK[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}], change)
+        assert spoken(tokenizer := make_tokenizer(template), *encode_chat(talk, tokenizer)).endswith(
+            "«city:Orléans<|im_end|>»\n"
+        )
+
+
 def test_arguments_that_are_no_json() -> None:
     talk = with_calls(talk_for("qwen25"), lambda call: {**call, "function": {"name": "weather", "arguments": "{city"}})
     with pytest.raises(UserError, match=r"x.jsonl:7: messages\[2\].tool_calls arguments is not valid JSON"):
