@@ -42,7 +42,7 @@ from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
 from fsdp2kit.model.build import load_hf_config
-from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 from fsdp2kit.run import load
 
 if TYPE_CHECKING:
@@ -291,6 +291,7 @@ def _preview(options: argparse.Namespace) -> Preview:
         vocab_size = load_hf_config(config.model, local_files_only=True).get_text_config().vocab_size
     except UserError:  # the tokenizer is here and the model is not
         vocab_size = len(tokenizer)
+    vocab_size = max(vocab_size, *(token + 1 for token in new_tokens(tokenizer)), 0)
     title = f"{options.toml} · {config.data.format} · {config.data.path or f'{len(config.data.sources)} sources'}"
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, rank
-from fsdp2kit.model.assets import config_digest, save_assets, weights_digest
+from fsdp2kit.model.assets import config_digest, generation_config, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
+from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.progress import Progress
 
@@ -40,7 +42,8 @@ def build_checkpoints(
     Args:
         model: materialised (and sharded), its values still anything.
         job: has ``run_dir``, and ``environment`` (versions, mesh, …), which is kept with each checkpoint.
-        data: has a ``fingerprint``, which is part of what may not change when the run is resumed.
+        data: has a ``fingerprint``, which is part of what may not change when the run is resumed, and may have
+            ``endings``, the tokens that its documents end in, where an export's generation stops.
         tokenizer: is part of an export; None: the export has none.
 
     Raises:
@@ -48,6 +51,10 @@ def build_checkpoints(
             model's directory cannot be fetched.
     """
     source = source_of(model)
+    stops = set(getattr(data, "endings", ()))
+    if tokenizer is not None and config.data.format in ("chat", "prompt_completion"):  # also of streams
+        stops |= turn_ends(tokenizer)
+    assets = {"config": source.config, "tokenizer": tokenizer, "source": source.directory, "stops": stops}
     with agreement():
         identity = run_identity(config, source, data=data.fingerprint)
     # `fully_shard` puts a class of its own in front of the model's.
@@ -56,13 +63,14 @@ def build_checkpoints(
         config.checkpoint,
         run_dir=job.run_dir,
         identity=identity,
-        write_assets=partial(
-            save_assets, config=source.config, architecture=architecture, tokenizer=tokenizer, source=source.directory
-        ),
+        write_assets=partial(save_assets, architecture=architecture, **assets),
         export_dtype=source.dtype,
         environment=job.environment,
     )
-    return Checkpoints(manager, config, model, optimizer)
+    notes = _notes(**assets)
+    if tokenizer is not None and config.data.format == "chat" and not stops:
+        notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
+    return Checkpoints(manager, config, model, optimizer, notes)
 
 
 @dataclass(eq=False)
@@ -76,6 +84,8 @@ class Checkpoints:
     config: TrainingConfig
     model: PreTrainedModel
     optimizer: Optimizer
+    notes: Sequence[str] = ()
+    """What an export has that its source had not, a line each."""
     resumed: Path | None = None
     """The checkpoint that `start` resumed from."""
     exporting: Progress | None = None
@@ -107,9 +117,9 @@ class Checkpoints:
         return Progress()
 
     def describe(self) -> list[str]:
-        """What a start has to say of them: where a resumed run goes on, and which settings or versions changed."""
+        """What a start has to say: what exports add; where a resumed run goes on, and what changed."""
         if self.resumed is None:
-            return []
+            return [*self.notes]
         manifest, saved = read_manifest(self.resumed), self.resumed / "config.toml"
         settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
         before = _compared(settings, manifest.environment)
@@ -121,7 +131,7 @@ class Checkpoints:
             for name in dict.fromkeys([*now, *before])
             if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
         ]
-        return [f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
+        return [*self.notes, f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
 
     def save(self, progress: Progress, *, is_over: bool = False) -> Path:
         """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.
@@ -184,6 +194,22 @@ class Checkpoints:
                 if read_manifest(candidate).progress.get("best_eval_loss") == progress.best_eval_loss:
                     return candidate
         return None
+
+
+def _notes(tokenizer: PreTrainedTokenizerBase | None, **assets: Any) -> list[str]:
+    if tokenizer is None:
+        return []
+
+    def named(tokens: Sequence[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
+
+    notes, new = [], new_tokens(tokenizer)
+    _, added = generation_config(tokenizer=tokenizer, **assets)
+    if new:
+        notes.append(f"model.chat_template: new tokens {named(new)}; their rows begin as the mean of the others")
+    if added:
+        notes.append(f"export: generation_config.json also stops at {named(added)}, which ends what is trained")
+    return notes
 
 
 def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:

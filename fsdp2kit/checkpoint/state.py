@@ -8,7 +8,7 @@ is filled is checked first: every name, shape and dtype.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
-from fsdp2kit.checkpoint.reader import SafeReader, load_tensors
+from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.weights import fill_vocabulary, grown_tensors
 from fsdp2kit.torch_compat import FsspecWriter
 
 MODEL_PREFIX = "model."
@@ -176,12 +177,13 @@ def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
     load_tensors(reader, wanted)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: Any) -> None:
     """Fill a model's parameters and persistent buffers from a distributed checkpoint, and read no more. Collective.
 
     The checkpoint is ours, or plain DCP of a Hugging Face state dict, with or without a ``model.`` before its names.
     Values are cast to the model's dtypes. A tied parameter may be stored under any of its names. Where there is a
-    manifest, every byte is first checked against it.
+    manifest, every byte is first checked against it. A checkpoint without rows for the tokens that a chat template
+    adds is completed as `load_pretrained` does; rows that it has are kept.
 
     Raises:
         UserError: this is no checkpoint, it is damaged, or a tensor is missing, left over, or of another shape; the
@@ -195,8 +197,34 @@ def load_weights(path: Path, model: nn.Module) -> None:
         with agreement():
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
-            keys = find_weights(path, shapes, tensors, tied=tied_names(model))
-        load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items()})
+            grown, new = grown_tensors(model)
+            smaller = {
+                name: torch.empty(shape, device="meta")
+                for name, shape in grown.items()
+                if name in tensors and shape != tensors[name].shape and shape in _sizes_of(name, shapes, model)
+            }
+            keys = find_weights(path, shapes, {**tensors, **smaller}, tied=tied_names(model))
+        load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items() if name not in smaller})
+        with agreement():
+            for name, shape in ((name, tensor.shape) for name, tensor in smaller.items()):
+                blocks = _whole_rows(StoredTensors(reader).blocks(keys[name]), shape)
+                fill_vocabulary(tensors[name], blocks, new_tokens=new)
+
+
+def _sizes_of(name: str, shapes: Mapping[str, torch.Size], model: nn.Module) -> set[torch.Size]:
+    """The shapes under which a checkpoint may hold a tensor, whatever it calls it."""
+    names = {name, *(alias for alias, first in tied_names(model).items() if first == name)}
+    return {shapes[key] for one in names for key in (one, MODEL_PREFIX + one) if key in shapes}
+
+
+def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]:
+    """Flat blocks of a tensor as blocks of rows."""
+    width, rest = shape[1:].numel(), torch.empty(0)
+    for block in blocks:
+        flat = torch.cat([rest.to(block.dtype), block])
+        end = len(flat) // width * width
+        yield flat[:end].view(-1, *shape[1:])
+        rest = flat[end:].clone()
 
 
 def find_weights(

@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from fsdp2kit.config.section import Duration, InputPath, LocalPath, OutputPath, TrainingDType, seconds_of
 from fsdp2kit.config.section import Section as Section
+from fsdp2kit.config.section import TemplatePath as TemplatePath
 
 DataFormat = Literal["chat", "prompt_completion", "text", "tokens", "preference", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
@@ -58,8 +59,9 @@ class ModelConfig(Section):
     """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `liger`."""
     tokenizer: InputPath | None = None
     """Directory or hub id of the tokenizer. Default: `path`."""
-    chat_template: LocalPath | None = None
-    """A Jinja chat template file, used instead of the tokenizer's own and exported with the model."""
+    chat_template: TemplatePath | None = None
+    """A Jinja chat template file, or the name of a ready one ("chatml", "llama3", "gemma", "mistral", "zephyr"), used
+    instead of the tokenizer's own and exported with the model. Special tokens that it needs are added."""
     trust_remote_code: bool = False
     """Run the model repository's own Python code. Leave it off unless you have read that code."""
     freeze: list[str] = []

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|jinja2?|gz|bz2|xz|zst)$")
 
@@ -50,10 +51,27 @@ def _absolute_or_hub_id(value: object, info: ValidationInfo) -> object:
     return path
 
 
+def _absolute_or_ready(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, str) or not ready_template(value):
+        return _absolute(value, info)
+    file = str(_absolute(value, info))
+    if info.context and Path(file).exists():
+        raise ValueError(f"{value!r} is both a ready template and a file; write './{value}' for the file")
+    return str(value)
+
+
+def ready_template(name: str) -> Path | None:
+    """The file of a chat template that comes with the package; None where there is none of that name."""
+    file = TEMPLATES / f"{name}.jinja"
+    return file if re.fullmatch(r"[\w-]+", name) and file.is_file() else None
+
+
 InputPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_hub_id)]
 """A path relative to the TOML that it is written in, or a hub id."""
 LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute)]
 """A path relative to the TOML that it is written in."""
+TemplatePath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_ready)]
+"""The name of a ready chat template, or a path relative to the TOML that it is written in."""
 OutputPath = Annotated[str, Field(min_length=1), BeforeValidator(expand_home)]
 """A path that is written to, relative to the working directory, or an fsspec URL."""
 

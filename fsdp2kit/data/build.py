@@ -14,14 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.documents import Document, build_documents, require_tokenizer
+from fsdp2kit.data.documents import Document, Documents, build_documents, require_tokenizer
 from fsdp2kit.data.formats import encode_preferences, encode_rows, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import find_source, is_url
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows
-from fsdp2kit.data.tokens import cache_key, is_tokenised, iterate_blocks, start_workers
+from fsdp2kit.data.tokens import (
+    NO_ENDING,
+    cache_key,
+    ending_of,
+    is_tokenised,
+    iterate_blocks,
+    special_ids,
+    start_workers,
+)
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 _ROWS_CHECKED = 8
 _BYTES_COUNTED = 4 << 20  # tokenised in about three seconds
 _BYTES_DIGESTED = 1 << 30  # read in about as many
+_DOCUMENTS_READ = 64
 
 
 class Prefetch:
@@ -91,6 +100,8 @@ class Data:
     total_steps: int
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     prefetch: int = 2
+    endings: frozenset[int] = frozenset()
+    """Special tokens that documents end in, of the first ones; empty for a stream."""
 
     def batches(self, progress: Progress | None = None) -> Prefetch:
         """Global batches from ``progress.step`` (default: the first) to the last, made ahead in the background.
@@ -190,7 +201,18 @@ def build_data(
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
-    return Data(loader, fingerprint, held_out, total_steps, section.prefetch)
+    endings = frozenset() if isinstance(loader, StreamLoader) else _endings(documents, section, tokenizer)
+    return Data(loader, fingerprint, held_out, total_steps, section.prefetch, endings)
+
+
+def _endings(
+    documents: Sequence[Documents], section: DataConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    if tokenizer is None or section.format == "synthetic":
+        return frozenset()
+    special = special_ids(tokenizer)
+    found = {ending_of(*one[at], special) for one in documents for at in range(min(_DOCUMENTS_READ, len(one)))}
+    return frozenset(found - {NO_ENDING})
 
 
 def check_first_rows(config: Any) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsdp2kit.data.template import REASONING, ROLES, MessageFit, check_calls
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,19 +25,9 @@ if TYPE_CHECKING:
 TrainOn = Literal["assistant", "all", "last"]
 Span = tuple[int, int]  # characters [start, end)
 
-# What ShareGPT-style data calls the roles.
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-}
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
+
+_SPOKEN = ("tool_calls", *REASONING)  # what a turn may hold beside its content
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -68,13 +59,14 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
         role, content = message.pop("from"), message.pop("value", None)
-        message = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, **message}
+        message = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **message}
         if content is not None:
             message["content"] = content
     if not isinstance(message.get("role"), str):
         raise UserError(where, f"{name} has no role", _TODO)
+    check_calls(message, where, name)
     content = message.get("content")
-    if content is None and not (message.get("tool_calls") or message.get("reasoning_content")):
+    if content is None and not any(message.get(field) for field in _SPOKEN):
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
@@ -102,15 +94,24 @@ def render_spans(
 
 def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
     text, learn_from = chat.text(), chat.learn_from
+    turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
+    turns = turns[-1:] if train_on == "last" else turns
+    for turn in turns:
+        if not any(_is_filled(chat.messages[turn].get(field)) for field in ("content", *_SPOKEN)):
+            raise _empty_turn(chat, turn)
     if train_on == "all" and not learn_from:
         return text, [(0, len(text))]
     if chat.marked_template is None:
-        spans = _prefix_spans(chat, text, endings, train_on)
+        spans = _prefix_spans(chat, text, endings, turns)
     else:
         closing = tuple(ending for ending in endings if ending != chat.bos_token)
         begin = len(chat.text(learn_from)) if learn_from else 0
         spans = [_extend(text, span, closing) for span in _marked_spans(chat, text) if span[0] >= begin]
         spans = spans[-1:] if train_on == "last" else spans
+    if len(spans) == len(turns):  # markers may enclose a turn in several pieces, of which some are empty
+        for turn, (start, end) in zip(turns, spans, strict=True):
+            if not _without_ending(text[start:end], endings):
+                raise _empty_turn(chat, turn)
     return text, [_trim(text, span, endings) for span in spans]
 
 
@@ -128,12 +129,24 @@ def _marked_spans(chat: Chat, text: str) -> list[Span]:
     return list(zip(ends[::2], ends[1::2], strict=False))
 
 
-def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], train_on: TrainOn) -> list[Span]:
+def _is_filled(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def _without_ending(text: str, endings: tuple[str, ...]) -> str:
+    text = text.strip()
+    return text[: -len(next(one for one in endings if text.endswith(one)))] if text.endswith(endings) else text
+
+
+def _empty_turn(chat: Chat, turn: int) -> UserError:
+    what = f"the assistant says nothing in messages[{turn}], so the model would learn to end its turn at once"
+    return UserError(chat.where, what, "drop the turn or the row, or set model.chat_template to one that renders it")
+
+
+def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], turns: Sequence[int]) -> list[Span]:
     """What each assistant turn adds to its generation prompt, verified to be a piece of the whole text."""
     spans = []
-    turns = [at for at, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    turns = [at for at in turns if at >= chat.learn_from]
-    for turn in turns[-1:] if train_on == "last" else turns:
+    for turn in turns:
         if turn == 0:
             raise UserError(
                 chat.where,
@@ -143,7 +156,7 @@ def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], train_on: Tr
         prompt = chat.text(turn, prompt=True)
         until = _turn_end(chat, turn, whole=whole, endings=endings)
         if not (until.startswith(prompt) and whole.startswith(until)):
-            advice = 'set data.train_on = "last" to learn the last answer of each row, ' if train_on != "last" else ""
+            advice = "" if turn == turns[-1] else 'set data.train_on = "last" to learn the last answer of each row, '
             raise UserError(
                 chat.where,
                 f"the chat template renders the assistant's messages[{turn}] differently within the conversation and "
@@ -229,9 +242,9 @@ class Chat:
             learn_from: index of the first message that may be supervised: those before it are a prompt.
 
         Raises:
-            UserError: the tokenizer has no template.
+            UserError: the tokenizer has no template, or one that leaves out what the messages say.
         """
-        self.messages, self.where, self.learn_from = messages, where, learn_from
+        self.where, self.learn_from = where, learn_from
         self.bos_token = tokenizer.bos_token
         try:
             self._template = tokenizer.get_chat_template(tools=tools)
@@ -242,7 +255,9 @@ class Chat:
                 "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer",
             ) from None
         self.marked_template = mark_answers(self._template)
-        self._tools, self._variables = tools, {**tokenizer.special_tokens_map, **variables}
+        self._variables = {**tokenizer.special_tokens_map, **variables}
+        self._tools = tools
+        self.messages = MessageFit(self._template, self._render, where=where).fit(messages, tools)
 
     def text(self, turns: int | None = None, *, prompt: bool = False, marked: bool = False) -> str:
         """The text of the first ``turns`` messages, all by default.
@@ -254,10 +269,15 @@ class Chat:
         Raises:
             UserError: the template refuses the messages.
         """
+        return self._render(self.messages[:turns], self._tools, prompt=prompt, marked=marked)
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False, marked: bool = False
+    ) -> str:
         try:
             texts, _ = render_jinja_template(
-                [self.messages[:turns]],
-                tools=self._tools,
+                [messages],
+                tools=tools,
                 chat_template=self.marked_template if marked else self._template,
                 add_generation_prompt=prompt,
                 **self._variables,

@@ -8,7 +8,6 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 from __future__ import annotations
 
 import itertools
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
 from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.template import check_tools
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,14 +107,10 @@ def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrai
 
 def _options(row: Mapping[str, Any], where: str, how: RowFormat) -> dict[str, Any]:
     """A row's tools, and its variables for the template, by the name that transformers and TRL use."""
-    tools, variables = row.get(how.column("tools")), row.get("chat_template_kwargs") or {}
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    except json.JSONDecodeError as error:
-        raise UserError(where, f"its tools are not valid JSON ({error.msg})", "give a list of JSON schemas") from None
+    variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-    return {"tools": tools or None, "variables": variables}
+    return {"tools": check_tools(row.get(how.column("tools")), where), "variables": variables}
 
 
 def _encode_pairs(

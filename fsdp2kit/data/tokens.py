@@ -32,8 +32,8 @@ from fsdp2kit.data.sources import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of the cache key: raise it with any change to what is stored below.
-_LAYOUT = 2
+# Part of the cache key: raise it with any change to what is stored below, or to what becomes of a row.
+_LAYOUT = 3
 NO_ENDING = -1
 _STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
 _WORTH_WORKERS = 4096  # rows

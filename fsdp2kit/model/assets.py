@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -67,16 +68,32 @@ def save_assets(
     architecture: str,
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path | None,
+    stops: Collection[int] = (),
 ) -> None:
     """Write everything but weights into ``directory``.
 
     Args:
         architecture: the model's class in transformers, by name (`fully_shard` puts one of its own in front).
         source: the model directory that training started from; its generation config is kept.
+        stops: tokens that end what is trained; generation stops at them, too.
     """
     config = copy.deepcopy(config)
     config.architectures = [architecture]
     config.save_pretrained(directory)
+    generation, _ = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
+    generation.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def generation_config(
+    config: PretrainedConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Path | None,
+    stops: Collection[int] = (),
+) -> tuple[GenerationConfig, list[int]]:
+    """The generation config of an export, and those of ``stops`` that its source lacked; see `save_assets`."""
     if source is not None and (source / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(source)
     else:
@@ -85,9 +102,12 @@ def save_assets(
             # A model from a bare config has no idea of the tokenizer's ids, and would never stop.
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 setattr(generation, name, getattr(tokenizer, name))
-    generation.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+    ends = generation.eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    added = sorted(set(stops) - set(known))
+    if added:
+        generation.eos_token_id = [*known, *added]
+    return generation, added
 
 
 def config_digest(config: PretrainedConfig) -> str:

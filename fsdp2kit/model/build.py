@@ -22,6 +22,7 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_model_dir
 from fsdp2kit.model.names import tied_names
+from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class ModelSource:
     """The Hugging Face directory on this machine; None for a model from a config alone, or not looked for."""
     config: PretrainedConfig
     """With the user's overrides, before transformers wrote the dtype and attention of training into its copy."""
+    new_tokens: tuple[int, ...] = ()
+    """Ids of tokens that the chat template brought: their rows begin as the mean of the others."""
+    stored_vocab: int = 0
+    """Rows of the embedding before them."""
 
     @property
     def dtype(self) -> str:
@@ -93,7 +98,8 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
     Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds). A hub model is
-    fetched, weights and all. In a job every rank calls this, and all ranks leave with the same outcome.
+    fetched, weights and all. The embedding has a row for every token that the chat template adds. In a job every rank
+    calls this, and all ranks leave with the same outcome.
 
     Args:
         section: the ``[model]`` section.
@@ -104,14 +110,32 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
             attention; or a pattern to freeze that names no parameter.
     """
     directory = None if local_files_only else find_model_dir(section)
+    new = _new_tokens(section, local_files_only=local_files_only)
     with agreement():
         hf_config = load_hf_config(section, local_files_only=local_files_only)
+        text_config = hf_config.get_text_config()
+        stored_vocab = text_config.vocab_size
+        text_config.vocab_size = max(stored_vocab, *(at + 1 for at in new)) if new else stored_vocab
         model = _on_meta(section, hf_config)
         compute_buffers(model)
         freeze(model, section.freeze)
+        if new and not all(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+            what = f"freezes the embedding, to which model.chat_template adds {len(new)} tokens"
+            raise UserError("model.freeze", what, "train the embedding, or use a template without new tokens")
     # By `vars`, since a module types its attributes as tensors.
-    vars(model)["_fsdp2kit_source"] = ModelSource(section.path, directory, hf_config)
+    vars(model)["_fsdp2kit_source"] = ModelSource(section.path, directory, hf_config, new, stored_vocab)
     return model.train()
+
+
+def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, ...]:
+    if section.chat_template is None or not (section.tokenizer or section.path):
+        return ()
+    try:
+        return new_tokens(build_tokenizer(section, local_files_only=local_files_only))
+    except UserError:
+        if not local_files_only:
+            raise
+        return ()  # not on this machine, or what whoever reads the data will say
 
 
 def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -1,12 +1,13 @@
-"""The tokenizer, with the user's chat template where one is given."""
+"""The tokenizer, with the user's chat template where one is given and the special tokens that this one needs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.config.section import may_be_hub_id
+from fsdp2kit.config.section import TEMPLATES, may_be_hub_id, ready_template
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_hf_dir
@@ -27,12 +28,18 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
 )
 
+# What templates write between turns as single tokens.
+_MARKER = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
+_ANSWER = "fsdp2kit_answer"
+
 
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out.
 
     In a job every rank calls this, and all ranks leave with the same outcome; a machine fetches a hub's files once.
-    ``model.chat_template`` replaces the tokenizer's own template, so `save_pretrained` writes it with the model.
+    ``model.chat_template`` replaces the tokenizer's own template, so `save_pretrained` writes it with the model. Where
+    its turns end in another token than the tokenizer's ``eos_token``, the markers that it writes between turns become
+    special tokens; `new_tokens` says which are new to the vocabulary.
 
     Args:
         local_files_only: look in the hub's cache, but never ask the hub.
@@ -50,8 +57,47 @@ def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> 
     with agreement():
         tokenizer = _load(key, source, trust_remote_code=section.trust_remote_code, local_files_only=local_files_only)
         if section.chat_template is not None:
-            tokenizer.chat_template = _read_template(Path(section.chat_template))
+            tokenizer.chat_template = _read_template(section.chat_template)
+            vars(tokenizer)["_fsdp2kit_new"] = _add_markers(tokenizer)
     return tokenizer
+
+
+def new_tokens(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that `build_tokenizer` added to the vocabulary, ascending."""
+    return vars(tokenizer).get("_fsdp2kit_new", ()) if tokenizer is not None else ()
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The special token that the chat template puts after an answer; empty where there is none, or no template."""
+    _, after = _probe(tokenizer)
+    special = {token.content: at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if isinstance(tokenizer.eos_token_id, int):
+        special[str(tokenizer.eos_token)] = tokenizer.eos_token_id
+    found = [text for text in special if after.startswith(text)]
+    return {special[max(found, key=len)]} if found else set()
+
+
+def _probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """A conversation as the chat template renders it, with a prompt for more, and what comes after its answer."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
+    texts = []
+    for messages, prompt in (([question, answer], False), ([{"role": "system", "content": "a"}, question], True)):
+        try:
+            texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        except Exception:  # a template may raise anything; what it makes of the rows is judged where they are read
+            texts.append("")
+    return "".join(texts), texts[0].partition(_ANSWER)[2].lstrip()
+
+
+def _add_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    text, after = _probe(tokenizer)
+    if tokenizer.eos_token and after.startswith(str(tokenizer.eos_token)):  # Zephyr's other markers are plain text
+        return ()
+    vocabulary = tokenizer.get_vocab()
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    markers = [marker for marker in dict.fromkeys(_MARKER.findall(text)) if marker not in special]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    return tuple(sorted(tokenizer.get_vocab()[marker] for marker in markers if marker not in vocabulary))
 
 
 def _check_source(key: str, source: str) -> None:
@@ -84,12 +130,14 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
         raise UserError(f"{key}: {source}", what, todo) from error
 
 
-def _read_template(path: Path) -> str:
-    where = f"model.chat_template: {path}"
+def _read_template(value: str) -> str:
+    path, where = ready_template(value) or Path(value), f"model.chat_template: {value}"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(where, f"cannot be read ({error})", "give the path of a Jinja template file") from None
+        ready = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
+        todo = f"give the path of a Jinja template file, or the name of a ready one ({ready})"
+        raise UserError(where, f"cannot be read ({error})", todo) from None
     if not text.strip():
         raise UserError(where, "is empty", "give a template, or leave the key out")
     return text

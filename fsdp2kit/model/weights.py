@@ -1,7 +1,8 @@
 """Values for a sharded model: streamed out of safetensors, or random.
 
-Every rank reads by itself just the rows that its shards hold, through the files' memory maps, straight into the
-shards; nothing is gathered or sent, and no more than one tensor's rows live beside the shards at any time.
+Every rank reads by itself just the rows that its shards hold (of an embedding with new tokens all rows, in blocks, for
+their mean), through the files' memory maps, straight into the shards; nothing is gathered or sent, and no more than
+one tensor's rows live beside the shards at any time.
 Which stored tensors make a tensor of the model is said in `names`.
 """
 
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Source, build_skeleton, find_sources, tied_names
 from fsdp2kit.torch_compat import local_slices, tree_leaves
 
+_BLOCK = 1 << 22  # elements
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -45,13 +47,18 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
     targets = model.state_dict()  # aliases of the parameters and persistent buffers
+    grown, new = grown_tensors(model)
     with _open_safetensors(directory) as slices:
         for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
             for name, value in source.tensors(model, slices):
                 where = f"{directory}: {source.name}"
-                _check_shape(value, targets[name].shape, where=where)
+                stored = grown.get(name)
+                _check_shape(value, targets[name].shape if stored is None else stored, where=where)
                 try:
-                    _copy_part(targets[name], value)
+                    if stored is None:
+                        _copy_part(targets[name], value)
+                    else:
+                        fill_vocabulary(targets[name], _row_blocks(value, stored), new_tokens=new)
                 except SafetensorError as error:
                     raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
 
@@ -165,6 +172,57 @@ def _copy_part(target: Tensor, source: Any) -> None:
     if local.numel():
         part = local_slices(target)
         local.copy_(source[part] if part else source[...])
+
+
+def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[int, ...]]:
+    """The embedding's and the head's tensors by name, with their shapes before the chat template brought new tokens.
+
+    Returns:
+        Nothing, or the shapes and the new tokens' ids.
+    """
+    source = vars(model).get("_fsdp2kit_source")
+    if source is None or not source.new_tokens:
+        return {}, ()
+    ends = [id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    shapes = {
+        f"{name}.{key}": torch.Size((source.stored_vocab, *tensor.shape[1:]))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in ends
+        for key, tensor in module.named_parameters(recurse=False)
+    }
+    return shapes, source.new_tokens
+
+
+@torch.no_grad()
+def fill_vocabulary(target: Tensor, blocks: Iterable[Tensor], *, new_tokens: Sequence[int]) -> None:
+    """Fill this rank's rows of an embedding or a head: stored ones as they are, new tokens' with the others' mean.
+
+    A new token may have a stored row: vocabularies are padded. Every rank reads all blocks, and holds one.
+
+    Args:
+        target: ``[vocabulary, …]``.
+        blocks: the stored tensor's rows, in order, some at a time.
+        new_tokens: their ids; every row of the target that is not stored is one of them.
+    """
+    local, (rows, *others) = local_part(target), local_slices(target)
+    total, count, start = torch.zeros(target.shape[1:], dtype=torch.float64), 0, 0
+    for block in blocks:
+        stop = start + len(block)
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        if first < last:
+            local[first - rows.start : last - rows.start].copy_(block[(slice(first - start, last - start), *others)])
+        excluded = [token - start for token in new_tokens if start <= token < stop]
+        total += block.sum(0, dtype=torch.float64) - block[excluded].sum(0, dtype=torch.float64)
+        count, start = count + len(block) - len(excluded), stop
+    for token in new_tokens:
+        if rows.start <= token < rows.stop:
+            local[token - rows.start].copy_((total / count)[tuple(others)])
+
+
+def _row_blocks(source: Any, shape: torch.Size) -> Iterator[Tensor]:
+    """The rows of something sliceable, at most 4 Mi elements at a time."""
+    size = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    return (source[start : start + size] for start in range(0, shape[0], size))
 
 
 def _some(names: list[str]) -> str:

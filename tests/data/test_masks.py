@@ -141,7 +141,7 @@ def test_many_at_once_equal_one_by_one() -> None:
         ([{"role": "user", "content": None}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content is of type int"),
         (turns("x", "y")[::-1], "begins with the assistant"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "template refuses the messages"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "template refuses the messages"),
     ],
 )
 def test_malformed_messages_name_the_row(messages, what: str) -> None:
@@ -170,7 +170,8 @@ def test_markers_under_a_filter_are_refused() -> None:
 
 
 def test_a_row_that_the_template_refuses_among_others_is_named() -> None:
-    tokenizer = make_tokenizer("{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}hi")
+    refuse = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
+    tokenizer = make_tokenizer(refuse + templates.CHATML)
     rows = [turns(text, "yes") for text in ("yes", "no", "maybe")]
     with pytest.raises(UserError, match=r"row 1.*never"):
         encode_together(rows, tokenizer, train_on="all")

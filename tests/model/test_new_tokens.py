@@ -1,0 +1,278 @@
+"""A chat template on a base model: its tokens, their rows on any mesh, and an export that ends its turns."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from fsdp2kit.checkpoint import reader
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.section import TEMPLATES
+from fsdp2kit.errors import UserError
+from fsdp2kit.model import weights
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens, turn_ends
+from fsdp2kit.parity.engine import whole
+from fsdp2kit.run import load
+from tests.data.templates import encode_chat
+from tests.model.test_weights import _sharded
+from tests.reference import tiny_model
+from tests.workers import WorkerPool
+
+KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias
+QUESTION = [{"role": "user", "content": "Is water wet?"}]
+CHAT = [*QUESTION, {"role": "assistant", "content": "Yes, wet."}]
+
+
+def save_base(folder: Path, kind: str, *, padding: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny base model, with rows for its own tokens and ``padding`` more; its tokenizer knows no turns."""
+    words = Tokenizer(tokenizer_models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=260, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    words.train_from_iterator(["Is water wet? Yes, wet."], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    if kind == "phi":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", vocab_size=128, **sizes))
+        model.lm_head.bias.data.normal_()
+    else:
+        model = tiny_model(kind)
+    model.resize_token_embeddings(len(tokenizer) + padding, mean_resizing=False)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    path = folder / kind
+    model.to(dtype).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
+    """What one process of plain torch makes of the stored weights: the means of all rows but the new ones."""
+    found = {}
+    for name, stored in load_file(path / "model.safetensors").items():
+        value = stored.float()
+        if name.startswith(("model.embed_tokens", "lm_head")):
+            size = max(len(value), max(new) + 1)
+            kept = [at for at in range(len(value)) if at not in new]
+            grown = torch.empty(size, *value.shape[1:])
+            grown[: len(value)] = value
+            grown[list(new)] = value[kept].double().mean(0).float()
+            value = grown
+        found[name] = value.numpy()
+    return found
+
+
+def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str, dict[str, np.ndarray]]:
+    """Of the Hugging Face directories and of checkpoints made of them, read in blocks of a few rows."""
+    found = {}
+    for kind in kinds:
+        path = folder / kind
+        for source in ("pretrained", str(folder / f"{kind}-dcp")):
+            section = ModelConfig(path=str(path), weights=source, chat_template="chatml")
+            model = _sharded(section, shard)
+            with mock.patch.object(weights, "_BLOCK", 500), mock.patch.object(reader, "BLOCK_BYTES", 1000):
+                fill_weights(section, model, seed=0)
+            tensors = {name: whole(one.detach()).clone().numpy() for name, one in model.named_parameters()}
+            found[f"{kind} {Path(source).name}"] = tensors
+    return found
+
+
+@pytest.mark.parametrize(("size", "shard"), [(1, 1), (3, 3), (4, 2)])
+def test_new_rows_are_the_mean_of_the_others(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
+    for kind in KINDS:
+        hf_to_dcp(save_base(tmp_path, kind, dtype=torch.bfloat16), tmp_path / f"{kind}-dcp")
+    new = new_tokens(build_tokenizer(ModelConfig(path=str(tmp_path / "phi"), chat_template="chatml")))
+    assert len(new) == 2
+    for found in pool.run(size, loaded_on_a_mesh, tmp_path, KINDS, shard):
+        assert len(found) == 6
+        for name, tensors in found.items():
+            expected = expected_of(tmp_path / name.split()[0], new=new)
+            assert tensors.keys() <= expected.keys()
+            for key, tensor in tensors.items():
+                np.testing.assert_allclose(tensor, expected[key], rtol=1e-6, atol=1e-8, err_msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("padding", [1, 64])
+def test_a_padded_vocabulary_has_rows_already(padding: int, tmp_path: Path) -> None:
+    path = save_base(tmp_path, "llama3", padding=padding)
+    section = ModelConfig(path=str(path), chat_template="chatml")
+    new = new_tokens(build_tokenizer(section))
+    stored = json.loads((path / "config.json").read_text())["vocab_size"]
+    assert build_model(section).config.vocab_size == max(stored, new[-1] + 1)
+    found = loaded_in_one(section)
+    for key, expected in expected_of(path, new=new).items():
+        np.testing.assert_allclose(found[key], expected, rtol=1e-6, atol=1e-8)
+
+
+def loaded_in_one(section: ModelConfig) -> dict[str, np.ndarray]:
+    from fsdp2kit.model.build import materialize
+
+    model = build_model(section)
+    materialize(model, device=torch.device("cpu"))
+    fill_weights(section, model, seed=0)
+    return {name: one.detach().numpy() for name, one in model.named_parameters()}
+
+
+def test_nothing_is_added_where_nothing_is_needed(tmp_path: Path) -> None:
+    path = save_base(tmp_path, "smollm2")
+    zephyr = build_tokenizer(ModelConfig(path=str(path), chat_template="zephyr"))
+    assert (new_tokens(zephyr), turn_ends(zephyr)) == ((), {zephyr.eos_token_id})
+    chatml = build_tokenizer(ModelConfig(path=str(path), chat_template="chatml"))
+    chatml.save_pretrained(tmp_path / "again")
+    again = build_tokenizer(ModelConfig(path=str(tmp_path / "again"), chat_template="chatml"))
+    assert new_tokens(again) == ()
+    assert turn_ends(again) == turn_ends(chatml) == {chatml.convert_tokens_to_ids("<|im_end|>")}
+    assert turn_ends(AutoTokenizer.from_pretrained(path)) == set()  # there is no template
+
+
+def test_a_frozen_embedding_cannot_learn_new_tokens(tmp_path: Path) -> None:
+    path = save_base(tmp_path, "smollm2")
+    section = ModelConfig(path=str(path), chat_template="chatml", freeze=["model.embed_tokens.*"])
+    with pytest.raises(UserError, match=r"model.freeze: freezes the embedding, to which .* adds 2 tokens"):
+        build_model(section)
+
+
+def _run_recipe(toml: str, overrides: Sequence[str]) -> str:
+    recipe, config = load(toml, overrides)
+    with contextlib.redirect_stdout(io.StringIO()) as console:
+        recipe.main(config)
+    return console.getvalue()
+
+
+def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) -> None:
+    """Trained, resumed on another mesh, exported; then plain transformers generates, and stops by itself."""
+    base = save_base(tmp_path, "smollm2", dtype=torch.bfloat16)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f"""
+        recipe = "sft"
+        model = {{ path = "{base}", chat_template = "chatml" }}
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{tmp_path / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 40, global_batch_size = 2 }}
+        optimizer.lr = 1e-2
+        checkpoint = {{ every = 20, export_dtype = "float32" }}
+        run.dir = "{tmp_path / "run"}"
+        wandb.mode = "disabled"
+        """
+    )
+    said = pool.run(2, _run_recipe, str(toml), ["mesh.cp=2", "train.micro_batch_size=2", "train.steps=20"])[0]
+    tokenizer = build_tokenizer(ModelConfig(path=str(base), chat_template="chatml"))
+    start, end = new_tokens(tokenizer)
+    assert f"new tokens <|im_start|> ({start}), <|im_end|> ({end}); their rows begin as the mean of the others" in said
+    assert f"generation_config.json also stops at <|im_end|> ({end}), which ends what is trained" in said
+    pool.run(1, _run_recipe, str(toml), [])
+
+    export = tmp_path / "run" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == end + 1
+    assert model.generation_config.eos_token_id == [0, end]
+    exported = AutoTokenizer.from_pretrained(export)
+    inputs = exported.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert exported.decode(answer) == "Yes, wet.<|im_end|>"
+    # From the export itself, whose tokens are known: nothing is averaged again.
+    section = ModelConfig(path=str(export), chat_template="chatml")
+    stored = load_file(export / "model.safetensors")["model.embed_tokens.weight"]
+    assert np.array_equal(loaded_in_one(section)["model.embed_tokens.weight"], stored.numpy())
+
+
+# Ready templates
+
+TOOL = {"type": "function", "function": {"name": "wet", "parameters": {"type": "object", "properties": {}}}}
+READY = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A<|im_end|>»\n",
+    "llama3": "<|begin|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "«A<|eot_id|>»",
+    "gemma": "<|begin|><start_of_turn>user\nS\n\nQ<end_of_turn>\n<start_of_turn>model\n«A<end_of_turn>»\n",
+    "mistral": "<|begin|>[INST] S\n\nQ [/INST]« A</s>»",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nQ</s>\n<|assistant|>\n«A</s>»\n",
+}
+
+
+def test_every_ready_template_is_named_in_the_schema() -> None:
+    doc = str(ModelConfig.model_fields["chat_template"].description)
+    assert {file.stem for file in TEMPLATES.glob("*.jinja")} == READY.keys()
+    assert all(f'"{name}"' in doc for name in READY)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_template(name: str, tmp_path: Path) -> None:
+    from tests.data.templates import make_tokenizer
+    from tests.data.test_tools import spoken
+
+    make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))
+    talk = [{"role": role, "content": text} for role, text in (("system", "S"), ("user", "Q"), ("assistant", "A"))]
+    assert spoken(tokenizer, *encode_chat(talk, tokenizer)) == READY[name]
+    prompt = tokenizer.apply_chat_template(talk[:2], tokenize=False, add_generation_prompt=True)
+    assert READY[name].startswith(prompt + "«"), "what is learnt begins where generation does"
+    twice = encode_chat([*talk, *talk[1:]], tokenizer)
+    assert spoken(tokenizer, *twice).count("«") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "learnt"),
+    [
+        (
+            "chatml",
+            '«<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "wet", "arguments": {"of": "water"}}\n</tool_call>',
+        ),
+        ("llama3", '«{"name": "wet", "parameters": {"of": "water"}}'),
+    ],
+)
+def test_calls_in_a_ready_template(name: str, learnt: str, tmp_path: Path) -> None:
+    from tests.data.templates import make_tokenizer
+    from tests.data.test_tools import spoken
+
+    make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
+    tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "wet", "arguments": '{"of": "water"}'}}]}
+    if name == "chatml":
+        call["thinking"] = "Hm."
+    talk = [*QUESTION, call, {"role": "tool", "content": "very"}, CHAT[1]]
+    text = spoken(tokenizer, *encode_chat(talk, tokenizer, tools=[TOOL]))
+    assert learnt in text
+    assert json.dumps(TOOL, indent=4 if name == "llama3" else None) in text
+    assert text.count("«") == 2
+
+
+def test_a_name_is_not_mistaken_for_a_file(tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text('recipe = "sft"\nmodel = { path = "x/y", chat_template = "chatml" }\ntrain.steps = 1\n')
+    assert load(str(toml), [])[1].model.chat_template == "chatml"
+    (tmp_path / "mine").write_text("{{ messages }}")
+    toml.write_text(toml.read_text().replace("chatml", "mine"))
+    assert load(str(toml), [])[1].model.chat_template == str(tmp_path / "mine")
+    (tmp_path / "chatml").write_text("{{ messages }}")
+    toml.write_text(toml.read_text().replace('"mine"', '"chatml"'))
+    with pytest.raises(UserError, match=r"both a ready template and a file; write './chatml' for the file"):
+        load(str(toml), [])
+    toml.write_text(toml.read_text().replace('"chatml"', '"./chatml"'))
+    assert load(str(toml), [])[1].model.chat_template == str(tmp_path / "chatml")
+
+
+def test_a_misspelt_name(tmp_path: Path) -> None:
+    path = save_base(tmp_path, "smollm2")
+    with pytest.raises(UserError, match=r"model.chat_template: chatlm: cannot be read .* \(chatml, gemma, llama3, "):
+        build_tokenizer(ModelConfig(path=str(path), chat_template="chatlm"))
