@@ -14,7 +14,7 @@ from fsdp2kit.config.section import InputPath as InputPath
 from fsdp2kit.config.section import LocalPath as LocalPath
 from fsdp2kit.config.section import Section as Section
 
-DataFormat = Literal["chat", "prompt_completion", "text", "tokens", "preference", "synthetic"]
+DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -177,6 +177,12 @@ class ColumnsConfig(Section):
     """prompt_completion, preference: the prompt, a text or a list of messages."""
     completion: str | None = None
     """prompt_completion: the answer to train on, a text or a list of messages."""
+    instruction: str | None = None
+    """alpaca: what is asked."""
+    input: str | None = None
+    """alpaca: what it is asked about; it may be empty or missing."""
+    output: str | None = None
+    """alpaca: the answer to train on."""
     input_ids: str | None = None
     """tokens: the token ids."""
     labels: str | None = None
@@ -193,8 +199,10 @@ class DataPathConfig(Section):
     path: InputPath
     """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
     split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
-    format: Literal["chat", "prompt_completion", "text", "tokens"] | None = None
+    """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
+    limit: PositiveInt | None = None
+    """Read only this many rows, the first ones. Default of a part of a mix: `data.limit`; of held-out data: all."""
+    format: Literal["chat", "prompt_completion", "alpaca", "text", "tokens"] | None = None
     """Format of these rows. Default: `data.format`."""
     columns: ColumnsConfig | None = None
     """Names of these rows' columns. Default: `data.columns`."""
@@ -217,7 +225,9 @@ class DataConfig(Section):
     path: InputPath | None = None
     """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
     split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
+    """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
+    limit: PositiveInt | None = None
+    """Read only this many rows, the first ones, of the data or of each part of a mix."""
     sources: list[SourceConfig] = []
     """A weighted mix of several data sets, instead of `path`. Each row of the batch holds documents of one of them."""
     temperature: PositiveFloat = 1.0
@@ -226,6 +236,9 @@ class DataConfig(Section):
     """What a row of the data contains."""
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the data's columns where they differ from the defaults."""
+    wrap: Literal["none", "chat"] = "none"
+    """"chat" puts prompts and completions that are plain texts into the tokenizer's chat template, as a user's message
+    and the assistant's: for models that are to be chatted with. "none" joins them as they stand."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Supervised tokens of a conversation: the assistant's and its end-of-turn tokens, those of its last message, or
     all. Of a completion: the completion, or all."""
@@ -251,11 +264,22 @@ class DataConfig(Section):
 class ChatDataConfig(DataConfig):
     """What the model is trained on: conversations."""
 
-    format: Literal["chat", "prompt_completion", "text", "tokens", "preference"] = "chat"
+    format: Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference"] = "chat"
     """"chat": rows with `messages` (or ShareGPT's `conversations`), and `tools` where the template takes them;
-    "prompt_completion": rows with `prompt` and `completion`; "text": rows with `text`, every token supervised;
-    "tokens": rows with `input_ids` and optionally `labels`; "preference": rows with `chosen` and `rejected`, which
-    this recipe refuses."""
+    "prompt_completion": rows with `prompt` and `completion`; "alpaca": rows with `instruction`, `input` and `output`,
+    put into the chat template; "text": rows with `text`, every token supervised; "tokens": rows with `input_ids` and
+    optionally `labels`; "preference": rows with `chosen` and `rejected`, which this recipe refuses."""
+
+
+class PreferenceDataConfig(DataConfig):
+    """What the model is trained on: pairs of answers, for recipes of your own (docs/recipes.md)."""
+
+    format: Literal["preference"] = "preference"
+    """Rows with `chosen` and `rejected`, and `prompt` unless both are whole conversations. The two are documents side
+    by side in one row of the batch."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it,
+    drop both (counted), or stop with an error."""
 
 
 class TextDataConfig(DataConfig):
@@ -276,8 +300,9 @@ class EvalConfig(Section):
     """Evaluate every n steps and at the end; 0: never."""
     path: InputPath | None = None
     """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
+    split: Annotated[float, Field(gt=0, lt=1)] | PositiveInt | str = "train"
+    """A split like `data.split`; or a share (`0.02`) or number (`500`) of rows that are held out of the training data.
+    Which ones, their content decides: copies of a row stay together, on any mesh and in any order."""
     sets: dict[str, DataPathConfig] = {}
     """Named held-out sets, instead of or besides `path`: `[eval.sets.code]`, with `path`, `split`, `format`."""
     steps: PositiveInt | None = None
