@@ -216,7 +216,8 @@ def check_data(config: TrainingConfig) -> None:
             'to learn the better answers set data.format = "chat" and data.columns.messages = "chosen" '
             '(or "prompt_completion" and data.columns.completion = "chosen")',
         )
-    formats = {part.format or data.format for part in data.sources} or {data.format}
+    parts = (*data.sources, *config.eval.sets.values())
+    formats = {data.format, *(part.format for part in parts)}
     if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
         what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
         raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')

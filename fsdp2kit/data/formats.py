@@ -191,7 +191,8 @@ def _encode_pairs(
                 before = check_messages(prompt, where, name="prompt")
                 messages = [*before, *check_messages(answer, where, name="completion")]
                 options = _options(row, where, how)
-                chats.append(Chat(messages, tokenizer, where=where, learn_from=len(before), **options))
+                learn_from = 0 if how.train_on == "all" else len(before)
+                chats.append(Chat(messages, tokenizer, where=where, learn_from=learn_from, **options))
             encoded += _encode_chats(chats, how, tokenizer)
         else:
             what = "prompt and completion are a text and a list of messages"

@@ -99,6 +99,8 @@ def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
     whole, mine = learnt(row, tokenizer, how)
     assert (whole, mine) == (tokenizer.apply_chat_template(messages, tokenize=False), "Yes.<|im_end|>")
     assert learnt({"prompt": messages[:1], "completion": "Yes."}, tokenizer, how) == (whole, mine)
+    everything = RowFormat("prompt_completion", train_on="all", wrap="chat")
+    assert learnt(row, tokenizer, everything) == (whole, whole)
     [pair] = encode_preferences(
         [Row({"prompt": "Is water wet?", "chosen": "Yes.", "rejected": "No."}, "x")],
         RowFormat("preference", wrap="chat"),
