@@ -152,6 +152,9 @@ def test_other_recipes_refuse_them_still(tmp_path: Path) -> None:
     check_data(asked)
     with pytest.raises(UserError, match="two answers a row"):
         check_data(asked.model_copy(update={"data": ChatDataConfig(path=path, format="preference")}))
+    mixed = PreferenceDataConfig.model_validate({"sources": [{"path": path}, {"path": path, "format": "chat"}]})
+    with pytest.raises(UserError, match="give pairs alone"):
+        check_data(asked.model_copy(update={"data": mixed}))
     train = TrainConfig(steps=1)
     streamed = asked.model_copy(update={"data": PreferenceDataConfig(path=path, streaming=True), "train": train})
     with pytest.raises(UserError, match="does not keep the two answers"):

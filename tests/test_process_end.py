@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -129,7 +128,7 @@ def test_workers_end_with_a_rank_that_is_killed(method: str) -> None:
     workers = ours.recv()
     assert len(workers) == 2
     assert all(map(_is_running, workers))
-    os.kill(rank.pid, signal.SIGKILL)
+    rank.kill()
     rank.join()
     deadline = time.monotonic() + 20
     while any(map(_is_running, workers)):

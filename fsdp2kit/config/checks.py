@@ -221,6 +221,8 @@ def check_data(config: TrainingConfig) -> None:
     if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
         what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
         raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')
+    if data.format == "preference" and any(part.format for part in data.sources):
+        raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
     _check_sources(data)
     if data.streaming:
         _check_streaming(config)
@@ -282,7 +284,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
     evaluates = evaluation.every > 0 or config.train.steps == 0
     if not isinstance(evaluation.split, str):
         _check_hold_out(evaluation, data)
-    held_out = [(part.path, part.split) for part in evaluation.sets.values()]
+    held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
     if evaluation.path is not None or evaluation.split != data.split:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
     trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]

@@ -174,7 +174,7 @@ def _encode_pairs(
     """
     encoded: list[Encoded] = []
     if how.wrap == "chat":
-        pairs = [(_wrapped(one, "user"), _wrapped(two, "assistant"), *rest) for one, two, *rest in pairs]
+        pairs = [(_wrapped(one, "user"), _wrapped(two, "assistant"), row, where) for one, two, row, where in pairs]
     for kinds, group in itertools.groupby(
         pairs, key=lambda pair: (isinstance(pair[0], str), isinstance(pair[1], str))
     ):

@@ -34,8 +34,8 @@ from fsdp2kit.data.sources import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of the cache key: raise it with any change to what is stored below.
-_LAYOUT = 3
+# Raise the first with any change to the tokens of a row, the second with any to what is stored below.
+_ENCODING, _LAYOUT = 2, 3
 NO_ENDING = -1
 _STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
 _WORTH_WORKERS = 4096  # rows
@@ -89,7 +89,7 @@ def tokenise(
 
     content = source.digest() or hub_content(source)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit"
-    file = folder / f"{cache_key(content, how, tokenizer)}.arrow"
+    file = folder / f"{cache_key(content, how, tokenizer)}.{_LAYOUT}.arrow"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         # Moved there when it is whole: another process sees all of it or nothing.
@@ -157,12 +157,12 @@ def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) 
     else:
         state = tokenizer.get_vocab()
     parts = [
-        _LAYOUT,
+        _ENCODING,
         content,
         how.format,
         how.columns.model_dump(exclude_none=True),
         how.train_on,
-        how.wrap,
+        *([how.wrap] if how.wrap != "none" else []),  # streams of earlier versions are known by this digest
         transformers.__version__,
         type(tokenizer).__name__,
         state,

@@ -16,7 +16,7 @@ from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
-from fsdp2kit.model.build import build_model, source_of
+from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
 from tests.checkpoint import jobs
 
@@ -104,7 +104,7 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("data.limit", 5), ("eval.split", 0.02), ("eval.split", 500)])
 def test_other_rows_are_another_run_and_the_key_is_named(key: str, value: Any) -> None:
     section, _, name = key.partition(".")
-    source = source_of(jobs.tiny_llama())
+    source = ModelSource(None, None, jobs.tiny_llama().config)
 
     def identity(**sections: Any) -> dict[str, str]:
         return run_identity(TrainingConfig.model_validate({"recipe": "x", **sections}), source, data="d")

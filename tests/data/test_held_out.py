@@ -24,7 +24,7 @@ def write(path: Path, texts: list[str], *, ids: bool = False) -> Path:
 
 
 def build(
-    data: dict, *, split: float = 0.2, every: int = 1, dp: int = 1, rank: int = 0, steps: int | None = None
+    data: dict, *, split: float | str = 0.2, every: int = 1, dp: int = 1, rank: int = 0, steps: int | None = None
 ) -> Data:
     evaluation = EvalConfig(every=every, split=split, steps=steps)
     config = TrainingConfig.model_construct(

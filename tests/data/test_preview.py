@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
+from fsdp2kit.data.loader import Loader
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
 from tests.data.templates import make_tokenizer
@@ -32,6 +33,7 @@ def preview_of(
     )
     tokenizer = make_tokenizer(template)
     loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
+    assert isinstance(loader, Loader)
     return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=2, title="x")
 
 
