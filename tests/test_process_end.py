@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+
+from fsdp2kit.data.tokens import start_workers
+from tests.workers import FORKS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,3 +99,38 @@ def test_a_run_outlives_its_console(stdout: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 3
     assert any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def _keep_workers(connection: Any, method: Literal["fork", "spawn"]) -> None:
+    """A rank with two workers, of which one is at work; it says which processes they are."""
+    pool = start_workers(2, None, method=method)  # type: ignore[arg-type]
+    pool.submit(time.sleep, 600)
+    pool.submit(time.sleep, 0.1).result()
+    connection.send([child.pid for child in multiprocessing.active_children()])
+    time.sleep(600)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting for somebody to ask how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_with_a_rank_that_is_killed(method: str) -> None:
+    ours, theirs = FORKS.Pipe()
+    rank = FORKS.Process(target=_keep_workers, args=(theirs, method))
+    rank.start()
+    assert ours.poll(120)
+    workers = ours.recv()
+    assert len(workers) == 2
+    assert all(map(_is_running, workers))
+    rank.kill()
+    rank.join()
+    deadline = time.monotonic() + 20
+    while any(map(_is_running, workers)):
+        assert time.monotonic() < deadline, "a worker outlives its rank"
+        time.sleep(0.05)

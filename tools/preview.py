@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from fsdp2kit.config.checks import check_data
-from fsdp2kit.data.build import build_data
+from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import RowReader
@@ -60,6 +60,8 @@ _LEGEND = {
 }
 _MOST_PIECES = 60
 _BINS = 10
+_PERCENTILES = (50, 75, 90, 95, 99, 100)
+_SHORTEST_CHOICE = 1024
 
 
 @in_one_line
@@ -97,12 +99,30 @@ class Statistics(Report):
     packed_rows: int
     packing_efficiency: float
     """Tokens over positions in the packed rows."""
+    row_lengths: dict[str, int]
+    """Percentiles of the rows' tokens before they are cut: ``{"p50": …, …, "p100": …}``."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What another seq_len would make of the same data."""
+
+    seq_len: int
+    rows_longer: int
+    """Rows with more tokens than that."""
+    tokens_lost: int
+    """Tokens that are cut off or left out."""
+    lost_share: float
+    packed_rows: int
+    packing_efficiency: float
+    steps_per_epoch: int
 
 
 def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
     """Count one source's documents and packs."""
     documents, report = part.documents, part.documents.report
     lengths = documents.lengths
+    rows = lengths if documents.row_lengths is None else documents.row_lengths
     counts, edges = np.histogram(lengths, bins=min(_BINS, int(np.ptp(lengths)) + 1))
     borders = [round(edge) for edge in edges.tolist()]
     digests = documents.row_digests.tolist() if documents.row_digests is not None else []
@@ -118,7 +138,40 @@ def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
         histogram=list(zip(borders, borders[1:], counts.tolist(), strict=False)),
         packed_rows=len(part.plan),
         packing_efficiency=float(lengths.sum()) / (len(part.plan) * seq_len),
+        row_lengths={f"p{at}": int(np.percentile(rows, at, method="inverted_cdf")) for at in _PERCENTILES},
     )
+
+
+def compare_lengths(config: Any, loader: Loader, *, tokenizer: PreTrainedTokenizerBase) -> list[Choice]:
+    """Cut and pack the data of ``loader`` to its own seq_len and to 1,024, 2,048, … tokens, until no row is too long.
+
+    A length at which nothing is left to learn is left out.
+    """
+    lengths = [part.documents.row_lengths for part in loader.parts]
+    longest = max(int(one.max()) for one in lengths if one is not None)
+    choices = [_SHORTEST_CHOICE]
+    while choices[-1] < longest:
+        choices.append(2 * choices[-1])
+    loaders = {}
+    for seq_len in sorted({loader.share.seq_len, *choices}):
+        data = config.data.model_copy(update={"seq_len": seq_len})
+        with contextlib.suppress(UserError):
+            loaders[seq_len] = _load(config.model_copy(update={"data": data}), tokenizer).loader
+    reports = {seq_len: [part.documents.report for part in one.parts] for seq_len, one in loaders.items()}
+    kept = {seq_len: sum(report.tokens for report in some) for seq_len, some in reports.items()}
+    total = max(kept.values())
+    return [
+        Choice(
+            seq_len=seq_len,
+            rows_longer=sum(report.truncated + report.dropped + report.split for report in reports[seq_len]),
+            tokens_lost=total - kept[seq_len],
+            lost_share=1 - kept[seq_len] / total,
+            packed_rows=one.rows_per_epoch,
+            packing_efficiency=one.packing_efficiency,
+            steps_per_epoch=one.steps_per_epoch,
+        )
+        for seq_len, one in loaders.items()
+    ]
 
 
 def find_warnings(
@@ -173,15 +226,30 @@ class Preview:
     tokens_per_epoch: int
     steps_per_epoch: int
     seq_len: int
+    global_batch_size: int
+    choices: list[Choice]
+    """The same data at other lengths."""
 
 
 def build_preview(
-    loader: Loader, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int, packs: int, title: str
+    loader: Loader,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    packs: int,
+    title: str,
+    choices: Sequence[Choice] = (),
+    warnings: Sequence[str] = (),
 ) -> Preview:
-    """Look at a loader: its first ``packs`` rows in the order of training, and everything that can be counted."""
+    """Look at a loader: its first ``packs`` rows in the order of training, and everything that can be counted.
+
+    Args:
+        choices: of `compare_lengths`.
+        warnings: that were found elsewhere.
+    """
     rows = [loader.row(0, index) for index in range(min(packs, loader.rows_per_epoch))]
     statistics = {part.name: compute_statistics(part, seq_len=loader.share.seq_len) for part in loader.parts}
-    warnings = []
+    warnings = list(warnings)
     for part in loader.parts:
         found = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
         warnings += [f"{part.name}: {text}" if part.name else text for text in found]
@@ -195,6 +263,8 @@ def build_preview(
         tokens_per_epoch=loader.tokens_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
         seq_len=loader.share.seq_len,
+        global_batch_size=loader.share.global_batch_size,
+        choices=list(choices),
     )
 
 
@@ -233,6 +303,8 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
         console.print(Panel(Group(*body), title=title, title_align="left", border_style="cyan"))
     for name, statistics in preview.statistics.items():
         console.print(_table(preview, name, statistics), _histogram(statistics))
+    if preview.choices:
+        console.print(_choices(preview))
     if preview.warnings:
         found = Text("\n").join(Text(f"• {text}") for text in preview.warnings)
         console.print(Panel(found, title="look at this", title_align="left", border_style="bold red"))
@@ -264,7 +336,9 @@ def _document(pieces: list[Piece], most_tokens: int) -> Text:
 
 def _table(preview: Preview, name: str, one: Statistics) -> Table:
     epoch = {"steps an epoch": preview.steps_per_epoch, "tokens an epoch": preview.tokens_per_epoch}
-    figures = {key: value for key, value in {**asdict(one), **epoch}.items() if key != "histogram"}
+    before = {f"row length before cutting, {key}": value for key, value in one.row_lengths.items()}
+    figures = {**asdict(one), **before, **epoch}
+    del figures["histogram"], figures["row_lengths"]
     table = Table(title=f"the data{f': {name}' if name else ''}", title_justify="left", title_style="bold", box=None)
     for key, value in figures.items():
         shown = f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
@@ -278,6 +352,19 @@ def _histogram(one: Statistics) -> Table:
     for start, stop, count in one.histogram:
         bar = Bar(most, 0, count, width=40, color="cyan")
         table.add_row(Text(f"{start:,} – {stop:,}", style="cyan", justify="right"), bar, f"{count:,}")
+    return table
+
+
+def _choices(preview: Preview) -> Table:
+    title = f"other lengths, in batches of {preview.global_batch_size:,}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    for name in ("seq_len", "rows longer", "tokens lost", "", "packed rows", "full", "steps an epoch"):
+        table.add_column(Text(name, style="cyan"), justify="right")
+    for one in preview.choices:
+        counts = (one.seq_len, one.rows_longer, one.tokens_lost)
+        style = "bold" if one.seq_len == preview.seq_len else ""
+        shares = f"{one.lost_share:.1%}", f"{one.packed_rows:,}", f"{one.packing_efficiency:.0%}"
+        table.add_row(*(f"{count:,}" for count in counts), *shares, f"{one.steps_per_epoch:,}", style=style)
     return table
 
 
@@ -299,10 +386,28 @@ def _preview(options: argparse.Namespace) -> Preview:
         train = config.train.model_copy(update={"micro_batch_size": 1, "steps": 1, "epochs": None})
         quiet_eval = config.eval.model_copy(update={"every": 0})
         config = config.model_copy(update={"train": train, "eval": quiet_eval})
-        # A vocabulary that is too small is shown as a warning here.
-        loader = build_data(config, tokenizer=tokenizer, vocab_size=2**31).loader
+        stops_at_long_rows = config.data.overlong == "error"
+        if stops_at_long_rows:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
+        data = _load(config, tokenizer)
+        loader, warnings = data.loader, list(data.warnings)
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
-        return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=options.rows, title=title)
+        too_long = sum(part.documents.report.truncated for part in loader.parts)
+        if stops_at_long_rows and too_long:
+            warnings.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
+        return build_preview(
+            loader,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            packs=options.rows,
+            title=title,
+            choices=compare_lengths(config, loader, tokenizer=tokenizer),
+            warnings=warnings,
+        )
+
+
+def _load(config: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
+    return build_data(config, tokenizer=tokenizer, vocab_size=2**31)  # one that is too small is shown as a warning
 
 
 def _beginning_of(config: Any, folder: Path) -> Any:

@@ -255,6 +255,8 @@ def run_identity(config: TrainingConfig, source: ModelSource, *, data: str) -> d
         "data.pack": str(config.data.pack).lower(),
         "data.shuffle": str(config.data.shuffle).lower(),
         "train.global_batch_size": str(config.train.global_batch_size),
+        **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
+        **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
         "data": data,
     }
 

@@ -6,13 +6,16 @@ import importlib.util
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp2kit.config.schema import (
     DataConfig,
+    EvalConfig,
     FSDPConfig,
     LRScheduleConfig,
     MeshConfig,
     OptimizerConfig,
+    PreferenceDataConfig,
     TrainConfig,
     TrainingConfig,
 )
@@ -235,13 +238,20 @@ def check_data(config: TrainingConfig) -> None:
         UserError: at the first contradiction.
     """
     data = config.data
-    if data.format == "preference":
+    if data.format == "preference" and not isinstance(data, PreferenceDataConfig):
         raise UserError(
             "data.format",
             f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
             'to learn the better answers set data.format = "chat" and data.columns.messages = "chosen" '
             '(or "prompt_completion" and data.columns.completion = "chosen")',
         )
+    parts = (*data.sources, *config.eval.sets.values())
+    formats = {data.format, *(part.format for part in parts)}
+    if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
+        what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
+        raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')
+    if data.format == "preference" and any(part.format for part in data.sources):
+        raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
     _check_sources(data)
     if data.streaming:
         _check_streaming(config)
@@ -278,27 +288,61 @@ def _check_streaming(config: TrainingConfig) -> None:
         raise UserError("data.streaming", 'with data.format = "synthetic", which is not read', "leave it out")
     if data.path is None and not data.sources:
         raise UserError("data.path", "is required by data.streaming", "name a file, folder, URL or hub id")
+    if data.format == "preference":
+        raise UserError("data.streaming", "does not keep the two answers of a preference together", "leave it out")
+    for key, part in [("data", data), *((f"data.sources.{at}", part) for at, part in enumerate(data.sources))]:
+        if "[" in part.split:
+            what = f"{part.split!r} with data.streaming, which does not know how long a split is"
+            raise UserError(f"{key}.split", what, f"set {key}.limit to read the first rows, or data.streaming = false")
     if any(part.epochs is not None for part in data.sources):
         raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
     evaluation = config.eval
-    if (evaluation.every or not config.train.steps) and not evaluation.sets and evaluation.path is None:
-        raise UserError("eval", "would be a split of a stream, read whole", "give eval.path or eval.sets")
+    evaluates, split = evaluation.every or not config.train.steps, evaluation.split
+    if isinstance(split, int):
+        raise UserError("eval.split", f"{split} rows of a stream, which is not counted", "give a share, like 0.01")
+    if isinstance(split, float) and evaluates and evaluation.steps is None:
+        what = f"{split} of a stream, which has no end to look for held-out rows until"
+        raise UserError("eval.split", what, "set eval.steps: the first rows found that fill as many batches are used")
+    if isinstance(split, str) and evaluates and not evaluation.sets and evaluation.path is None:
+        todo = "give eval.path or eval.sets, or hold a share out: eval.split = 0.01"
+        raise UserError("eval", "would be a split of a stream, read whole", todo)
 
 
 def _check_evaluation(config: TrainingConfig) -> None:
     evaluation, data = config.eval, config.data
     evaluates = evaluation.every > 0 or config.train.steps == 0
-    held_out = [(part.path, part.split) for part in evaluation.sets.values()]
+    if not isinstance(evaluation.split, str):
+        _check_hold_out(evaluation, data)
+    held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
     if evaluation.path is not None or evaluation.split != data.split:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
-    trained_on = {(part.path, part.split) for part in data.sources} | {(data.path, data.split)}
-    if evaluates and (not held_out or any(one in trained_on for one in held_out)):
-        todo = "give eval.path, eval.sets, or an eval.split other than data.split"
+    trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]
+    if evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
+        todo = "give eval.path or eval.sets, or an eval.split other than data.split: 0.02 holds out that share of it"
         raise UserError("eval", "evaluation would run on the training data itself", todo)
-    if data.sources and evaluates and evaluation.path is None and not evaluation.sets:
-        raise UserError("eval.split", "of which of data.sources?", "give eval.path or eval.sets")
+    is_split = isinstance(evaluation.split, str) and evaluation.path is None and not evaluation.sets
+    if data.sources and evaluates and is_split:
+        todo = "give eval.path or eval.sets, or hold a share of each out: eval.split = 0.02"
+        raise UserError("eval.split", "of which of data.sources?", todo)
     for name in ("patience", "keep_best", "prompts"):
         if getattr(evaluation, name) and not evaluation.every:
             raise UserError(f"eval.{name}", "without evaluations", "set eval.every")
     if config.checkpoint.export == "best" and not evaluation.keeps_best:
         raise UserError("checkpoint.export", "'best', but no best checkpoint is kept", "set eval.keep_best = true")
+
+
+def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:
+    """Whether two (path, split) are the same rows, or one is a slice of the other; two slices may be apart."""
+    if one[0] != other[0] or not isinstance(one[1], str):
+        return False
+    names = {split.partition("[")[0] for split in (one[1], other[1])}
+    return one[1] == other[1] or (len(names) == 1 and names & {one[1], other[1]} != set())
+
+
+def _check_hold_out(evaluation: EvalConfig, data: DataConfig) -> None:
+    """`eval.split` is a number: rows are held out of the training data."""
+    what = f"{evaluation.split} of the training data is held out"
+    if evaluation.path is not None:
+        raise UserError("eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets")
+    if data.format == "synthetic":
+        raise UserError("eval.split", f"{what}, which is made up", 'name a split: eval.split = "validation"')

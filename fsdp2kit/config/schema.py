@@ -10,12 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from fsdp2kit.config.data_schema import ChatDataConfig as ChatDataConfig
+from fsdp2kit.config.data_schema import ColumnsConfig as ColumnsConfig
+from fsdp2kit.config.data_schema import DataConfig as DataConfig
+from fsdp2kit.config.data_schema import DataFormat as DataFormat
+from fsdp2kit.config.data_schema import DataPathConfig as DataPathConfig
+from fsdp2kit.config.data_schema import Overlong as Overlong
+from fsdp2kit.config.data_schema import PreferenceDataConfig as PreferenceDataConfig
+from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
+from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
 from fsdp2kit.config.section import Duration, InputPath, LocalPath, OutputPath, TrainingDType, seconds_of
 from fsdp2kit.config.section import Section as Section
 from fsdp2kit.config.section import TemplatePath as TemplatePath
 
-DataFormat = Literal["chat", "prompt_completion", "text", "tokens", "preference", "synthetic"]
-Overlong = Literal["truncate", "drop", "split", "error"]
 DType = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
@@ -165,111 +172,6 @@ class Float8Config(Section):
     bfloat16. A CPU run always does this."""
 
 
-class ColumnsConfig(Section):
-    """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""
-
-    messages: str | None = None
-    """chat: the list of messages. Default: "messages", or "conversations" where there is none."""
-    tools: str | None = None
-    """chat, prompt_completion: JSON schemas of the tools, for templates that take them."""
-    text: str | None = None
-    """text: the text."""
-    prompt: str | None = None
-    """prompt_completion, preference: the prompt, a text or a list of messages."""
-    completion: str | None = None
-    """prompt_completion: the answer to train on, a text or a list of messages."""
-    input_ids: str | None = None
-    """tokens: the token ids."""
-    labels: str | None = None
-    """tokens: the token ids again (not shifted), with −100 for tokens that are not supervised."""
-    chosen: str | None = None
-    """preference: the better answer, a text or a list of messages."""
-    rejected: str | None = None
-    """preference: the worse answer."""
-
-
-class DataPathConfig(Section):
-    """One set of rows: a named held-out set, or a part of a mix."""
-
-    path: InputPath
-    """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
-    format: Literal["chat", "prompt_completion", "text", "tokens"] | None = None
-    """Format of these rows. Default: `data.format`."""
-    columns: ColumnsConfig | None = None
-    """Names of these rows' columns. Default: `data.columns`."""
-
-
-class SourceConfig(DataPathConfig):
-    """One part of a mix. Give all parts a weight, all parts epochs, or neither."""
-
-    name: str | None = None
-    """Name in the metrics. Default: the path's last part."""
-    weight: PositiveFloat | None = None
-    """Share of the mix's tokens, relative to the other weights. Default: its number of tokens."""
-    epochs: PositiveFloat | None = None
-    """Passes over this part in one pass over the mix; a fraction continues where the last pass stopped."""
-
-
-class DataConfig(Section):
-    """What the model is trained on."""
-
-    path: InputPath | None = None
-    """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
-    sources: list[SourceConfig] = []
-    """A weighted mix of several data sets, instead of `path`. Each row of the batch holds documents of one of them."""
-    temperature: PositiveFloat = 1.0
-    """Shares of a mix are weight^(1 / temperature): 1 keeps the weights, larger values even them out."""
-    format: DataFormat = "chat"
-    """What a row of the data contains."""
-    columns: ColumnsConfig = ColumnsConfig()
-    """Names of the data's columns where they differ from the defaults."""
-    train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Supervised tokens of a conversation: the assistant's and its end-of-turn tokens, those of its last message, or
-    all. Of a completion: the completion, or all."""
-    seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens in a row of the batch: a pack, or one padded document."""
-    pack: bool = True
-    """Put several documents into one row. They do not attend to each other, and positions restart at 0 in each."""
-    overlong: Overlong = "truncate"
-    """A document longer than seq_len: truncate (counted; an answer that is cut keeps its end-of-turn token as the
-    last one), drop (counted), split into pieces, or stop with an error."""
-    shuffle: bool = True
-    """Shuffle the documents every epoch, from `run.seed`. Streams are read in order."""
-    streaming: bool = False
-    """Read the data in order while training, instead of tokenising all of it first. Needs `train.steps`; every rank
-    reads the whole stream. For data that does not fit on the disk twice, or does not end."""
-    workers: NonNegativeInt | Literal["auto"] = "auto"
-    """Processes that tokenise; 0 tokenises in this process. "auto": one per core, up to 16, fewer for little data; 0
-    for a stream."""
-    prefetch: NonNegativeInt = 2
-    """Global batches made in the background, ahead of the step."""
-
-
-class ChatDataConfig(DataConfig):
-    """What the model is trained on: conversations."""
-
-    format: Literal["chat", "prompt_completion", "text", "tokens", "preference"] = "chat"
-    """"chat": rows with `messages` (or ShareGPT's `conversations`), and `tools` where the template takes them;
-    "prompt_completion": rows with `prompt` and `completion`; "text": rows with `text`, every token supervised;
-    "tokens": rows with `input_ids` and optionally `labels`; "preference": rows with `chosen` and `rejected`, which
-    this recipe refuses."""
-
-
-class TextDataConfig(DataConfig):
-    """What the model is trained on: plain text or synthetic tokens."""
-
-    format: Literal["text", "tokens", "synthetic"] = "text"
-    """"text": rows with `text`, every token supervised; "tokens": rows with `input_ids`; "synthetic": random tokens,
-    no `path` needed."""
-    overlong: Overlong = "split"
-    """A document longer than seq_len: split into pieces, truncate (counted; the end-of-text token is kept, as
-    the last one), drop (counted), or stop with an error."""
-
-
 class EvalConfig(Section):
     """Held-out loss and perplexity, over all sets and of each."""
 
@@ -277,8 +179,9 @@ class EvalConfig(Section):
     """Evaluate every n steps and at the end; 0: never."""
     path: InputPath | None = None
     """Held-out data in the training data's format. Default: `data.path`, with another `split`."""
-    split: str = "train"
-    """Split to use of a hub dataset, or of a folder with splits."""
+    split: Annotated[float, Field(gt=0, lt=1)] | PositiveInt | str = "train"
+    """A split like `data.split`; or a share (`0.02`) or number (`500`) of rows that are held out of the training data.
+    Which ones, their content decides: copies of a row stay together, on any mesh and in any order."""
     sets: dict[str, DataPathConfig] = {}
     """Named held-out sets, instead of or besides `path`: `[eval.sets.code]`, with `path`, `split`, `format`."""
     steps: PositiveInt | None = None

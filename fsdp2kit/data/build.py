@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.documents import Document, Documents, build_documents, require_tokenizer
-from fsdp2kit.data.formats import encode_preferences, encode_rows, row_format
+from fsdp2kit.data.documents import Document, Documents, Tokens, build_documents, read_tokens, require_tokenizer
+from fsdp2kit.data.formats import WRAPPED, encode_preferences, encode_rows, key_border, looks_unwrapped, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import find_source, is_url
-from fsdp2kit.data.stream import State, StreamLoader, packed_rows
+from fsdp2kit.data.sources import Source, find_source, is_url
+from fsdp2kit.data.stream import State, StreamLoader, packed_rows, read_held_out
 from fsdp2kit.data.tokens import (
     NO_ENDING,
     cache_key,
@@ -100,6 +102,8 @@ class Data:
     total_steps: int
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     prefetch: int = 2
+    warnings: tuple[str, ...] = ()
+    """What a person should look at before training."""
     endings: frozenset[int] = frozenset()
     """Special tokens that documents end in, of the first ones; empty for a stream."""
 
@@ -123,7 +127,7 @@ class Data:
         seq_len = self.loader.share.seq_len
         if isinstance(self.loader, StreamLoader):
             mix = f" of {', '.join(self.loader.source_names)}" if self.loader.source_names else ""
-            return [f"data: a stream{mix}, packed into rows of {seq_len:,} tokens as it is read"]
+            return [f"data: a stream{mix}, packed into rows of {seq_len:,} tokens as it is read", *self._notes()]
         lines = []
         for number, part in enumerate(self.loader.parts):
             times = self.loader.mix.counts[number] / len(part.plan)
@@ -133,7 +137,13 @@ class Data:
             *lines,
             f"an epoch: {self.loader.rows_per_epoch:,} rows of {seq_len:,} tokens, "
             f"{self.loader.packing_efficiency:.1%} full, in {self.loader.steps_per_epoch:,} steps",
+            *self._notes(),
         ]
+
+    def _notes(self) -> list[str]:
+        reports = {name: loader.parts[0].documents.report for name, loader in self.held_out.items()}
+        held_out = [f"held out{f' of {name}' if name else ''}: {report}" for name, report in reports.items()]
+        return [*held_out, *(f"warning: {text}" for text in self.warnings)]
 
 
 class RowSet(NamedTuple):
@@ -178,10 +188,19 @@ def build_data(
     read = partial(build_documents, tokenizer=tokenizer, vocab_size=vocab_size)
     build = partial(build_loader, share=share, pack=section.pack, seed=seed)
     sets = _training_sets(section)
+    evaluates = config.eval.every > 0 or train.steps == 0
+    held_out_share = None if isinstance(config.eval.split, str) else config.eval.split
+    held_out: dict[str, Documents] = {}
     if section.streaming:
-        loader, fingerprint = _build_stream(section, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size)
+        loader, fingerprint = _build_stream(config, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size)
+        found = _held_out_of_stream(config, sets, tokenizer) if held_out_share and evaluates else []
+        for one, tokens in zip(sets, found, strict=False):
+            held_out[one.name] = read(one.section, key="eval.split", tokens=tokens)
     else:
-        documents = [read(one.section, key=one.key, seed=seed) for one in sets]
+        if held_out_share is None:
+            documents = [read(one.section, key=one.key, seed=seed) for one in sets]
+        else:
+            documents, held_out = _hold_out(sets, held_out_share, read=read, tokenizer=tokenizer)
         epochs = source_epochs(
             [int(one.lengths.sum()) for one in documents],
             weights=[part.weight for part in section.sources] or [None],
@@ -193,16 +212,18 @@ def build_data(
         fingerprint = documents[0].fingerprint
         if section.sources:
             fingerprint = _digest([one.fingerprint for one in documents], loader.mix.counts.tolist())
-    held_out = {}
-    if config.eval.every > 0 or train.steps == 0:
-        for one in _held_out_sets(config):
-            # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
-            held_out[one.name] = build([read(one.section, key=one.key, seed=seed + 1)], shuffle=False)
+    for one in _held_out_sets(config) if evaluates else []:
+        if one.name in held_out:
+            raise UserError(one.key, f"{one.name!r} is also the name of a part of data.sources", "choose another name")
+        # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
+        held_out[one.name] = read(one.section, key=one.key, seed=seed + 1)
+    evaluated = {name: build([one], shuffle=False) for name, one in held_out.items() if evaluates}
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
+    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
     endings = frozenset() if isinstance(loader, StreamLoader) else _endings(documents, section, tokenizer)
-    return Data(loader, fingerprint, held_out, total_steps, section.prefetch, endings)
+    return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings)
 
 
 def _endings(
@@ -239,7 +260,7 @@ def check_first_rows(config: Any) -> list[str]:
     for section, key, _ in (*_training_sets(config.data), *_held_out_sets(config)):
         if section.path is None or key == "eval.split":
             continue
-        found = None if is_url(section.path) else find_source(section.path, split=section.split, key=key)
+        found = None if is_url(section.path) else _source_of(section, key)
         if found is None or found.kind == "hub":
             unchecked.append(key)
             continue
@@ -287,26 +308,95 @@ def _training_sets(data: DataConfig) -> list[RowSet]:
     sets = []
     for at, part in enumerate(data.sources):
         name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
-        sets.append(RowSet(_with_rows(data, part), f"data.sources.{at}.path", name))
+        sets.append(RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name))
     return sets or [RowSet(data, "data.path")]
 
 
 def _held_out_sets(config: Any) -> list[RowSet]:
     data, evaluation = config.data, config.eval
-    sets = [RowSet(_with_rows(data, part), f"eval.sets.{name}.path", name) for name, part in evaluation.sets.items()]
-    if evaluation.path is not None or evaluation.split != data.split:
+    sets = [
+        RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
+        for name, part in evaluation.sets.items()
+    ]
+    if evaluation.path is not None or (isinstance(evaluation.split, str) and evaluation.split != data.split):
         sets.append(RowSet(_with_rows(data, evaluation), "eval.path" if evaluation.path else "eval.split"))
     return sets
 
 
-def _with_rows(data: DataConfig, part: Any) -> DataConfig:
+def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> DataConfig:
     """``[data]`` with what one of its sources or a held-out set says of its own rows."""
     own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
-    return data.model_copy(update={name: value for name, value in own.items() if value is not None})
+    return data.model_copy(
+        update={"limit": limit, **{name: value for name, value in own.items() if value is not None}}
+    )
+
+
+def _source_of(section: DataConfig, key: str) -> Source:
+    return find_source(section.path or "", split=section.split, key=key, limit=section.limit)
+
+
+def _find_unwrapped(sets: Sequence[RowSet], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """A warning of each set whose first row is plain text although the tokenizer has a chat template."""
+    found = []
+    with agreement():
+        for section, key, _ in sets:
+            if section.format in WRAPPED and section.path:
+                reader = RowReader(_source_of(section, key), download=not section.streaming)
+                with contextlib.closing(iter(reader)) as rows:
+                    if looks_unwrapped(next(rows), row_format(section), tokenizer):
+                        found.append(key)
+    what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
+    return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)
+
+
+def _hold_out(
+    sets: Sequence[RowSet],
+    held_out: float,
+    *,
+    read: Callable[..., Documents],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[list[Documents], dict[str, Documents]]:
+    """The documents to train on, and those held out of them, by name of their set.
+
+    Args:
+        held_out: a share of the rows, or (an int) how many of them; at least one row, with all its copies.
+    """
+    tokens = [read_tokens(one.section, tokenizer=tokenizer, key=one.key) for one in sets]
+    with agreement():
+        keys = [one.table["key"].to_numpy() for one in tokens]
+        everything = np.unique(np.concatenate(keys))
+        if isinstance(held_out, int):
+            border = int(everything[min(held_out, len(everything)) - 1]) + 1
+        else:
+            border = max(key_border(held_out), int(everything[0]) + 1)
+        for one, key in zip(tokens, keys, strict=True):
+            if key.max() < border:
+                what = f"{held_out} holds out all {len(key):,} rows of {one.where}"
+                raise UserError("eval.split", what, "hold fewer rows out, or give more data")
+    train, evaluation = [], {}
+    for one, some, key in zip(sets, tokens, keys, strict=True):
+        train.append(read(one.section, key=one.key, tokens=some, rows=np.flatnonzero(key >= border)))
+        if (rows := np.flatnonzero(key < border)).size:
+            evaluation[one.name] = read(one.section, key="eval.split", tokens=some, rows=rows)
+    return train, evaluation
+
+
+def _held_out_of_stream(
+    config: Any, sets: Sequence[RowSet], tokenizer: PreTrainedTokenizerBase | None
+) -> list[Tokens]:
+    """Of each set, as many of the rows that `eval.split` holds out as an evaluation reads."""
+    words, below = require_tokenizer(tokenizer), key_border(config.eval.split)
+    rows = config.eval.steps * config.train.global_batch_size
+    with agreement():
+        sources = [_source_of(one.section, one.key) for one in sets]
+        return [
+            read_held_out(source, one.section, words, below=below, batch_rows=rows)
+            for source, one in zip(sources, sets, strict=True)
+        ]
 
 
 def _build_stream(
-    section: DataConfig,
+    config: Any,
     sets: Sequence[RowSet],
     *,
     share: Share,
@@ -314,22 +404,27 @@ def _build_stream(
     vocab_size: int | None,
 ) -> tuple[StreamLoader, str]:
     """The loader of data that is read in order, and a digest of what it is."""
-    words = require_tokenizer(tokenizer)
+    section, words = config.data, require_tokenizer(tokenizer)
+    below = 0 if isinstance(config.eval.split, str) else key_border(config.eval.split)
     with agreement():
-        found = [find_source(one.section.path or "", split=one.section.split, key=one.key) for one in sets]
+        found = [_source_of(one.section, one.key) for one in sets]
     pool = start_workers(0 if section.workers == "auto" else section.workers, words)
     formats = [row_format(one.section) for one in sets]
 
     def open_source(number: int, state: State | None) -> Iterator[tuple[list[Document], State]]:
         blocks = partial(iterate_blocks, found[number], formats[number], words, pool=pool)
         size = len(words) if vocab_size is None else vocab_size
-        return packed_rows(blocks, section, vocab_size=size, where=found[number].where, state=state)
+        where = found[number].where
+        return packed_rows(blocks, section, vocab_size=size, where=where, state=state, held_out=below)
 
     weights = shares([part.weight or 1.0 for part in section.sources] or [1.0], temperature=section.temperature)
     names = [one.name for one in sets]
     loader = StreamLoader(open_source, share=share, weights=weights.tolist(), names=names)
-    identity = [cache_key(one.path + one.split, how, words) for one, how in zip(found, formats, strict=True)]
-    return loader, _digest(identity, weights.tolist(), section.overlong)
+    identity = [
+        cache_key(f"{one.path}{one.split}{one.limit or ''}", how, words)
+        for one, how in zip(found, formats, strict=True)
+    ]
+    return loader, _digest(identity, weights.tolist(), section.overlong, *([below] if below else []))
 
 
 def _digest(*parts: Any) -> str:

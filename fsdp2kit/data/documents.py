@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -69,6 +69,10 @@ class Documents:
     read: Callable[[int], Document]
     row_digests: np.ndarray | None = None
     """V16 [documents]: digest of the row that each is of, to find the same row twice; None for synthetic tokens."""
+    row_lengths: np.ndarray | None = None
+    """int64 [rows]: tokens of each row before it was cut; None for synthetic tokens."""
+    together: int = 1
+    """This many neighbours share a row of the batch: 2 for the two answers of a preference."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -78,6 +82,38 @@ class Documents:
         return self.read(index)
 
 
+class Tokens(NamedTuple):
+    """The tokens of some rows, and what errors call these."""
+
+    table: pa.Table
+    """The columns of `tokenise`."""
+    where: str
+    name: Callable[[int], str]
+    """From the number of a row of the table."""
+
+
+def read_tokens(section: DataConfig, *, tokenizer: PreTrainedTokenizerBase | None, key: str = "data.path") -> Tokens:
+    """Read and tokenise the data, or map what the cache has of it; for the arguments and errors see `build_documents`.
+
+    Every rank calls this, and one on each machine fills the cache.
+    """
+    path, words = section.path, require_tokenizer(tokenizer)
+    if path is None:
+        raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
+
+    def read() -> tuple[Source, pa.Table]:
+        source = find_source(path, split=section.split, key=key, limit=section.limit)
+        return source, tokenise(source, how=row_format(section), tokenizer=words, workers=section.workers)
+
+    source, table = one_per_machine_first(read)
+
+    def name(number: int) -> str:
+        row = number // rows_together(section)
+        return next(itertools.islice(RowReader(source, download=True), row, None)).where
+
+    return Tokens(table, source.where, name)
+
+
 def build_documents(
     section: DataConfig,
     *,
@@ -85,6 +121,8 @@ def build_documents(
     seed: int = 0,
     vocab_size: int | None = None,
     key: str = "data.path",
+    tokens: Tokens | None = None,
+    rows: np.ndarray | None = None,
 ) -> Documents:
     """Read, tokenise and cut the data; every rank calls this, and one on each machine fills the cache.
 
@@ -94,6 +132,8 @@ def build_documents(
         seed: of the synthetic tokens; other formats do not depend on it.
         vocab_size: rows of the model's embedding. Default: the tokenizer's size.
         key: the TOML key that names the data, for errors.
+        tokens: what `read_tokens` returned, where that was called already.
+        rows: int64, which rows of them; None: all.
 
     Raises:
         UserError: the data is missing or malformed, too long under ``overlong = "error"``, has nothing to learn, or
@@ -102,35 +142,33 @@ def build_documents(
     vocab_size = (len(tokenizer) if tokenizer is not None else 0) if vocab_size is None else vocab_size
     if section.format == "synthetic":
         return _synthetic(seq_len=section.seq_len, vocab_size=vocab_size, seed=seed)
-    path, words = section.path, require_tokenizer(tokenizer)
-    if path is None:
-        raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
-
-    def read() -> tuple[Source, pa.Table]:
-        source = find_source(path, split=section.split, key=key)
-        return source, tokenise(source, how=row_format(section), tokenizer=words, workers=section.workers)
-
-    source, table = one_per_machine_first(read)
+    table, where, name = tokens or read_tokens(section, tokenizer=tokenizer, key=key)
+    together = rows_together(section)
     with agreement():
         pieces, report = cut_rows(
-            table,
-            seq_len=section.seq_len,
-            overlong=section.overlong,
-            name=lambda row: next(itertools.islice(RowReader(source, download=True), row, None)).where,
+            table, seq_len=section.seq_len, overlong=section.overlong, name=name, rows=rows, together=together
         )
         if not report.documents:
-            raise _nothing_to_learn(report, source.where, section.seq_len)
+            raise _nothing_to_learn(report, where, section.seq_len)
         check_vocabulary(largest_id(table), vocab_size)
         digests = np.frombuffer(b"".join(table["digest"].to_pylist()), dtype="V16")[pieces.rows]
-        where = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
+        cuts = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
+        row_lengths = table["length"].to_numpy()
         return Documents(
             lengths=pieces.stops - pieces.starts,
-            fingerprint=hashlib.blake2b(where + digests.tobytes(), digest_size=16).hexdigest(),
+            fingerprint=hashlib.blake2b(cuts + digests.tobytes(), digest_size=16).hexdigest(),
             report=report,
             largest_id=largest_id(table),
             read=partial(read_piece, table, pieces),
             row_digests=digests,
+            row_lengths=row_lengths if rows is None else row_lengths[rows],
+            together=together,
         )
+
+
+def rows_together(section: DataConfig) -> int:
+    """Rows of the table of tokens that belong together: the two answers of a preference."""
+    return 2 if section.format == "preference" else 1
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -169,7 +207,13 @@ class Pieces:
 
 
 def cut_rows(
-    tokens: pa.Table, *, seq_len: int, overlong: Overlong, name: Callable[[int], str]
+    tokens: pa.Table,
+    *,
+    seq_len: int,
+    overlong: Overlong,
+    name: Callable[[int], str],
+    rows: np.ndarray | None = None,
+    together: int = 1,
 ) -> tuple[Pieces, Report]:
     """The documents that rows become under the policy for rows longer than ``seq_len``: those with something to learn.
 
@@ -180,22 +224,28 @@ def cut_rows(
     Args:
         tokens: with the columns of `tokenise`: all rows, or a block of a stream.
         name: what an error calls a row.
+        rows: int64, which of them; None: all.
+        together: 2 where two rows at a time share ``seq_len``: both of them are kept, or neither.
 
     Raises:
         UserError: a row is too long under ``overlong = "error"``.
     """
     row_lengths = tokens["length"].to_numpy()
-    is_long = row_lengths > seq_len
-    long = int(is_long.sum())
+    chosen = np.arange(len(row_lengths)) if rows is None else rows
+    row_lengths = row_lengths[chosen]
+    room, is_long = _room(row_lengths, seq_len=seq_len, together=together)
+    long = int(is_long.sum()) // together
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
+        count = row_lengths[first : first + together].sum()
         raise UserError(
-            name(first),
-            f"{row_lengths[first]} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long)})",
+            name(int(chosen[first])),
+            f"{count} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long) // together})",
             'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"',
         )
-    rows, starts, stops = _slices(row_lengths, seq_len=seq_len, overlong=overlong)
-    lengths, targets = row_lengths[rows], tokens["targets"].to_numpy()[rows]
+    numbers, starts, stops = _slices(row_lengths, room, is_long, overlong=overlong)
+    rows, lengths = chosen[numbers], row_lengths[numbers]
+    targets = tokens["targets"].to_numpy()[rows]
     is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
     targets = np.where(is_cut, stops - starts - 1, targets)
     # Masks are read only where a row was cut and is partly supervised.
@@ -206,13 +256,13 @@ def cut_rows(
     endings = np.full(len(rows), NO_ENDING, dtype=np.int64)
     if overlong == "truncate":
         endings[is_open] = tokens["ending"].to_numpy()[rows[is_open]]
-    kept = np.flatnonzero(targets > 0)
+    kept = np.flatnonzero(np.repeat((targets > 0).reshape(-1, together).all(1), together))
     pieces = Pieces(rows[kept], starts[kept], stops[kept], endings[kept])
     return pieces, Report(
-        rows=len(row_lengths),
+        rows=len(row_lengths) // together,
         documents=len(kept),
         tokens=int((pieces.stops - pieces.starts).sum()),
-        supervised_tokens=int(targets.sum()),
+        supervised_tokens=int(targets[kept].sum()),
         truncated=long if overlong == "truncate" else 0,
         dropped=long if overlong == "drop" else 0,
         split=long if overlong == "split" else 0,
@@ -240,17 +290,31 @@ def largest_id(tokens: pa.Table) -> int:
     return int(tokens["largest_id"].to_numpy().max(initial=-1))
 
 
-def _slices(lengths: np.ndarray, *, seq_len: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _room(lengths: np.ndarray, *, seq_len: int, together: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens each row may have, int64 [rows], and whether it, or its pair, has more than that, bool [rows].
+
+    Of a pair that is too long, the shorter row keeps up to half of ``seq_len``, and the longer one has the rest.
+    """
+    if together == 1:
+        return np.full(len(lengths), seq_len), lengths > seq_len
+    pairs = lengths.reshape(-1, 2)
+    is_long = np.repeat(pairs.sum(1) > seq_len, 2)
+    return np.where(is_long, np.maximum(seq_len // 2, seq_len - pairs[:, ::-1].flatten()), seq_len), is_long
+
+
+def _slices(
+    lengths: np.ndarray, room: np.ndarray, is_long: np.ndarray, *, overlong: Overlong
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(rows, starts, stops)``, each int64 [documents]: the slice of a row that each document is."""
     rows = np.arange(len(lengths))
     if overlong == "drop":
-        rows = rows[lengths <= seq_len]
+        rows = rows[~is_long]
     starts = np.zeros_like(rows)
     if overlong == "split":
-        pieces = np.maximum(1, -(-lengths // seq_len))
+        pieces = np.maximum(1, -(-lengths // room))
         rows = np.repeat(rows, pieces)
-        starts = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
-    return rows, starts, np.minimum(lengths[rows], starts + seq_len)
+        starts = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * room[rows]
+    return rows, starts, np.minimum(lengths[rows], starts + room[rows])
 
 
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:

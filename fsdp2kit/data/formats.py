@@ -7,20 +7,34 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
 from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
-from fsdp2kit.data.rows import Row
+from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import check_tools
 from fsdp2kit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+WRAPPED = ("prompt_completion", "preference")  # formats whose plain texts `data.wrap` is about
+_OPTIONS = ("tools", "chat_template_kwargs")
+# What each format reads of a row.
+_COLUMNS = {
+    "chat": ("messages", "conversations", *_OPTIONS),
+    "prompt_completion": ("prompt", "completion", *_OPTIONS),
+    "alpaca": ("instruction", "input", "output", "system", "history", *_OPTIONS),
+    "text": ("text",),
+    "tokens": ("input_ids", "labels"),
+    "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
+}
 
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 
@@ -32,10 +46,11 @@ class RowFormat:
     format: DataFormat
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     train_on: TrainOn = "assistant"
+    wrap: Literal["none", "chat"] = "none"
 
     def column(self, name: str) -> str:
         """What the data calls our column ``name``."""
-        return getattr(self.columns, name) or name
+        return getattr(self.columns, name, None) or name
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,27 @@ class Preference:
 
 def row_format(section: DataConfig) -> RowFormat:
     """The format of ``[data]``."""
-    return RowFormat(section.format, section.columns, section.train_on)
+    return RowFormat(section.format, section.columns, section.train_on, section.wrap)
+
+
+def row_key(row: Mapping[str, Any], how: RowFormat) -> int:
+    """64 bits that a row's content decides, alike for copies of it: those columns that its format reads."""
+    content = {name: row[called] for name in _COLUMNS[how.format] if (called := how.column(name)) in row}
+    text = json.dumps(without_none(content), sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def key_border(share: float) -> int:
+    """The `row_key` that this share of all rows is below."""
+    return int(share * 2**64)
+
+
+def looks_unwrapped(row: Row, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template."""
+    prompt = row.parse().get(how.column("prompt"))
+    if how.wrap == "chat" or how.format not in WRAPPED or not isinstance(prompt, str) or not tokenizer.chat_template:
+        return False
+    return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
 def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
@@ -64,8 +99,9 @@ def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokeni
     named = [(row.parse(), row.where) for row in rows]
     if how.format == "preference":
         raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
-    if how.format == "chat":
-        return _encode_chats([_chat(*one, how, tokenizer) for one in named], how, tokenizer)
+    if how.format in ("chat", "alpaca"):
+        chat = _chat if how.format == "chat" else _alpaca
+        return _encode_chats([chat(*one, how, tokenizer) for one in named], how, tokenizer)
     if how.format == "prompt_completion":
         columns = ("prompt", "completion")
         pairs = [(*(_column(row, name, where, how) for name in columns), row, where) for row, where in named]
@@ -105,6 +141,19 @@ def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrai
     return Chat(messages, tokenizer, where=where, **_options(row, where, how))
 
 
+def _alpaca(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The conversation that an Alpaca row stands for, with the ``system`` and ``history`` that some data adds."""
+    asked, answer = (_column(row, name, where, how) for name in ("instruction", "output"))
+    if about := row.get(how.column("input")):
+        asked = f"{asked}\n\n{about}"
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for turn in (*(row.get("history") or ()), (asked, answer)):
+        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
+            raise UserError(where, "history holds what is no pair", 'write [["question", "answer"], …]')
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return Chat(check_messages(messages, where), tokenizer, where=where, **_options(row, where, how))
+
+
 def _options(row: Mapping[str, Any], where: str, how: RowFormat) -> dict[str, Any]:
     """A row's tools, and its variables for the template, by the name that transformers and TRL use."""
     variables = row.get("chat_template_kwargs") or {}
@@ -121,6 +170,8 @@ def _encode_pairs(
     Each text gets an end-of-text token, which is supervised.
     """
     encoded: list[Encoded] = []
+    if how.wrap == "chat":
+        pairs = [(_wrapped(one, "user"), _wrapped(two, "assistant"), row, where) for one, two, row, where in pairs]
     for kinds, group in itertools.groupby(
         pairs, key=lambda pair: (isinstance(pair[0], str), isinstance(pair[1], str))
     ):
@@ -137,12 +188,17 @@ def _encode_pairs(
                 before = check_messages(prompt, where, name="prompt")
                 messages = [*before, *check_messages(answer, where, name="completion")]
                 options = _options(row, where, how)
-                chats.append(Chat(messages, tokenizer, where=where, learn_from=len(before), **options))
+                learn_from = 0 if how.train_on == "all" else len(before)
+                chats.append(Chat(messages, tokenizer, where=where, learn_from=learn_from, **options))
             encoded += _encode_chats(chats, how, tokenizer)
         else:
             what = "prompt and completion are a text and a list of messages"
             raise UserError(alike[0][3], what, "give two of a kind")
     return encoded
+
+
+def _wrapped(value: Any, role: str) -> Any:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:

@@ -6,7 +6,7 @@ A global batch is a pure function of (documents, seed, index): neither the mesh 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +28,8 @@ class PackedRow:
 
     documents: Sequence[Document] = ()
     source: int = 0
+    together: int = 1
+    """Documents that belong together, as neighbours: 2 for the two answers of a preference."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Batch:
     """Supervised tokens of each source of a mix; empty without a mix."""
     sources: Tensor | None = None
     """int64 [B]: the source of each row of a mix; None without a mix."""
+    documents: Tensor | None = None
+    """Of preferences, int64 [B, S]: each token's document, counted over the micro-batch: 2p is the better answer of
+    pair p, and 2p + 1 the worse one. Padding has −1."""
+    num_documents: int = 0
 
     @property
     def capacity(self) -> int:
@@ -94,6 +100,8 @@ class Share:
         position_ids = np.zeros(shape, dtype=np.int64)
         tokens = pairs = 0
         by_source = [0] * sources
+        document_ids = np.full(shape, -1, dtype=np.int64) if any(row.together > 1 for row in rows) else None
+        count = 0
         for line, row in enumerate(rows):
             start = 0
             for ids, supervised in row.documents:
@@ -101,6 +109,9 @@ class Share:
                 input_ids[line, start:stop] = ids
                 labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORE)
                 position_ids[line, start:stop] = np.arange(len(ids))
+                if document_ids is not None:
+                    document_ids[line, start:stop] = count
+                count += 1
                 tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
             position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
             by_source[row.source] += int((labels[line] != IGNORE).sum())
@@ -113,6 +124,8 @@ class Share:
             attention_pairs=pairs,
             tokens_by_source=tuple(by_source) if sources > 1 else (),
             sources=torch.tensor([row.source for row in rows]) if sources > 1 else None,
+            documents=None if document_ids is None else torch.from_numpy(document_ids),
+            num_documents=0 if document_ids is None else count,
         )
 
 
@@ -177,7 +190,7 @@ class Loader:
     def row(self, epoch: int, position: int) -> PackedRow:
         """The documents of a row of an epoch, by its position in that epoch."""
         if position >= len(self.mix):
-            return PackedRow()  # fills up the last batch of an epoch
+            return PackedRow(together=self.parts[0].documents.together)  # fills up the last batch of an epoch
         source = int(self.mix.sources[position])
         part = self.parts[source]
         # How many rows of this source came before, in all epochs: its own passes go on where the last epoch stopped.
@@ -185,7 +198,8 @@ class Loader:
         own_epoch, number = divmod(turn, len(part.plan))
         if self.shuffle:  # stream 0 is that of the documents
             number = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[number])
-        return PackedRow([part.documents[at] for at in part.plan[number].tolist()], source)
+        documents = [part.documents[at] for at in part.plan[number].tolist()]
+        return PackedRow(documents, source, part.documents.together)
 
 
 def build_loader(
@@ -213,10 +227,12 @@ def build_loader(
     """
     parts = []
     for number, (documents, name) in enumerate(zip(sources, names, strict=True)):
-        order = permutation(len(documents), seed, 0, number) if shuffle else np.arange(len(documents))
-        lengths = documents.lengths[order]
-        plan = plan_packs(lengths, seq_len=share.seq_len) if pack else plan_single(lengths)
-        parts.append(Part(documents, replace(plan, documents=order[plan.documents]), name))
+        together = documents.together
+        lengths = documents.lengths.reshape(-1, together).sum(1)
+        order = permutation(len(lengths), seed, 0, number) if shuffle else np.arange(len(lengths))
+        plan = plan_packs(lengths[order], seq_len=share.seq_len) if pack else plan_single(lengths[order])
+        planned = order[plan.documents][:, None] * together + np.arange(together)
+        parts.append(Part(documents, PackPlan(planned.flatten(), plan.borders * together), name))
     counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]
     return Loader(tuple(parts), plan_mix(counts), share, shuffle, seed)
 

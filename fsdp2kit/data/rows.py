@@ -13,7 +13,7 @@ import io
 import json
 import sys
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,16 +73,23 @@ class RowReader:
         return self._at if self._table is None else {**self._at, "dataset": self._table.state_dict()}
 
     def __iter__(self) -> Generator[Row, None, None]:
-        source, start, is_empty = self._source, self._at, self._is_start
-        files = (source.path,) if source.kind in ("saved", "hub") else source.files
+        source, start = self._source, self._at
+        first, stop = _bounds(source, download=self._download)
+        count, is_empty = start.get("count", 0), self._is_start
+        skip = self._skip or max(0, first - count)
+        files = () if stop <= first else (source.path,) if source.kind in ("saved", "hub") else source.files
         for number, file in enumerate(files[start["file"] :], start=start["file"]):
             at = start if number == start["file"] else {"offset": 0, "line": 0}
             read = _text_rows if source.is_text else self._table_rows
             for row, offset, line in read(file, at):
-                self._at, is_empty = {"file": number, "offset": offset, "line": line}, False
-                if self._skip:
-                    self._skip -= 1
+                if count >= stop:
+                    return
+                count += 1
+                self._at = {"file": number, "offset": offset, "line": line, "count": count}
+                if skip:
+                    skip -= 1
                 else:
+                    is_empty = False
                     yield row
         if is_empty:
             raise UserError(source.where, "there are no rows", "give data with at least one row")
@@ -95,7 +102,21 @@ class RowReader:
                     self._table.load_state_dict(start["dataset"])
             for number, columns in enumerate(self._table, start=start["offset"]):
                 # Arrow puts None for missing keys.
-                yield Row(_without_none(columns), f"{file}: row {number}"), number + 1, 0
+                yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
+
+
+def _bounds(source: Source, *, download: bool) -> tuple[int, float]:
+    """The first row that is read of a source's, and the one after the last."""
+    first, stop = 0, float("inf")
+    if source.split != source.split_name and source.kind != "hub":  # `datasets` slices those of the hub itself
+        import datasets
+
+        whole = replace(source, split=source.split_name, limit=None)
+        number = sum(1 for _ in RowReader(whole, download=download))
+        words = "rows" + source.split[len(source.split_name) :]
+        [part] = datasets.ReadInstruction.from_spec(words).to_absolute({"rows": number})
+        first, stop = part.from_, part.to
+    return first, stop if source.limit is None else min(stop, first + source.limit)
 
 
 def hub_content(source: Source) -> str:
@@ -108,7 +129,8 @@ def hub_content(source: Source) -> str:
 
     with _readable(source), _quiet():
         rows = datasets.load_dataset(source.path, split=source.split)
-    return json.dumps([len(rows), [file["filename"] for file in rows.cache_files]])
+    content = [len(rows), [file["filename"] for file in rows.cache_files]]
+    return json.dumps([*content, source.limit] if source.limit else content)
 
 
 @contextlib.contextmanager
@@ -151,9 +173,9 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
         saved = datasets.load_from_disk(source.path)
         if isinstance(saved, datasets.Dataset):
             saved = datasets.DatasetDict({"train": saved})
-        if source.split not in saved:
-            raise ValueError(f"there is no split {source.split!r}; it has {', '.join(map(str, saved))}")
-        return saved[source.split].to_iterable_dataset()
+        if source.split_name not in saved:
+            raise ValueError(f"there is no split {source.split_name!r}; it has {', '.join(map(str, saved))}")
+        return saved[source.split_name].to_iterable_dataset()
     if download and is_url(file):
         # A local copy, made anew when the file changes; `datasets` itself refuses URLs when offline.
         storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
@@ -162,11 +184,12 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
     return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True)
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """A value without the None that Arrow puts for keys that are missing, at any depth."""
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
+        return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_none(item) for item in value]
+        return [without_none(item) for item in value]
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import fsspec
@@ -28,6 +28,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_SPLIT = re.compile(r"[^\[\]+]+(\[(-?\d+%?)?:(-?\d+%?)?\])?")  # a name, perhaps with a slice
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Source:
     """Paths or URLs, in the order in which they are read."""
     key: str = "data.path"
     """The TOML key that names it, for errors."""
+    limit: int | None = None
+    """How many rows are read, the first ones."""
+
+    @property
+    def split_name(self) -> str:
+        """The split without a slice: "train" of "train[:95%]"."""
+        return self.split.partition("[")[0]
 
     @property
     def where(self) -> str:
@@ -60,7 +68,8 @@ class Source:
         """
         if not self.files:
             return None
-        chosen = f"{self.kind}:{self.split}" if self.kind == "saved" else self.kind
+        part = self.split if self.kind == "saved" else self.split[len(self.split_name) :]
+        chosen = ":".join(str(one) for one in (self.kind, part, self.limit) if one)
         digest = hashlib.blake2b(chosen.encode(), digest_size=16)
         for file in self.files:
             digest.update(suffix_of(file).encode())
@@ -75,8 +84,12 @@ class Source:
         return digest.hexdigest()
 
 
-def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
+def find_source(path: str, *, split: str, key: str = "data.path", limit: int | None = None) -> Source:
     """Decide what ``path`` is, without reading it.
+
+    Args:
+        split: its name, or a slice of it as `datasets` writes them: ``train[:95%]``, ``train[1000:2000]``.
+        limit: how many rows are read, the first ones of the split.
 
     The files of a folder belong to the split that their names or folders mention (``train``, ``validation``,
     ``test`` and the usual synonyms), or all to "train" when none mentions one.
@@ -84,6 +97,14 @@ def find_source(path: str, *, split: str, key: str = "data.path") -> Source:
     Raises:
         UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up yet.
     """
+    source = _find(path, split, key)
+    if source.kind != "hub" and not _SPLIT.fullmatch(split):  # a hub's splits are left to `datasets`
+        todo = 'give a name or one slice of it: "train[:95%]", "train[1000:2000]"'
+        raise UserError(_split_key(key), f"{split!r} is no split", todo)
+    return replace(source, limit=limit)
+
+
+def _find(path: str, split: str, key: str) -> Source:
     try:
         filesystem, root = fsspec.core.url_to_fs(path if is_url(path) else str(Path(path).expanduser()))
         full_name = filesystem.unstrip_protocol if is_url(path) else str
@@ -137,9 +158,8 @@ def first_line(error: BaseException) -> str:
 def _of_files(path: str, files: list[str], split: str, key: str) -> Source:
     if not files:
         raise UserError(f"{key}: {path}", "the pattern matches no file", "check the pattern")
-    if split != "train":
-        split_key = key.removesuffix("path") + "split" if key.endswith(".path") else "the split"
-        todo = f'leave {split_key} at "train", or give another path'
+    if split.partition("[")[0] != "train":
+        todo = f'leave {_split_key(key)} at "train" or a slice of it ("train[:95%]"), or give another path'
         raise UserError(f"{key}: {path}", f"a file has no split {split!r}", todo)
     return Source(path, split, _kind_of(path, files, key), tuple(sorted(files)), key)
 
@@ -150,13 +170,18 @@ def _of_folder(path: str, files: list[str], root: str, split: str, key: str) -> 
         raise UserError(f"{key}: {path}", "the folder holds no data file", f"known: {', '.join(_KINDS)}")
     split_of = {file: _split_of(file.removeprefix(root)) for file in files}
     known = sorted({name for name in split_of.values() if name})
-    wanted = next((name for name, synonyms in _SPLITS.items() if split in synonyms), split)
+    asked = split.partition("[")[0]
+    wanted = next((name for name, synonyms in _SPLITS.items() if asked in synonyms), asked)
     if not known:
         known, split_of = ["train"], dict.fromkeys(files, "train")
     chosen = [file for file in files if split_of[file] == wanted]
     if not chosen:
-        raise UserError(f"{key}: {path}", f"there is no split {split!r}", f"the folder has: {', '.join(known)}")
+        raise UserError(f"{key}: {path}", f"there is no split {asked!r}", f"the folder has: {', '.join(known)}")
     return Source(path, split, _kind_of(path, chosen, key), tuple(chosen), key)
+
+
+def _split_key(key: str) -> str:
+    return key.removesuffix("path") + "split" if key.endswith("path") else key
 
 
 def _split_of(relative: str) -> str | None:

@@ -7,18 +7,25 @@ it begins and of what waited, so these and the number of rows already taken are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.documents import Document, check_vocabulary, cut_rows, largest_id, read_piece
+from fsdp2kit.data.documents import Document, Tokens, check_vocabulary, cut_rows, largest_id, read_piece
+from fsdp2kit.data.formats import row_format, row_key
 from fsdp2kit.data.loader import Batch, PackedRow, Share
 from fsdp2kit.data.packing import plan_packs, plan_single
-from fsdp2kit.data.rows import Position
-from fsdp2kit.data.tokens import Block
+from fsdp2kit.data.rows import Position, RowReader
+from fsdp2kit.data.sources import Source
+from fsdp2kit.data.tokens import Block, encode_table
 from fsdp2kit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 State = dict[str, Any]  # what JSON can hold
 WINDOW_ROWS = 32  # documents for this many rows are packed together
@@ -32,6 +39,7 @@ def packed_rows(
     vocab_size: int,
     where: str,
     state: State | None = None,
+    held_out: int = 0,
 ) -> Iterator[tuple[list[Document], State]]:
     """The documents of each row of one source, without end, and the state from which the next row follows.
 
@@ -41,6 +49,7 @@ def packed_rows(
         vocab_size: rows of the model's embedding.
         where: what errors call the data.
         state: where to go on; None is the start.
+        held_out: rows with a `row_key` below this are left out.
 
     Raises:
         UserError: a row cannot be read or encoded, is too long under ``overlong = "error"``, or holds a token that
@@ -55,8 +64,10 @@ def packed_rows(
         while room > 0 and not ended:
             block = next(source)
             check_vocabulary(largest_id(block.tokens), vocab_size)
+            rows = np.flatnonzero(block.tokens["key"].to_numpy() >= held_out)
+            name = block.names.__getitem__
             pieces, report = cut_rows(
-                block.tokens, seq_len=section.seq_len, overlong=section.overlong, name=block.names.__getitem__
+                block.tokens, seq_len=section.seq_len, overlong=section.overlong, name=name, rows=rows
             )
             documents += [read_piece(block.tokens, pieces, index) for index in range(len(pieces))]
             room -= report.tokens if section.pack else section.seq_len * report.documents
@@ -72,6 +83,32 @@ def packed_rows(
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({rows_read} rows)"
                 raise UserError(where, what, "look at the data with tools/preview.py")
+
+
+def read_held_out(
+    source: Source,
+    section: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    below: int,
+    batch_rows: int,
+) -> Tokens:
+    """The first rows of a stream whose `row_key` is below ``below``: enough to fill ``batch_rows`` rows of a batch.
+
+    Raises:
+        UserError: a row cannot be read or encoded, or one pass over the stream has none of them.
+    """
+    how, names, blocks = row_format(section), [], []
+    room = batch_rows * section.seq_len
+    rows = (row for row in RowReader(source) if row_key(row.parse(), how) < below)
+    while room > 0 and (some := list(itertools.islice(rows, 64))):
+        blocks.append(encode_table(some, how, tokenizer))
+        names += [row.where for row in some]
+        lengths = np.minimum(blocks[-1]["length"].to_numpy(), section.seq_len)
+        room -= int(lengths.sum()) if section.pack else section.seq_len * len(lengths)
+    if not blocks:
+        raise UserError("eval.split", f"holds no row of {source.path} out", "give a larger share, or eval.path")
+    return Tokens(pa.concat_tables(blocks), source.where, names.__getitem__)
 
 
 def _pack(

@@ -1,18 +1,21 @@
 """Rows to token ids and masks: for a stream a block at a time, for data that is read whole once, into an Arrow file.
 
-The file is named by content, tokenizer, template and format, and by nothing else: another ``seq_len`` or another
-policy for long documents reads the same one, an edited file does not.
+The file is named by content, tokenizer, template, format and the code that reads them, and by nothing else: another
+``seq_len`` or another policy for long documents reads the same one, an edited file does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,19 +28,20 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
-from fsdp2kit.data.formats import RowFormat, encode_rows
+from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_key
 from fsdp2kit.data.rows import Position, Row, RowReader, hub_content
 from fsdp2kit.data.sources import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of the cache key: raise it with any change to what is stored below, or to what becomes of a row.
-_LAYOUT = 3
+# Raise it with a change to the tokens of rows that were right before: streams of runs under way are then refused.
+_ENCODING = 2
 NO_ENDING = -1
 _STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
 _WORTH_WORKERS = 4096  # rows
 _MOST_WORKERS = 16
+_WATCH_SECONDS = 0.5
 _FORK: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
 
 _SCHEMA = pa.schema(
@@ -49,6 +53,7 @@ _SCHEMA = pa.schema(
         "ending": pa.int64(),
         "largest_id": pa.int64(),
         "digest": pa.binary(),
+        "key": pa.uint64(),
     }
 )
 
@@ -73,7 +78,7 @@ def tokenise(
     Columns: ``ids`` (list of int32), ``supervised`` (list of bool), ``length`` (int64), ``targets`` (int64:
     supervised tokens, the first token never being a target), ``ending`` (int64: the special token that the last
     supervised token is, which ends a turn or a text; −1 where it is none), ``largest_id`` (int64), ``digest`` (16
-    bytes over ids and mask).
+    bytes over ids and mask), ``key`` (uint64: `row_key`). A row with two answers is two rows, the better one first.
 
     Args:
         workers: processes; the result does not depend on it.
@@ -105,7 +110,17 @@ def is_tokenised(source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerB
 def _cache_file(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Path:
     import datasets
 
-    return Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / f"{cache_key(content, how, tokenizer)}.arrow"
+    name = f"{cache_key(content, how, tokenizer)}.{_code_digest()}.arrow"
+    return Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / name
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the code that makes tokens of rows: what another version of it stored is not used."""
+    digest = hashlib.blake2b(digest_size=4)
+    for name in ("chat.py", "formats.py", "rows.py", "template.py", "tokens.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
 
 
 def iterate_blocks(
@@ -145,7 +160,8 @@ def start_workers(
     """
     if not count:
         return None
-    return ProcessPoolExecutor(count, get_context(method), initializer=_keep_tokenizer, initargs=(tokenizer,))
+    arguments = tokenizer, os.getpid()
+    return ProcessPoolExecutor(count, get_context(method), initializer=_start_worker, initargs=arguments)
 
 
 def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -160,11 +176,12 @@ def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) 
     else:
         state = tokenizer.get_vocab()
     parts = [
-        _LAYOUT,
+        _ENCODING,
         content,
         how.format,
         how.columns.model_dump(exclude_none=True),
         how.train_on,
+        *([how.wrap] if how.wrap != "none" else []),  # streams of earlier versions are known by this digest
         transformers.__version__,
         type(tokenizer).__name__,
         state,
@@ -224,9 +241,9 @@ def _encode_blocks(
     for rows, position in blocks:
         names = [row.where for row in rows]
         if pool is None:
-            yield Block(_encode(rows, how, tokenizer), names, position)
+            yield Block(encode_table(rows, how, tokenizer), names, position)
             continue
-        waiting.append((pool.submit(_encode, rows, how), names, position))
+        waiting.append((pool.submit(encode_table, rows, how), names, position))
         if len(waiting) > ahead:
             tokens, names, position = waiting.popleft()
             yield Block(tokens.result(), names, position)
@@ -237,22 +254,42 @@ def _encode_blocks(
 _of_worker: PreTrainedTokenizerBase | None = None  # a worker process gets it once
 
 
-def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+def _start_worker(tokenizer: PreTrainedTokenizerBase, parent: int) -> None:
     global _of_worker
     _of_worker = tokenizer
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C here, too; the run still wants its rows
 
 
-def _encode(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase | None = None) -> pa.Table:
+def _leave_with(parent: int) -> None:
+    """End this process soon after the rank that started it is gone.
+
+    A rank that was killed cannot tell its workers to end, and they wait for rows on a pipe that each of them keeps
+    open for the others.
+    """
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
+def encode_table(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase | None = None) -> pa.Table:
     """The columns of some rows; in a worker process with the tokenizer that it keeps."""
     tokenizer = tokenizer if tokenizer is not None else _of_worker
     assert tokenizer is not None, "a worker's initializer ran"
     special = special_ids(tokenizer)
-    columns = [_columns(ids, supervised, special) for ids, supervised in encode_rows(rows, how, tokenizer)]
+    rows = [Row(row.parse(), row.where) for row in rows]
+    keys = [row_key(row.parse(), how) for row in rows]
+    if how.format == "preference":
+        pairs = encode_preferences(rows, how, tokenizer)
+        encoded = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        keys = [key for key in keys for _ in range(2)]
+    else:
+        encoded = encode_rows(rows, how, tokenizer)
+    columns = [_columns(*one, key, special) for one, key in zip(encoded, keys, strict=True)]
     return pa.Table.from_pylist(columns, schema=_SCHEMA)
 
 
-def _columns(ids: Sequence[int], supervised: Sequence[bool], special: frozenset[int]) -> dict[str, Any]:
+def _columns(ids: Sequence[int], supervised: Sequence[bool], key: int, special: frozenset[int]) -> dict[str, Any]:
     tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
     return {
         "ids": tokens,
@@ -262,4 +299,5 @@ def _columns(ids: Sequence[int], supervised: Sequence[bool], special: frozenset[
         "ending": ending_of(tokens, mask, special),
         "largest_id": int(tokens.max(initial=-1)),
         "digest": hashlib.blake2b(tokens.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest(),
+        "key": key,
     }

@@ -114,6 +114,7 @@ NAMES = {
     "eval.path": "eval_file eval_path eval_data eval_data_path eval_dataset validation_file val_file val_data "
     "eval_dataset_path validation_path",
     "eval.split": "eval_split validation_split test_split eval_dataset_split dataset_test_split",
+    "held-out share": "val_set_size val_size",
     "evaluates": "eval_strategy evaluation_strategy do_eval run_validation evaluate",
     "eval.every": "eval_steps eval_every eval_interval eval_freq eval_every_n_steps val_interval",
     "eval.steps": "max_eval_step max_eval_steps eval_iters eval_batches max_eval_batches",
@@ -183,12 +184,6 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
         "neither adapters nor quantised weights are offered",
         lambda field: field.word not in ("false", "no", "none"),
         "not offered; the whole model would be trained",
-    ),
-    (
-        "val_set_size",
-        "no rows are set aside: eval.path, or another eval.split",
-        as_float,
-        "all rows are trained on; give eval.path, or another eval.split",
     ),
     (
         "datasets.roles_to_train datasets.train_on_eos",

@@ -323,6 +323,12 @@ def set_evaluation(draft: Draft) -> None:
         for slot in ("eval.path", "eval.split", "eval.every", "eval.steps", "evaluates")
     )
     draft.note(asked, "eval.every says when, in steps; 0 does not evaluate")
+    share = draft.take("held-out share", "no rows are held out")
+    number = as_float(share) if share is not None and draft.get("data.path") and path is None else 0
+    if share is not None and number > 0:
+        draft.was("eval.split", int(number) if number >= 1 else number, share)
+        draft.fill("eval.every", 100, "in steps: yours to set")
+        return
     trained = (draft.get("data.path"), draft.get("data.split") or "train")
     held_out = draft.relative(as_text(path)) if path is not None else trained[0]
     split_name = as_text(split) if split is not None else "train"

@@ -108,7 +108,10 @@ class Evaluation:
             batch = next_batch(batches, index, mesh=self.mesh)
             tokens += batch.supervised_tokens
             for micro in batch.micro_batches:
-                loss = self.model.loss_sum(**shard(micro)).double()
+                inputs = shard(micro)
+                for name in ("documents", "num_documents"):  # for a recipe's objective
+                    inputs.pop(name, None)
+                loss = self.model.loss_sum(**inputs).double()
                 total = loss if total is None else total + loss
         assert total is not None, "an evaluation has at least one batch"
         return self.mesh.sum_loss(total).item(), tokens

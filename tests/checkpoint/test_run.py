@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints
+from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
-from fsdp2kit.model.build import build_model, source_of
+from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
 from tests.checkpoint import jobs
 
@@ -99,3 +99,16 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path) -> None:
     never = RunConfig(resume="never")
     with built(again, run=never, checkpoint=CheckpointConfig(export_hf="never")) as checkpoints:
         assert checkpoints.start() == Progress()
+
+
+@pytest.mark.parametrize(("key", "value"), [("data.limit", 5), ("eval.split", 0.02), ("eval.split", 500)])
+def test_other_rows_are_another_run_and_the_key_is_named(key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    source = ModelSource(None, None, jobs.tiny_llama().config)
+
+    def identity(**sections: Any) -> dict[str, str]:
+        return run_identity(TrainingConfig.model_validate({"recipe": "x", **sections}), source, data="d")
+
+    plain, changed = identity(), identity(**{section: {name: value}})
+    assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
+    assert identity(eval={"split": "test"}) == plain, "what is only evaluated may change"

@@ -39,6 +39,13 @@ CASES = {
     "same set": ({"data": A, "eval": {"every": 1, "sets": {"a": A}}}, "on the training data itself"),
     "same source": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "path": "b.jsonl"}}, "training data itself"),
     "split of a mix": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "split": "test"}}, "of which"),
+    "part of a slice": ({"data": A, "eval": {"every": 1, "split": "train[:5%]"}}, "on the training data itself"),
+    "whole of a slice": ({"data": {**A, "split": "train[5%:]"}, "eval": {"every": 1}}, "on the training data itself"),
+    "share of other data": ({"data": A, "eval": {"every": 1, "path": "b", "split": 0.1}}, "eval.path: is given"),
+    "rows of a stream": ({"data": {**A, "streaming": True}, "eval": {"every": 1, "split": 5}}, "give a share"),
+    "share of a stream": ({"data": {**A, "streaming": True}, "eval": {"every": 1, "split": 0.1}}, "set eval.steps"),
+    "slice of a stream": ({"data": {**A, "streaming": True, "split": "train[:9]"}}, "set data.limit"),
+    "wrapped chats": ({"data": {**A, "wrap": "chat"}}, "data.wrap: \"chat\" with data.format = 'chat'"),
     "patience without": ({"data": A, "eval": {"patience": 2}}, "set eval.every"),
 }
 
@@ -48,6 +55,19 @@ def test_contradictions(name: str, tmp_path: Path) -> None:
     sections, what = CASES[name]
     with pytest.raises(UserError, match=what):
         check_config(config_of(tmp_path, **sections), world_size=1, local_world_size=1)
+
+
+@pytest.mark.parametrize("split", [0.02, 500, "train[95%:]"])
+def test_what_is_held_out_of_the_training_data(split: float | str, tmp_path: Path) -> None:
+    data = {**A, "split": "train[:95%]"} if isinstance(split, str) else A
+    config = config_of(tmp_path, data=data, eval={"every": 1, "split": split})
+    check_config(config, world_size=1, local_world_size=1)
+    assert (type(config.eval.split), config.eval.split) == (type(split), split)
+    text = config_of(tmp_path, Text, data={"format": "synthetic"}, eval={"split": 0.1})
+    with pytest.raises(UserError, match=r"eval\.split: 0\.1 of .* made up"):
+        check_config(text, world_size=1, local_world_size=1)
+    with pytest.raises(UserError, match=r"eval\.split: 1\.5 is not accepted"):
+        config_of(tmp_path, data=A, eval={"split": 1.5})
 
 
 def test_a_synthetic_stream(tmp_path: Path) -> None:

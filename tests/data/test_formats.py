@@ -10,7 +10,14 @@ import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows
+from fsdp2kit.data.formats import (
+    RowFormat,
+    encode_preferences,
+    encode_rows,
+    key_border,
+    looks_unwrapped,
+    row_key,
+)
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
@@ -82,6 +89,69 @@ def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) ->
     assert mine == f"{SECOND}<|im_end|>"
     mixed = {"prompt": "x", "completion": MULTI[3:]}
     assert "a text and a list" in refused(mixed, tokenizer, RowFormat("prompt_completion"))
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
+def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
+    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    row, how = {"prompt": "Is water wet?", "completion": "Yes."}, RowFormat("prompt_completion", wrap="chat")
+    messages = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]
+    whole, mine = learnt(row, tokenizer, how)
+    assert (whole, mine) == (tokenizer.apply_chat_template(messages, tokenize=False), "Yes.<|im_end|>")
+    assert learnt({"prompt": messages[:1], "completion": "Yes."}, tokenizer, how) == (whole, mine)
+    everything = RowFormat("prompt_completion", train_on="all", wrap="chat")
+    assert learnt(row, tokenizer, everything) == (whole, whole)
+    [pair] = encode_preferences(
+        [Row({"prompt": "Is water wet?", "chosen": "Yes.", "rejected": "No."}, "x")],
+        RowFormat("preference", wrap="chat"),
+        tokenizer,
+    )
+    assert tokenizer.decode(pair.chosen[0]) == whole
+    with pytest.raises(UserError, match="has no chat template"):
+        encode_rows([Row(row, "x")], how, make_tokenizer(None))
+
+
+def test_what_looks_unwrapped() -> None:
+    tokenizer, plain = make_tokenizer(templates.CHATML), RowFormat("prompt_completion")
+    row = Row({"prompt": "Is water wet?", "completion": "Yes."}, "x")
+    assert looks_unwrapped(row, plain, tokenizer)
+    assert not looks_unwrapped(row, plain, make_tokenizer(None))
+    assert not looks_unwrapped(row, RowFormat("prompt_completion", wrap="chat"), tokenizer)
+    rendered = tokenizer.apply_chat_template(SINGLE[:1], tokenize=False, add_generation_prompt=True)
+    assert not looks_unwrapped(Row({"prompt": rendered, "completion": "Yes."}, "x"), plain, tokenizer)
+    assert not looks_unwrapped(Row({"prompt": SINGLE[:1], "completion": SINGLE[1:]}, "x"), plain, tokenizer)
+
+
+def test_alpaca_rows_are_conversations(tokenizer) -> None:
+    how = RowFormat("alpaca")
+    row = {"instruction": "Answer.", "input": "Is water wet?", "output": "Yes."}
+    user = {"role": "user", "content": "Answer.\n\nIs water wet?"}
+    answer = {"role": "assistant", "content": "Yes."}
+    expected = learnt({"messages": [user, answer]}, tokenizer, RowFormat("chat"))
+    assert learnt(row, tokenizer, how) == expected
+    named = RowFormat("alpaca", ColumnsConfig(instruction="task", input="context", output="response"))
+    assert learnt({"task": "Answer.", "context": "Is water wet?", "response": "Yes."}, tokenizer, named) == expected
+    short = learnt({"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, RowFormat("chat"))
+    for without in ({}, {"input": ""}, {"input": None}):
+        assert learnt({"instruction": "Answer.", "output": "Yes.", **without}, tokenizer, how) == short
+    system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
+    whole = [system, first, {"role": "assistant", "content": "Hi"}, user, answer]
+    extended = {**row, "system": "Be brief.", "history": [["Hello", "Hi"]]}
+    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, RowFormat("chat"))
+    assert "no 'output'" in refused({"instruction": "Answer."}, tokenizer, how)
+    assert "history" in refused({**row, "history": ["Hello"]}, tokenizer, how)
+
+
+def test_the_key_of_a_row_is_that_of_its_content() -> None:
+    how = RowFormat("chat")
+    row = {"messages": SINGLE, "id": 1}
+    assert row_key(row, how) == row_key({"id": 2, "tools": None, "messages": SINGLE}, how)
+    assert row_key(row, how) == row_key({"dialog": SINGLE}, RowFormat("chat", ColumnsConfig(messages="dialog")))
+    assert row_key(row, how) != row_key({"messages": MULTI}, how)
+    assert row_key(row, how) != row_key({"messages": SINGLE, "tools": TOOLS}, how)
+    keys = [row_key({"text": str(number)}, RowFormat("text")) for number in range(2000)]
+    for share in (0.02, 0.5):
+        assert sum(key < key_border(share) for key in keys) == pytest.approx(2000 * share, rel=0.5)
 
 
 def test_tokens_as_they_are(tokenizer) -> None:

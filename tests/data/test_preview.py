@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
+from fsdp2kit.data.loader import Loader
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
 from tests.data.templates import make_tokenizer
@@ -32,6 +33,7 @@ def preview_of(
     )
     tokenizer = make_tokenizer(template)
     loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
+    assert isinstance(loader, Loader)
     return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=2, title="x")
 
 
@@ -111,3 +113,50 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     assert main([str(DEMO), "data.path=/missing.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("error: data.path: /missing.jsonl: no such file")
+
+
+def test_lengths_to_choose_from_are_those_of_runs_at_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of 10 to 3,000 words: what a run with each seq_len would see."""
+    rows = [{"text": "a " * count} for count in (10, 20, 700, 1500, 3000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "x.toml").write_text(
+        'recipe = "sft"\nmodel = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }\n'
+        'data = { path = "a.jsonl", format = "text", seq_len = 512, overlong = "error" }\n'
+        "train = { steps = 1, global_batch_size = 2 }\n"
+    )
+    assert main([str(tmp_path / "x.toml"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    lengths = np.sort([len(tokenizer(row["text"])["input_ids"]) + 1 for row in rows])
+    expected = {f"p{at}": int(np.percentile(lengths, at, method="inverted_cdf")) for at in (50, 90, 100)}
+    assert expected.items() <= shown["statistics"][""]["row_lengths"].items()
+    powers = [1024 << power for power in range(20)]
+    longest = next(power for power in powers if power >= lengths.max())
+    assert [one["seq_len"] for one in shown["choices"]] == [512, *(power for power in powers if power <= longest)]
+    for one in shown["choices"]:
+        cut = np.minimum(lengths, one["seq_len"])
+        assert one["tokens_lost"] == (lengths - cut).sum()
+        assert one["lost_share"] == pytest.approx(1 - cut.sum() / lengths.sum())
+        assert one["rows_longer"] == (lengths > one["seq_len"]).sum()
+        assert one["packed_rows"] >= cut.sum() / one["seq_len"]
+        assert one["packing_efficiency"] == pytest.approx(cut.sum() / one["seq_len"] / one["packed_rows"])
+        assert one["steps_per_epoch"] == -(-one["packed_rows"] // 2)
+    assert any('data.overlong = "error" refuses them' in text for text in shown["warnings"])
+    assert main([str(tmp_path / "x.toml")]) == 0
+    text = capsys.readouterr().out
+    for words in ("other lengths, in batches of 2", "row length before cutting, p90", "1,024"):
+        assert words in text
+
+
+def test_prompts_outside_the_chat_template_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Is water wet?", "completion": " Yes."}) + "\n")
+    make_tokenizer(templates.CHATML).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "x.toml").write_text(
+        'recipe = "sft"\nmodel = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }\n'
+        'data = { path = "a.jsonl", format = "prompt_completion" }\ntrain.steps = 1\n'
+    )
+    for wrap, is_warned in (("none", True), ("chat", False)):
+        assert main([str(tmp_path / "x.toml"), "--json", f"data.wrap={wrap}"]) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert any('set data.wrap = "chat"' in text for text in warnings) is is_warned

@@ -92,6 +92,42 @@ def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
     assert read(write(path, [{"text": "two"}])) == [{"text": "two"}]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "saved"])
+@pytest.mark.parametrize("part", ["[:25%]", "[25%:]", "[2:5]", "[-3:]", "[:100]"])
+def test_a_slice_of_a_split_is_that_of_datasets(kind: str, part: str, tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(10)])
+    path = tmp_path / f"a.{kind}"
+    if kind == "saved":
+        rows.save_to_disk(str(path))
+    elif kind == "json":
+        path.write_text(json.dumps(rows.to_list()))
+    elif kind == "jsonl":
+        write(path, rows.to_list())
+    else:
+        getattr(rows, f"to_{kind}")(str(path))
+    write(tmp_path / "reference.jsonl", rows.to_list())
+    expected = datasets.load_dataset("json", data_files=str(tmp_path / "reference.jsonl"), split=f"train{part}")
+    assert read(path, f"train{part}") == expected.to_list()
+
+
+def test_slices_go_over_the_files_of_a_split(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"train-{number}.jsonl", [{"n": 4 * number + at} for at in range(4)])
+    write(tmp_path / "test.jsonl", [{"n": -1}])
+    assert [row["n"] for row in read(tmp_path, "train[3:9]")] == [3, 4, 5, 6, 7, 8]
+    source = find_source(str(tmp_path), split="train[3:9]", limit=2)
+    assert [row.parse()["n"] for row in RowReader(source)] == [3, 4]
+    assert (
+        len({find_source(str(tmp_path), split=split).digest() for split in ("train", "train[:1]", "train[1:]")}) == 3
+    )
+    with pytest.raises(UserError, match="there are no rows"):
+        read(tmp_path, "train[50:]")
+    for split in ("train[1]", "train[a:]", "train[:1]+train[2:]"):
+        with pytest.raises(UserError, match="is no split"):
+            read(tmp_path, split)
+
+
 def test_folders_globs_and_splits(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-0.jsonl", [{"n": 0}])
     write(tmp_path / "data" / "train-1.jsonl", [{"n": 1}])

@@ -149,9 +149,10 @@ def test_what_axolotl_says_of_a_data_set_is_read_or_named(tmp_path: Path) -> Non
         assert any(named in one for one in [*found.warnings, *found.unknown])
 
 
-@pytest.mark.parametrize(("share", "warned"), [(0.05, True), (0.0, False), (0, False)])
-def test_no_rows_are_set_aside(share: float, warned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("share", "expected"), [(0.05, 0.05), (200, 200), (0.0, None), (0, None)])
+def test_rows_that_are_held_out(share: float, expected: float | None, tmp_path: Path) -> None:
     fields = {"val_set_size": share, "evals_per_epoch": 4, "saves_per_epoch": 1, "pad_to_sequence_len": True}
-    _, found = translated({**AXOLOTL, "warmup_steps": 0, **fields}, tmp_path)
-    assert any("val_set_size" in warning for warning in found.warnings) == warned
+    values, found = translated({**AXOLOTL, "warmup_steps": 0, **fields}, tmp_path)
+    assert values.get("eval", {}).get("split") == expected
+    assert not any("val_set_size" in warning for warning in found.warnings)
     assert not found.unknown

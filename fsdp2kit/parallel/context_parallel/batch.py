@@ -40,7 +40,8 @@ def shard_batch(
     Returns:
         The keyword arguments of the model's ``loss_sum``: ``input_ids``, ``labels`` and ``position_ids`` ``[B, s]``
         int64; ``index`` ``[N]``, flat indices of the labels that are targets; of a mix, ``groups`` ``[N]``, each
-        target's source, and ``num_groups``; and what the attention kernel needs (`attention_inputs`).
+        target's source, and ``num_groups``; of preferences, ``documents`` ``[N]``, each target's document, and
+        ``num_documents``; and what the attention kernel needs (`attention_inputs`).
     """
     chunks = chunks_of(cp_rank, cp=cp, length=batch.input_ids.shape[1], method=path.method)
     labels = take_chunks(batch.labels, chunks)
@@ -56,6 +57,9 @@ def shard_batch(
     if batch.sources is not None:
         local["groups"] = batch.sources[index // labels.shape[1]]
         mix["num_groups"] = len(batch.tokens_by_source)
+    if batch.documents is not None:
+        local["documents"] = take_chunks(batch.documents, chunks).flatten()[index]
+        mix["num_documents"] = batch.num_documents
     attention = attention_inputs(batch.position_ids, config, path=path, cp_rank=cp_rank, cp=cp, device=device)
     return {**{name: to_device(tensor, device) for name, tensor in local.items()}, **mix, **attention}
 
