@@ -21,6 +21,7 @@ RANKS = {
     "distributed": 0,
     "torch_compat": 0,
     "progress": 0,
+    "console": 0,
     "config": 1,
     "model": 2,
     "parallel": 3,
@@ -39,7 +40,7 @@ RANKS = {
     "recipes": 8,
     "tools": 8,
 }
-TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress"}
+TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress", "console"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/check.py": "what --check says, above data and parallel and below the runner",

@@ -18,6 +18,7 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement
 from fsdp2kit.model.assets import config_digest, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
@@ -60,8 +61,9 @@ def build_checkpoints(
         ),
         export_dtype=source.dtype,
         environment=job.environment,
+        tell=say,
     )
-    return Checkpoints(manager, config, model, optimizer)
+    return Checkpoints(manager, config, model, optimizer, can_answer=tokenizer is not None)
 
 
 @dataclass(eq=False)
@@ -75,6 +77,8 @@ class Checkpoints:
     config: TrainingConfig
     model: PreTrainedModel
     optimizer: Optimizer
+    can_answer: bool = False
+    """Whether an export has a tokenizer."""
     resumed: Path | None = None
     """The checkpoint that `start` resumed from."""
 
@@ -119,6 +123,16 @@ class Checkpoints:
             if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
         ]
         return [f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
+
+    def describe_end(self) -> list[str]:
+        """What the run leaves behind: the newest checkpoint, the export, and how to try it."""
+        newest, exported, lines = self.manager.saved or self.resumed, self.manager.exported, []
+        if newest:
+            lines.append(f"checkpoint: {newest}")
+        if exported:
+            try_it = f'; try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"' if self.can_answer else ""
+            lines.append(f"model: {self.manager.out} (of {exported.name}){try_it}")
+        return lines
 
     def save(self, progress: Progress, *, is_over: bool = False) -> Path:
         """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.checks import resolve_accumulation
+from fsdp2kit.console import progress_bar
 from fsdp2kit.data.documents import Document, Documents
 from fsdp2kit.data.packing import Mix, PackPlan, plan_mix, plan_packs, plan_single
 from fsdp2kit.model.loss_head import IGNORE
@@ -215,7 +216,8 @@ def build_loader(
     for number, (documents, name) in enumerate(zip(sources, names, strict=True)):
         order = permutation(len(documents), seed, 0, number) if shuffle else np.arange(len(documents))
         lengths = documents.lengths[order]
-        plan = plan_packs(lengths, seq_len=share.seq_len) if pack else plan_single(lengths)
+        with progress_bar(f"packing {name}".strip(), unit="documents", total=len(lengths)) as bar:
+            plan = plan_packs(lengths, seq_len=share.seq_len, advance=bar.advance) if pack else plan_single(lengths)
         parts.append(Part(documents, replace(plan, documents=order[plan.documents]), name))
     counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]
     return Loader(tuple(parts), plan_mix(counts), share, shuffle, seed)

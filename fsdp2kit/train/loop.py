@@ -12,6 +12,7 @@ import hashlib
 import signal
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
@@ -47,6 +49,7 @@ class Checkpoints(Protocol):
     def wait_until_staged(self) -> None: ...
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
+    def describe_end(self) -> list[str]: ...
 
 
 class NoCheckpoints(Checkpoints):
@@ -54,6 +57,9 @@ class NoCheckpoints(Checkpoints):
 
     def has_failed(self) -> bool:
         return False
+
+    def describe_end(self) -> list[str]:
+        return []
 
 
 def train(
@@ -118,6 +124,8 @@ def train(
                 if profiler.step():
                     metrics.throughput.restart()
             run.end()
+    for line in run.describe_end() if mesh.rank == 0 else ():
+        metrics.message(line)
     return run.progress
 
 
@@ -175,7 +183,7 @@ class _Run:
         is_last = step == self.total
         evaluates = self.evaluate is not None and every > 0 and (is_last or is_due(every, step))
         if evaluates or is_last or is_due(config.train.log_every, step):
-            line: dict[str, Any] = {"step": step, **record}
+            line: dict[str, Any] = {"step": step, **self._epoch(), **record}
             line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
             line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
             line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
@@ -192,6 +200,20 @@ class _Run:
             self.metrics.message(f"stopped early: eval_loss was lowest ({best}")
         if self.saved_at != self.progress.step:
             self._save()
+
+    def describe_end(self) -> list[str]:
+        """What was done and where it is, once everything is written; for rank 0."""
+        step, tokens = self.progress.step, self.progress.tokens_total
+        how = "done" if self.is_over else "stopped, and goes on when it is started again"
+        epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
+        seconds = timedelta(seconds=round(seconds_alive()))
+        lines = [f"{how}: step {step} of {self.total}{epoch}, {tokens:,} supervised tokens, in {seconds}"]
+        return [*lines, *self.checkpoints.describe_end(), f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}"]
+
+    def _epoch(self) -> dict[str, float]:
+        """``epoch``: passes over the data so far; nothing for a stream, and for batches that know of none."""
+        steps = getattr(self.batches, "steps_per_epoch", 0)
+        return {"epoch": self.progress.step / steps} if steps else {}
 
     def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
         if not evaluates or self.evaluate is None:
