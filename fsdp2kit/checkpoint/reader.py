@@ -117,14 +117,18 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
-    """The default load planner, without the unpickling of objects; ``advance`` is called with the bytes of each read."""
+    """The default load planner, without the unpickling of objects.
+
+    Args:
+        advance: called with the bytes of each tensor, or part of one, that was read.
+    """
 
     def __init__(self, advance: Callable[[int], object]) -> None:
         super().__init__()
         self._advance = advance
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """Called by the reader when a tensor, or a part of one, was read."""
+        """Count what was read."""
         self._advance(tensor.nbytes)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
