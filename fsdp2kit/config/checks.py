@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 
+from fsdp2kit.config.paths import check_paths
 from fsdp2kit.config.schema import DataConfig, FSDPConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
@@ -110,6 +111,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     if (train.steps is None) == (train.epochs is None):
         what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
         raise UserError("train", what, "give exactly one of train.steps and train.epochs")
+    check_paths(config)
     check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
