@@ -284,23 +284,29 @@ def advise_on_key(location: Sequence[str], value: Any, known: Collection[str]) -
         value: what is given for it; of an unknown section its keys are looked up.
         known: the keys that there are.
     """
-    if len(location) == 1 and isinstance(value, Mapping):
-        inner = ((name, advise_on_key([*location, name], item, known)) for name, item in value.items())
-        found = next(((name, advice) for name, advice in inner if advice), None)
-        if found:
-            return f"of its {found[0]}: {found[1]}"
-    name = plain_name(location[-1])
     section = _SECTION_OF.get(snake_case(location[0]), location[0])
-    if len(location) > 1 and section != location[0] and f"{section}.{location[-1]}" in known:
-        return f"it is {section}.{location[-1]} here"
+    is_foreign = section != location[0] and section in known
+    if len(location) == 1 and isinstance(value, Mapping):
+        inner = (advise_on_key([*location, name], item, known) for name, item in value.items())
+        return next(filter(None, inner), f"[{location[0]}] is [{section}] here" if is_foreign else None) or _reason(
+            snake_case(location[0]), location[0], known
+        )
+    if is_foreign and f"{section}.{location[-1]}" in known:
+        return f"{location[-1]} is {section}.{location[-1]} here"
+    name = plain_name(location[-1])
     for candidate in (".".join([*map(snake_case, location[:-1]), name]), name):
-        for slot in _SLOTS.get(candidate, ()):
-            if slot in known:
-                return f"it is {slot} here"
-            if slot in _INSTEAD or slot not in NAMES:
-                return _INSTEAD.get(slot, slot)
-    if len(location) == 1 and section in known and section != location[0]:
-        return f"it is [{section}] here"
+        if reason := _reason(candidate, location[-1], known):
+            return reason
+    return None
+
+
+def _reason(foreign: str, name: str, known: Collection[str]) -> str | None:
+    """What to write instead of a foreign name."""
+    for slot in _SLOTS.get(foreign, ()):
+        if slot in known:
+            return f"{name} is {slot} here"
+        if slot in _INSTEAD or slot not in NAMES:
+            return f"{name}: {_INSTEAD.get(slot, slot)}"
     return None
 
 

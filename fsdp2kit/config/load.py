@@ -21,6 +21,7 @@ from fsdp2kit.errors import UserError
 ConfigT = TypeVar("ConfigT", bound=Section)
 _Known = dict[str, FieldInfo | None]
 _ANY = "*"
+_MISSPELT, _SIMILAR = 0.78, 0.5  # difflib's ratios: rather misspelt than another tool's; worth a question at all
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 # Removed keys: the value that changed nothing (a run's own config.toml has it), and what to do instead of another.
@@ -181,7 +182,8 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
     field = known[".".join(key)]
     doc = f"{key[-1]}: {field.description}" if field and field.description else ""
     what = f"{given!r} is not accepted: {reasons}{more}"
-    return UserError(where, what, _spelt(given, same) or doc or "see toml/schema.json for what is accepted")
+    spelt = _spelt(given, same)
+    return UserError(where, what, "; ".join(filter(None, (spelt, doc))) or "see toml/schema.json for what is accepted")
 
 
 def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[str]]:
@@ -226,14 +228,21 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     """What to do about an unknown key, which was given this value."""
     name, section = location[-1], ".".join(key[:-1])
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
-    elsewhere = [one for one in known if one.rpartition(".")[2] == name]
-    if elsewhere:  # the same name in another section, before similar names
+    is_section = isinstance(given, Mapping)
+    # The same name in another section, before similar names; [tokenizer] is not the key model.tokenizer.
+    elsewhere = [one for one in known if one.rpartition(".")[2] == name and is_section == _has_keys(one, known)]
+    if elsewhere:
         return f"did you mean {elsewhere[0].replace('.*', '')}?"
-    if advice := advise_on_key(location, given, known):
+    misspelt = difflib.get_close_matches(name, siblings, n=1, cutoff=_MISSPELT)
+    if not misspelt and (advice := advise_on_key(location, given, known)):
         return advice
-    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR):
         return f"did you mean {'.'.join([*location[:-1], *nearest])}?"
     return f"known here: {', '.join(siblings)}"
+
+
+def _has_keys(key: str, known: Collection[str]) -> bool:
+    return any(one.startswith(f"{key}.") for one in known)
 
 
 def _known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:

@@ -30,10 +30,10 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.evaluation import Evaluation
-from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
 from fsdp2kit.train.profiling import StepProfiler
-from fsdp2kit.train.step import Batches, GlobalBatch, Objective, is_finite, next_batch, train_step
+from fsdp2kit.train.step import Batches, GlobalBatch, Measured, Objective, is_finite, next_batch, train_step
 
 # What schedulers and Ctrl-C send.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -110,7 +110,8 @@ def train(
         first_step=run.first + 1,
     )
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
-    step = partial(train_step, model, optimizer, schedule, objective=objective, shard=shard, config=config, mesh=mesh)
+    measured = Measured(objective, reserved=RECORD_KEYS)
+    step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
     step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
     with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
         run.begin()
@@ -120,6 +121,7 @@ def train(
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
                     record = step(batch, step=run.progress.step + 1)
+                metrics.shown = measured.names
                 run.finish_step(batch, record)
                 if profiler.step():
                     metrics.throughput.restart()

@@ -20,6 +20,16 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import WandbRun, start_wandb
 
+RECORD_KEYS = frozenset(
+    (
+        *("step", "epoch", "time", "loss", "grad_norm", "lr", "tokens", "input_tokens", "tokens_total"),
+        *("packing_efficiency", "tokens_per_second", "supervised_tokens_per_second", "tflops_per_device", "mfu"),
+        *("memory_gib", "step_seconds", "data_seconds", "seconds_to_first_step", "compile_seconds"),
+        *("eval_loss", "eval_perplexity"),
+    )
+)
+"""Keys of a record of ``metrics.jsonl``, up to the "/" of ``loss/NAME`` and the like; docs/runs.md explains them."""
+
 
 def build_metrics(
     config: TrainingConfig,

@@ -60,7 +60,7 @@ KEYS = {
     "data.packing=true": "data.pack",
     "data.dataset_text_field=text": "data.columns.text",
     "data.assistant_only_loss=true": "data.train_on",
-    "model.use_peft=true": "adapters are not offered",
+    "model.use_peft=true": "neither adapters",
     # axolotl
     "base_model=x": "model.path",
     "data.sequence_len=128": "data.seq_len",
@@ -101,7 +101,7 @@ KEYS = {
     "fsdp.fsdp_sharding_strategy=1": "fsdp.strategy",
     "fsdp.cpu_offload=true": "fsdp.offload",
     "train.learningRate=1": "optimizer.lr",
-    "scheduler.gamma_of_ours=1": "[lr_schedule]",
+    "scheduler.gamma_of_ours=1": "lr_schedule",
 }
 
 
@@ -135,7 +135,8 @@ VALUES = {
 
 @pytest.mark.parametrize("override", VALUES)
 def test_a_value_in_another_spelling_is_answered_with_ours(override: str) -> None:
-    assert refusal(override).todo == VALUES[override]
+    key = override.partition("=")[0].rpartition(".")[2]
+    assert refusal(override).todo.startswith(f"{VALUES[override]}; {key}: ")
 
 
 @pytest.mark.parametrize("override", ["fsdp.strategy=best", "data.pack=maybe", "train.steps=1.5", "train.steps=many"])

@@ -108,7 +108,7 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     [
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
         ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a directory"),
-        ({"config": {"model_type": "vit"}}, "model: cannot be built"),
+        ({"config": {"model_type": "vit"}}, r"model\.config\.model_type: vit is no language model"),
         ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
     ],
 )
