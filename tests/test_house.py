@@ -39,6 +39,7 @@ RANKS = {
     "bench": 7,
     "recipes": 8,
     "tools": 8,
+    "__main__": 9,
 }
 TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress", "console"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
