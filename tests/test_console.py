@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import shutil
 import sys
 import time
@@ -25,6 +27,10 @@ from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.weights import load_pretrained
 from tests.reference import tiny_model_dir
+from tests.test_bad_input import attempt, model_dir, toml_for
+from tests.workers import WorkerPool
+
+__all__ = ["model_dir"]  # a fixture
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
 
@@ -204,3 +210,41 @@ def test_bytes_of_weights_are_counted_to_the_last(bars: list[Bar], tmp_path: Pat
     [converting] = [bar for bar in bars if bar.what == "converting"]
     header = (tmp_path / "out" / "model.safetensors").stat().st_size - size
     assert (converting.done, converting.total) == (size, size + header)
+
+
+# A whole run
+
+
+def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    toml, run_dir = toml_for(model_dir, tmp_path), tmp_path / "run"
+    held_out = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=2", "eval.max_new_tokens=2"]
+    prompts = ['eval.prompts=["What is wet?"]', f"data.path='{DEMO / 'chat.jsonl'}'", "checkpoint.every=1"]
+    (code, out, _), (_, other, _) = pool.run(2, attempt, [str(toml), *held_out, *prompts], str(tmp_path))
+    assert (code, other) == (0, "")
+    checkpoint = run_dir / "checkpoints" / "step-000002"
+    expected = ["mesh: ", "data: 600 documents", "an epoch: ", "step 1/2  epoch 0.0", f"saved {run_dir}/checkpoints/"]
+    expected += ["step 2/2  epoch 0.0", "> What is wet?", f"saved {checkpoint} (", "exported step-000002 to "]
+    expected += [
+        "done: step 2 of 2 (epoch 0.0",
+        f"checkpoint: {checkpoint}",
+        f"model: {run_dir / 'hf'} (of step-000002)",
+    ]
+    expected += [f"metrics: {run_dir / 'metrics.jsonl'}"]
+    lines = iter(out.splitlines())
+    for beginning in expected:
+        assert any(line.startswith(beginning) for line in lines), (beginning, out)
+    assert f'python -m fsdp2kit.tools.generate {run_dir / "hf"} "…"' in out
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = int(re.search(r"an epoch: ([\d,]+) rows", out)[1].replace(",", ""))  # type: ignore[index]
+    assert [record["epoch"] for record in records] == [pytest.approx(step / -(-rows // 2)) for step in (1, 2)]
+    assert records[0]["time"] < records[1]["time"]
+
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    where = [f"data.path='{broken}'", f"run.dir='{tmp_path / 'other'}'"]
+    (code, out, err), _ = pool.run(2, attempt, [str(toml), *where], str(tmp_path))
+    assert code == 2
+    assert out.startswith("mesh: "), "the plan is printed before the data is read"
+    assert "broken.jsonl:1" in err

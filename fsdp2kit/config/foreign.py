@@ -284,7 +284,7 @@ def advise_on_key(location: Sequence[str], value: Any, known: Collection[str]) -
         value: what is given for it; of an unknown section its keys are looked up.
         known: the keys that there are.
     """
-    section = _SECTION_OF.get(snake_case(location[0]), location[0])
+    section = SECTION_OF.get(snake_case(location[0]), location[0])
     is_foreign = section != location[0] and section in known
     if len(location) == 1 and isinstance(value, Mapping):
         inner = (advise_on_key([*location, name], item, known) for name, item in value.items())
@@ -329,5 +329,5 @@ def _slots() -> Iterator[tuple[str, str]]:
 _SLOTS: dict[str, list[str]] = {}
 for _name, _slot in _slots():
     _SLOTS.setdefault(_name, []).append(_slot)
-_SECTION_OF = spellings({names: section for section, names in _SECTIONS.items()})
+SECTION_OF = spellings({names: section for section, names in _SECTIONS.items()})
 _VALUES = [spellings(table) for table in (STRATEGY_WORDS, DTYPE_WORDS, ADAMW_WORDS)]

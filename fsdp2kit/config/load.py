@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fsdp2kit.config.foreign import advise_on_key, advise_on_value
+from fsdp2kit.config.foreign import SECTION_OF, advise_on_key, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
 from fsdp2kit.errors import UserError
 
@@ -233,7 +233,8 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     elsewhere = [one for one in known if one.rpartition(".")[2] == name and is_section == _has_keys(one, known)]
     if elsewhere:
         return f"did you mean {elsewhere[0].replace('.*', '')}?"
-    misspelt = difflib.get_close_matches(name, siblings, n=1, cutoff=_MISSPELT)
+    is_foreign = is_section and snake_case(name) in SECTION_OF
+    misspelt = not is_foreign and difflib.get_close_matches(name, siblings, n=1, cutoff=_MISSPELT)
     if not misspelt and (advice := advise_on_key(location, given, known)):
         return advice
     if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR):

@@ -101,7 +101,7 @@ KEYS = {
     "fsdp.fsdp_sharding_strategy=1": "fsdp.strategy",
     "fsdp.cpu_offload=true": "fsdp.offload",
     "train.learningRate=1": "optimizer.lr",
-    "scheduler.gamma_of_ours=1": "lr_schedule",
+    "scheduler.gamma_of_ours=1": "[lr_schedule]",
 }
 
 
