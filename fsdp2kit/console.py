@@ -142,10 +142,11 @@ class _Screen:
             if self._bars is None:
                 columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
                 self._bars = Progress(*columns, auto_refresh=False)
-                self._bars.start()
             if key not in self._tasks:
-                self._tasks[key] = self._bars.add_task("")
-            self._bars.update(self._tasks[key], completed=done, total=total, description=text, refresh=True)
+                self._tasks[key] = self._bars.add_task(text, total=total, completed=done)
+            self._bars.update(self._tasks[key], completed=done, total=total, description=text)
+            self._bars.start()  # which does nothing a second time
+            self._bars.refresh()
 
     def remove(self, key: object, *, keep: bool = False) -> None:
         """Take a bar away, or with ``keep`` leave it above what comes next."""
@@ -155,6 +156,7 @@ class _Screen:
                 return
             if not keep:
                 self._bars.remove_task(task)
+                self._bars.refresh()
             if not self._tasks:
                 bars, self._bars = self._bars, None
                 bars.stop()
