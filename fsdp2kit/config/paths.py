@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -82,16 +83,20 @@ def check_paths(config: TrainingConfig) -> None:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What lies at a path; None where that is nothing, or anything else."""
-    if path.is_file():
+    """What lies at a path; None where that is nothing, anything else, or cannot be looked at."""
+    if os.path.isfile(path):  # noqa: PTH113 (pathlib's raises where a folder may not be read)
         return _SUFFIXES.get(path.suffix.lower())
-    if (path / ".metadata").is_file():
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError:
+        return None
+    if ".metadata" in names:
         return "checkpoint"
-    if (path / "config.toml").is_file() and (path / "metrics.jsonl").is_file():
+    if {"config.toml", "metrics.jsonl"} <= names:
         return "run"
-    if _is_hf_config(path / "config.json"):
+    if "config.json" in names and _is_hf_config(path / "config.json"):
         return "model"
-    return "adapter" if (path / "adapter_config.json").is_file() else None
+    return "adapter" if "adapter_config.json" in names else None
 
 
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
