@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 22
@@ -46,10 +47,11 @@ def sync_tree(root: Path) -> None:
             sync(path)
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's contents, read in blocks of 4 MiB."""
+def sha256(path: Path, *, advance: Callable[[int], object] = lambda size: None) -> str:
+    """Hex digest of a file's contents, read in blocks of 4 MiB; ``advance`` is called with the size of each."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(CHUNK_BYTES):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()

@@ -12,6 +12,7 @@ from typing import Literal
 
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.schema import TextDataConfig, TrainingConfig
+from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job import start_job
 from fsdp2kit.model.build import build_model
@@ -48,22 +49,22 @@ def main(config: Config) -> None:
         model = build_model(config.model)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         job.open_run_dir(dtypes=plan.ledger)
+        say(*plan.describe())
 
         # Text → tokens → packs → global batches → this rank's share.
         data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
+        say(*data.describe())
 
         # The sharded model, with weights from a checkpoint, from its source, or random ones.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
         checkpoints = build_checkpoints(config, model, optimizer, job=job, data=data, tokenizer=tokenizer)
         progress = checkpoints.start()
+        say(*checkpoints.describe())
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=data.total_steps, step=progress.step)
 
         evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
-        start_lines = [*plan.describe(), *data.describe(), *checkpoints.describe()]
-        metrics = build_metrics(
-            config, job=job, plan=plan, progress=progress, total_steps=data.total_steps, start_lines=start_lines
-        )
+        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
         train(
             model,
             optimizer,

@@ -140,9 +140,7 @@ def run_job(run_dir: Path) -> list[str]:
         model = build_model(config.model)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         job.open_run_dir(dtypes=plan.ledger)
-        metrics = build_metrics(
-            config, job=job, plan=plan, progress=Progress(), total_steps=2, start_lines=plan.describe()
-        )
+        metrics = build_metrics(config, job=job, plan=plan, progress=Progress(), total_steps=2)
         for step in (1, 2):
             metrics.log({"step": step, "loss": 1.0})
     return sorted(path.name for path in run_dir.iterdir())

@@ -1,4 +1,4 @@
-"""What `tools/generate.py` says where there is no model that could answer."""
+"""What `tools/generate.py` answers, and what it says where there is no model that could."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def test_it_answers(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("> Hello?\n")
 
 
+def test_without_a_chat_template_it_continues_a_text(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model_dir / "chat_template.jinja").unlink()
+    tokenizer, model = generate.load(model_dir)
+    inputs = tokenizer("Once upon a", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert generate.main([str(model_dir), "Once upon a", "--max-new-tokens", "4"]) == 0
+    answer = tokenizer.decode(output, skip_special_tokens=True).strip()
+    assert capsys.readouterr().out == f"> Once upon a\n{answer}\n"
+
+
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
@@ -36,7 +46,6 @@ def test_it_answers(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("config.json", "is not a model directory (no config.json)"),
         ("model.safetensors", "cannot be loaded ("),
         ("tokenizer.json", "cannot be loaded ("),
-        ("chat_template.jinja", "has no chat template"),
     ],
 )
 def test_a_bad_path_is_one_line(missing: str, says: str, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

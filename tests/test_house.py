@@ -22,6 +22,7 @@ RANKS = {
     "distributed": 0,
     "torch_compat": 0,
     "progress": 0,
+    "console": 0,
     "config": 1,
     "model": 2,
     "parallel": 3,
@@ -39,8 +40,9 @@ RANKS = {
     "bench": 7,
     "recipes": 8,
     "tools": 8,
+    "__main__": 9,
 }
-TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress"}
+TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress", "console"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/checkpoint/__main__.py": "a command line",

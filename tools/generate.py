@@ -1,4 +1,7 @@
-"""Answer questions with a Hugging Face model, by plain transformers: python tools/generate.py DIR "question" ..."""
+"""Answer questions with a Hugging Face model, by plain transformers; one without a chat template continues texts.
+
+python tools/generate.py DIR "question" ...
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
     parser.add_argument("directory", type=user_path, help="a Hugging Face model directory, e.g. runs/x/hf")
-    parser.add_argument("questions", nargs="+", help="user messages, each a conversation of its own")
+    parser.add_argument("questions", nargs="+", help="user messages, or beginnings of texts, each by itself")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
     tokenizer, model = load(options.directory)
     for question in options.questions:
-        messages = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        if tokenizer.chat_template is None:
+            inputs = tokenizer(question, return_tensors="pt")
+        else:
+            messages = [{"role": "user", "content": question}]
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         output = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         print(f"> {question}\n{answer.strip()}")
@@ -38,9 +44,9 @@ def load(directory: Path) -> tuple[Any, Any]:
     """Tokenizer and model of a directory.
 
     Raises:
-        UserError: it holds no model that can chat.
+        UserError: it holds no model with a tokenizer.
     """
-    todo = "give the export of a run on conversations, e.g. runs/x/hf"
+    todo = "give the export of a run, e.g. runs/x/hf"
     if not (directory / "config.json").is_file():
         raise UserError(str(directory), "is not a model directory (no config.json)", todo)
     try:
@@ -48,8 +54,6 @@ def load(directory: Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(directory)
     except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
         raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
-    if tokenizer.chat_template is None:
-        raise UserError(str(directory), "has no chat template", todo)
     return tokenizer, model
 
 

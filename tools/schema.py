@@ -1,4 +1,7 @@
-"""Write the JSON schema of each recipe's TOML, which editors use for completion: python tools/schema.py [--check]
+"""Write the JSON schema of a recipe's TOML, which editors use for completion.
+
+python tools/schema.py my_recipe.py    # my_recipe.schema.json, beside it
+python tools/schema.py [--check]       # those of the recipes that come with fsdp2kit
 
 ``toml/schema.json`` is that of the sft recipe, ``toml/schema.RECIPE.json`` those of the others. A TOML names its
 schema in its ``#:schema`` line.
@@ -11,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.run import bundled_folder, load_recipe
 
 
@@ -19,17 +23,32 @@ def schema_files(folder: Path) -> dict[Path, str]:
     files = {}
     for recipe in sorted(bundled_folder("recipes").glob("*.py")):
         name = "schema.json" if recipe.stem == "sft" else f"schema.{recipe.stem}.json"
-        schema = load_recipe(recipe).Config.model_json_schema()
-        files[folder / name] = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+        files[folder / name] = schema_of(recipe)
     return files
 
 
-def main() -> int:
+def schema_of(recipe: Path) -> str:
+    """The text of the JSON schema of a recipe's ``Config``.
+
+    Raises:
+        UserError: there is no such recipe, or it cannot be executed.
+    """
+    if not recipe.is_file():
+        raise UserError(str(recipe), "no such file", "give the path of a recipe, a .py file")
+    return json.dumps(load_recipe(recipe).Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+@in_one_line
+def main(arguments: list[str] | None = None) -> int:
     """Write the files, or with ``--check`` only say which are out of date. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write the JSON schema of each recipe's TOML.")
+    parser = argparse.ArgumentParser(prog="schema", description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", nargs="*", type=Path, help="recipes of your own; default: those of fsdp2kit")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
-    options = parser.parse_args()
-    files = schema_files(bundled_folder("toml"))
+    options = parser.parse_args(arguments)
+    files = {recipe.with_suffix(".schema.json"): schema_of(recipe) for recipe in options.recipes}
+    for path in files:
+        print(f"first line of a TOML beside it: #:schema ./{path.name}")
+    files = files or schema_files(bundled_folder("toml"))
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(f"{path} is out of date" if options.check else f"wrote {path}")

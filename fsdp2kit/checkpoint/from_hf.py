@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
 from fsdp2kit.checkpoint.store import on_disk
+from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
 from fsdp2kit.model.build import tied_names
@@ -28,12 +29,14 @@ from fsdp2kit.progress import Progress
 class _ReadingPlanner(dcp.DefaultSavePlanner):
     """The default save planner, for tensors that are read when it is their turn to be written."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor], advance: Callable[[int], object]) -> None:
         super().__init__()
-        self._stored = stored
+        self._stored, self._advance = stored, advance
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
+        tensor = self._stored[write_item.index.fqn.removeprefix(MODEL_PREFIX)].read()
+        self._advance(tensor.nbytes)
+        return tensor
 
 
 def hf_to_dcp(source: Path, out: Path) -> None:
@@ -82,7 +85,9 @@ def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTr
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
     dtypes = [str(one.dtype).removeprefix("torch.") for one in stored.values()]
     try:
-        save_tensors({"model": placeholders}, staging, planner=_ReadingPlanner(stored), alone=True)
+        with progress_bar("converting", total=sum(one.nbytes for one in placeholders.values())) as bar:
+            planner = _ReadingPlanner(stored, bar.advance)
+            save_tensors({"model": placeholders}, staging, planner=planner, alone=True)
         (staging / "hf").mkdir()
         copy_assets(config_dir, staging / "hf")
         export_dtype = max(sorted(set(dtypes)), key=dtypes.count)

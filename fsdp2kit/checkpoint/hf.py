@@ -33,6 +33,7 @@ from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk
+from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.names import conversion_groups, tied_names, to_file_names
@@ -287,8 +288,11 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
             if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
                 share.result()
         stored = StoredTensors(SafeReader(plan.checkpoint))
-        for file in list(plan.files)[rank::world_size]:
-            write_safetensors(plan.staging / file, plan.forms(file), _tensors_of(plan, file, stored))
+        forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
+        with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
+            for file, tensors in forms.items():
+                path, blocks = plan.staging / file, _tensors_of(plan, file, stored)
+                write_safetensors(path, tensors, blocks, advance=bar.advance)
 
 
 def _tensors_of(plan: ExportPlan, file: str, stored: StoredTensors) -> Iterator[Iterable[Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
@@ -36,6 +37,7 @@ from fsdp2kit.checkpoint.state import (
 )
 from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.console import size_text
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
@@ -59,6 +61,7 @@ class CheckpointManager:
             Called on rank 0 alone, so it must not contain a collective.
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
         environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
+        tell: called with a line for each checkpoint and each export that was written, on every rank.
 
     Raises:
         UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace.
@@ -73,6 +76,7 @@ class CheckpointManager:
         write_assets: Callable[[Path], None],
         export_dtype: str | None = None,
         environment: dict[str, Any] | None = None,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
@@ -84,9 +88,12 @@ class CheckpointManager:
                 check_replaceable(self.out)
         self.store = open_store(root)
         self.section, self.identity, self.environment = section, identity, environment or {}
-        self.write_assets = write_assets
+        self.write_assets, self._tell = write_assets, tell
+        self.saved: Path | None = None
+        """The checkpoint that was written last."""
+        self.exported: Path | None = None
+        """The checkpoint that `out` was made from."""
         self.export_dtype = section.export_dtype or export_dtype
-        self.exported: Path | None = None  # what this process has last made, or found to be, the export
         self._settings = run_dir / "config.toml"  # kept with each checkpoint
         # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
         self._reached = 0
@@ -260,7 +267,8 @@ class CheckpointManager:
             check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
         """
         dtype = self.export_dtype or "float32"
-        ensure_export(checkpoint, self._group, out=self.out, dtype=dtype, check=check)
+        if ensure_export(checkpoint, self._group, out=self.out, dtype=dtype, check=check):
+            self._tell(f"exported {checkpoint.name} to {self.out} ({dtype})")
         self.exported = checkpoint
 
     def _carry_out(self, tensors: Tensors, *, progress: Progress, tied: dict[str, str], exported: Path | None) -> None:
@@ -269,10 +277,10 @@ class CheckpointManager:
         Raises:
             RunFailure: it could not be saved, on every rank; what the attempt took of the disk is free again.
         """
-        path = self.store.path(progress.step)
+        path, began = self.store.path(progress.step), time.monotonic()
         try:
             self.write(tensors, progress.step)
-            self.complete(progress, tied=tied)
+            size = self.complete(progress, tied=tied)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
             # Every way to fail is agreed on, so no rank is still writing.
             space = " (its disk is full)" if _is_full(self.store.root) else ""
@@ -280,6 +288,8 @@ class CheckpointManager:
                 self.store.abandon(progress.step)
             message = f"{path}: the checkpoint was not saved: {first_failure(error)}{space}"
             raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
+        self.saved = path
+        self._tell(f"saved {path} ({size_text(size)} in {time.monotonic() - began:.1f} s)")
         if exported is not None:
             self.export(exported, check=exported != path)
 
@@ -290,8 +300,12 @@ class CheckpointManager:
                 self.store.begin(step, after=self._reached)
         save_tensors(tensors, self.store.temporary(step), group=self._group)
 
-    def complete(self, progress: Progress, *, tied: dict[str, str]) -> None:
-        """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention."""
+    def complete(self, progress: Progress, *, tied: dict[str, str]) -> int:
+        """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention.
+
+        Returns:
+            Bytes of the checkpoint's tensors.
+        """
         step = progress.step
         directory = self.store.temporary(step)
         with agreement(self._group):
@@ -318,6 +332,7 @@ class CheckpointManager:
                 self.store.retain(self.section.keep, every=self.section.keep_every, best=progress.best_step)
                 self._start_sweeping()
         self._reached = step
+        return sum(record.size for record in records.values())
 
     def _start_sweeping(self) -> None:
         """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""

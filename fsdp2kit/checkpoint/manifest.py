@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.checkpoint.store import MANIFEST, in_use
+from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file, sha256, sync_tree
 
@@ -120,15 +121,16 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
         if (int(match[1]) if match else 0) % world_size == rank:
             share[name] = record
     check_sizes(checkpoint, replace(manifest, files=share))
-    for name, record in share.items():
-        try:
-            digest = sha256(checkpoint / name)
-        except OSError as error:
-            what = f"cannot be read ({error.strerror or error})"
-            raise UserError(str(checkpoint / name), what, USE_ANOTHER) from error
-        if digest != record.sha256:
-            what = "does not have the checksum it was written with"
-            raise UserError(str(checkpoint / name), what, USE_ANOTHER)
+    with progress_bar(f"verifying {checkpoint.name}", total=sum(record.size for record in share.values())) as bar:
+        for name, record in share.items():
+            try:
+                digest = sha256(checkpoint / name, advance=bar.advance)
+            except OSError as error:
+                what = f"cannot be read ({error.strerror or error})"
+                raise UserError(str(checkpoint / name), what, USE_ANOTHER) from error
+            if digest != record.sha256:
+                what = "does not have the checksum it was written with"
+                raise UserError(str(checkpoint / name), what, USE_ANOTHER)
 
 
 def verify(checkpoint: Path) -> str:

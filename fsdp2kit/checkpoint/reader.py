@@ -20,7 +20,7 @@ import sys
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fsdp2kit.checkpoint.store import is_remote
+from fsdp2kit.console import progress_bar
+from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import FsspecReader
 
@@ -115,7 +117,19 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
-    """The default load planner, without the unpickling of objects."""
+    """The default load planner, without the unpickling of objects.
+
+    Args:
+        advance: called with the bytes of each tensor, or part of one, that was read.
+    """
+
+    def __init__(self, advance: Callable[[int], object]) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        """Count what was read."""
+        self._advance(tensor.nbytes)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Refuse: an object in a checkpoint is a pickle that could run anything."""
@@ -131,12 +145,14 @@ def load_tensors(reader: SafeReader, tensors: Mapping[str, Tensor], *, alone: bo
     Raises:
         RunFailure: a file cannot be read; on every rank.
     """
+    size = sum(local_part(tensor).nbytes for tensor in tensors.values())
     alone = alone or not torch.distributed.is_initialized()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), progress_bar("reading weights", total=size) as bar:
             # dcp.load says so each time it works in one process, which here is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=reader, planner=TensorsOnlyPlanner(), no_dist=alone)
+            planner = TensorsOnlyPlanner(bar.advance)
+            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)
     except dcp.CheckpointException as error:
         raise RunFailure(f"{reader.directory}: cannot be read: {first_failure(error)}") from error
 

@@ -20,6 +20,7 @@ from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement, gather_objects, rank
 from fsdp2kit.model.assets import config_digest, generation_config, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
@@ -66,11 +67,12 @@ def build_checkpoints(
         write_assets=partial(save_assets, architecture=architecture, **assets),
         export_dtype=source.dtype,
         environment=job.environment,
+        tell=say,
     )
     notes = _notes(**assets)
     if tokenizer is not None and config.data.format == "chat" and not stops:
         notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
-    return Checkpoints(manager, config, model, optimizer, notes)
+    return Checkpoints(manager, config, model, optimizer, notes, can_answer=tokenizer is not None)
 
 
 @dataclass(eq=False)
@@ -86,6 +88,8 @@ class Checkpoints:
     optimizer: Optimizer
     notes: Sequence[str] = ()
     """What an export has that its source had not, a line each."""
+    can_answer: bool = False
+    """Whether an export has a tokenizer."""
     resumed: Path | None = None
     """The checkpoint that `start` resumed from."""
     exporting: Progress | None = None
@@ -133,6 +137,27 @@ class Checkpoints:
         ]
         return [*self.notes, f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
 
+    def describe_end(self) -> list[str]:
+        """What the run leaves behind: the newest checkpoint, the export, and how to try it."""
+        newest, exported, lines = self.manager.saved or self.resumed, self.manager.exported, []
+        if newest:
+            lines.append(f"checkpoint: {newest}")
+        if exported:
+            lines.append(f"model: {self.manager.out}, of {self._describe_step(exported)}")
+            if self.can_answer:
+                lines.append(f'try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"')
+        return lines
+
+    def _describe_step(self, exported: Path) -> str:
+        """The step of an export, and where evaluations were compared, whether it is the best."""
+        progress = self.exporting
+        if progress is None or progress.best_step is None:
+            return exported.name
+        best = f"{self.manager.store.path(progress.best_step).name}, the best (eval_loss {progress.best_eval_loss:.6g})"
+        if best.startswith(f"{exported.name},"):
+            return best
+        return f"{exported.name}, the last; {'no checkpoint was kept' if self.exports_best else 'not'} of {best}"
+
     def save(self, progress: Progress, *, is_over: bool = False) -> Path:
         """Save the run as it stands, and export that where it is due; see `CheckpointManager.save`.
 
@@ -154,19 +179,6 @@ class Checkpoints:
         if self.resumed and (exported := self._to_export(progress, self.resumed, is_over=is_over)):
             self.manager.export(exported, check=exported != self.resumed)
 
-    def describe_export(self) -> str | None:
-        """Which step the export is of, once `finish_save` has returned; None where nothing was exported."""
-        progress = self.exporting
-        if self.manager.exported is None or progress is None:
-            return None
-        best, line = progress.best_step, f"{self.manager.out} is the model of step {progress.step}, the last"
-        if best is None:
-            return line
-        measured = f"step {best}, the best (eval_loss {progress.best_eval_loss:.6g})"
-        if self.manager.exported.name == self.manager.store.path(best).name:
-            return f"{self.manager.out} is the model of {measured}"
-        return f"{line}; no checkpoint was kept of {measured}" if self.exports_best else f"{line}, and not {measured}"
-
     @property
     def exports_best(self) -> bool:
         """``checkpoint.export``, or its default."""
@@ -181,6 +193,7 @@ class Checkpoints:
         self.exporting = progress
         if not self.exports_best or progress.best_step in (None, progress.step):
             return newest
+        self.finish_save()  # that of the best step may be under way
         # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
         found = gather_objects(self._find_best(progress) if rank() == 0 else None)[0]
         return found or newest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,12 +25,19 @@ def file_size(forms: Mapping[str, Tensor]) -> int:
     return len(_header(forms)) + sum(form.nbytes for form in forms.values())
 
 
-def write_safetensors(path: Path, forms: Mapping[str, Tensor], tensors: Iterable[Iterable[Tensor]]) -> None:
+def write_safetensors(
+    path: Path,
+    forms: Mapping[str, Tensor],
+    tensors: Iterable[Iterable[Tensor]],
+    *,
+    advance: Callable[[int], object] = lambda size: None,
+) -> None:
     """Write a file and sync it; only what `tensors` yields is ever in memory.
 
     Args:
         forms: meta tensors by name, in the order of their bytes. Wider dtypes first keeps each aligned.
         tensors: the elements of each of them in order, in flat blocks, which are cast to the form's dtype.
+        advance: called with the bytes of each block that was written.
     """
     with path.open("wb") as file:
         file.write(_header(forms))
@@ -38,7 +45,9 @@ def write_safetensors(path: Path, forms: Mapping[str, Tensor], tensors: Iterable
         for (name, form), blocks in zip(forms.items(), tensors, strict=True):
             written = 0
             for block in blocks:
-                written += file.write(block.to(form.dtype).contiguous().view(torch.uint8).numpy().data)
+                size = file.write(block.to(form.dtype).contiguous().view(torch.uint8).numpy().data)
+                written += size
+                advance(size)
             assert written == form.nbytes, f"{name}: {written} bytes for {form}"
             waiting += written
             if waiting >= LET_GO_BYTES and not is_remote(path) and hasattr(os, "posix_fadvise"):  # not on macOS

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp2kit.config.paths import check_paths
 from fsdp2kit.config.schema import (
     DataConfig,
     EvalConfig,
@@ -148,6 +149,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         what = f"{train.max_nonfinite} with train.on_nonfinite = 'stop', which stops at the first"
         raise UserError("train.max_nonfinite", what, "leave it out, or set train.on_nonfinite = 'skip'")
     resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
+    check_paths(config)
     check_data(config)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp

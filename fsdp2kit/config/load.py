@@ -14,12 +14,15 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from fsdp2kit.config.foreign import SECTION_OF, advise_on_key, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
 from fsdp2kit.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 _Known = dict[str, FieldInfo | None]
 _ANY = "*"
+_MISSPELT, _SIMILAR = 0.78, 0.5  # difflib's ratios: rather misspelt than another tool's; worth a question at all
+_TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 # Removed keys: the value that changed nothing (a run's own config.toml has it), and what to do instead of another.
 REMOVED = {
@@ -53,7 +56,23 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({error})", "check the file and its permissions") from None
     except tomli.TOMLDecodeError as error:
-        raise UserError(str(path), f"not valid TOML: {error}", "mend that line") from None
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = re.search(r"line (\d+)", str(error))
+        todo = _advise_on_line(lines[int(found[1]) - 1]) if found and int(found[1]) <= len(lines) else "mend that line"
+        raise UserError(str(path), f"not valid TOML: {error}", todo) from None
+
+
+def _advise_on_line(line: str) -> str:
+    """What to do about a line that is not TOML, where it is what Python or YAML would write."""
+    key, equals, value = (part.strip() for part in line.partition("="))
+    if not equals:
+        yaml = re.match(r"([\w.-]+)\s*:\s*(.*)", key)
+        return f"write {yaml[1]} = {yaml[2] or '…'}: this looks like YAML" if yaml else "mend that line"
+    if (word := re.match(r"[A-Za-z]+", value)) and (truth := _TRUTHS.get(word[0].lower())):
+        return f"write {key} = {truth}"
+    if word and word[0].lower() in ("none", "null", "nil"):
+        return f"leave {key} out: TOML has no null, and what is not given has its default"
+    return "put quotes around text" if re.match(r"[A-Za-z/~.]", value) else "mend that line"
 
 
 def load_config(
@@ -202,7 +221,7 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
     more = f" (and {others} more)" if others else ""
     if kind == "extra_forbidden":
         name = "key" if len(location) > 1 else "section or key"
-        return UserError(where, f"unknown {name} {location[-1]!r}{more}", _nearest(location, key, known))
+        return UserError(where, f"unknown {name} {location[-1]!r}{more}", _nearest(location, key, given, known))
     if kind == "missing" and not location[-1].isdecimal():
         return UserError(where, f"is required{more}", "add it to the TOML")
     if kind == "model_type":
@@ -211,14 +230,15 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
     if key == ["optimizer", "name"] and str(given) in REMOVED_OPTIMIZERS:
         return UserError(where, f"{given!r} was removed", REMOVED_OPTIMIZERS[given])
     # A union has an error for each of its members.
-    texts = [problem["msg"] for problem, other, _ in problems if other == location]
-    reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in texts))
+    same = [problem for problem, other, _ in problems if other == location]
+    reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in (one["msg"] for one in same)))
     while key[-1] == _ANY:
         key = key[:-1]
     field = known[".".join(key)]
     doc = f"{key[-1]}: {field.description}" if field and field.description else ""
     what = f"{given!r} is not accepted: {reasons}{more}"
-    return UserError(where, what, doc or "see toml/schema.json for what is accepted")
+    spelt = _spelt(given, same)
+    return UserError(where, what, "; ".join(filter(None, (spelt, doc))) or "see toml/schema.json for what is accepted")
 
 
 def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[str]]:
@@ -249,16 +269,49 @@ def _known_key(path: Sequence[str], known: _Known) -> str | None:
     return ".".join(key)
 
 
-def _nearest(location: Sequence[str], key: Sequence[str], known: _Known) -> str:
-    """What to do about an unknown key."""
+def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to do about a value that is accepted in another spelling; None where it is not.
+
+    Args:
+        problems: pydantic's, one for each member of the field's union.
+    """
+    if not isinstance(given, (str, int, float)) or isinstance(given, bool):
+        return None
+    kinds = {problem["type"] for problem in problems}
+    expected = " ".join(problem.get("ctx", {}).get("expected", "") for problem in problems)
+    if option := advise_on_value(given, re.findall(r"'([^']*)'", expected)):
+        return f'write "{option}"'
+    if "bool_type" in kinds and (truth := _TRUTHS.get(str(given).lower())):
+        return f"write {truth}"
+    try:
+        number = float(str(given).replace(",", ""))
+    except ValueError:
+        return None
+    if "int_type" in kinds and number.is_integer():
+        return f"write {int(number)}"
+    return f"write {number:g}" if "float_type" in kinds else None
+
+
+def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Known) -> str:
+    """What to do about an unknown key, which was given this value."""
     name, section = location[-1], ".".join(key[:-1])
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
-    elsewhere = [one for one in known if one.rpartition(".")[2] == name]
-    if elsewhere:  # the same name in another section, before similar names
+    is_section = isinstance(given, Mapping)
+    # The same name in another section, before similar names; [tokenizer] is not the key model.tokenizer.
+    elsewhere = [one for one in known if one.rpartition(".")[2] == name and is_section == _has_keys(one, known)]
+    if elsewhere:
         return f"did you mean {elsewhere[0].replace('.*', '')}?"
-    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+    is_foreign = is_section and snake_case(name) in SECTION_OF
+    misspelt = not is_foreign and difflib.get_close_matches(name, siblings, n=1, cutoff=_MISSPELT)
+    if not misspelt and (advice := advise_on_key(location, given, known)):
+        return advice
+    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR):
         return f"did you mean {'.'.join([*location[:-1], *nearest])}?"
     return f"known here: {', '.join(siblings)}"
+
+
+def _has_keys(key: str, known: Collection[str]) -> bool:
+    return any(one.startswith(f"{key}.") for one in known)
 
 
 def _known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:

@@ -194,7 +194,7 @@ class EvalConfig(Section):
     """Write a checkpoint whenever eval_loss is the lowest so far, and keep it besides the newest ones; the end exports
     it (`checkpoint.export`). Default: with `patience`."""
     prompts: list[str] = []
-    """User messages that the model answers after each evaluation, into `samples.jsonl` and wandb."""
+    """User messages that the model answers after each evaluation, on the console, into `samples.jsonl` and wandb."""
     max_new_tokens: PositiveInt = 64
     """Most tokens of such an answer. Each takes a forward pass without a cache."""
 

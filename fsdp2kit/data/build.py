@@ -67,6 +67,11 @@ class Prefetch:
     def source_names(self) -> tuple[str, ...]:
         return self._loader.source_names
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch; 0 of a stream."""
+        return self._loader.steps_per_epoch
+
     def batch(self, index: int) -> Sequence[Any]:
         """The loader's batch ``index``; asks for the ones after it.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp2kit.config.checks import resolve_accumulation
+from fsdp2kit.console import progress_bar
 from fsdp2kit.data.documents import Document, Documents
 from fsdp2kit.data.packing import Mix, PackPlan, plan_mix, plan_packs, plan_single
 from fsdp2kit.model.loss_head import IGNORE
@@ -230,7 +231,9 @@ def build_loader(
         together = documents.together
         lengths = documents.lengths.reshape(-1, together).sum(1)
         order = permutation(len(lengths), seed, 0, number) if shuffle else np.arange(len(lengths))
-        plan = plan_packs(lengths[order], seq_len=share.seq_len) if pack else plan_single(lengths[order])
+        lengths = lengths[order]
+        with progress_bar(f"packing {name}".strip(), unit="documents", total=len(lengths)) as bar:
+            plan = plan_packs(lengths, seq_len=share.seq_len, advance=bar.advance) if pack else plan_single(lengths)
         planned = order[plan.documents][:, None] * together + np.arange(together)
         parts.append(Part(documents, PackPlan(planned.flatten(), plan.borders * together), name))
     counts = [max(1, round(times * len(part.plan))) for times, part in zip(epochs, parts, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,9 @@ class PackPlan:
         return self.documents[self.borders[row] : self.borders[row + 1]]
 
 
-def plan_packs(lengths: np.ndarray, *, seq_len: int, window: int = 1024) -> PackPlan:
+def plan_packs(
+    lengths: np.ndarray, *, seq_len: int, window: int = 1024, advance: Callable[[int], object] = lambda count: None
+) -> PackPlan:
     """Pack whole documents into rows of ``seq_len`` tokens: best fit, longest first within a window.
 
     Each document goes to the open row that it fills best. Documents are taken ``window`` at a time, so that a row
@@ -33,6 +35,7 @@ def plan_packs(lengths: np.ndarray, *, seq_len: int, window: int = 1024) -> Pack
 
     Args:
         lengths: integers [documents], each from 1 to ``seq_len``.
+        advance: called with the number of documents of each window that was packed.
 
     Raises:
         ValueError: a length is outside that range, which the caller's policy for long documents should rule out.
@@ -61,6 +64,7 @@ def plan_packs(lengths: np.ndarray, *, seq_len: int, window: int = 1024) -> Pack
             placed.append(row)
         row_of[start + order] = placed
         del open_rows[:-window]  # the fullest
+        advance(len(part))
     return _plan(row_of, rows)
 
 

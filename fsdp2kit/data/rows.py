@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
+import pyarrow.parquet as pq
 
 from fsdp2kit.data.sources import COMPRESSED, Source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
@@ -131,6 +133,30 @@ def hub_content(source: Source) -> str:
         rows = datasets.load_dataset(source.path, split=source.split)
     content = [len(rows), [file["filename"] for file in rows.cache_files]]
     return json.dumps([*content, source.limit] if source.limit else content)
+
+
+def estimate_rows(source: Source, position: Position | None, rows: int) -> float | None:
+    """How many rows a source has, judged by the position after its first ``rows``; None: that cannot be told.
+
+    Exact for parquet, whose files say it.
+    """
+    sizes = _sizes(source)
+    if sizes is None or position is None:
+        return None
+    if source.kind == "parquet":
+        return sum(sizes)
+    return rows * sum(sizes) / (sum(sizes[: position["file"]]) + position["offset"])
+
+
+@functools.lru_cache(maxsize=8)
+def _sizes(source: Source) -> tuple[int, ...] | None:
+    """Rows of each parquet file, bytes of each file of lines; None of others, and of what is elsewhere."""
+    if not source.files or any(map(is_url, source.files)):
+        return None
+    if source.kind == "parquet":
+        return tuple(pq.read_metadata(file).num_rows for file in source.files)
+    has_lines = all(file.lower().endswith((".jsonl", ".ndjson", ".txt")) for file in source.files)
+    return tuple(Path(file).stat().st_size for file in source.files) if has_lines else None
 
 
 @contextlib.contextmanager

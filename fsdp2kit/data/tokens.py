@@ -28,8 +28,9 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
+from fsdp2kit.console import progress_bar
 from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_key
-from fsdp2kit.data.rows import Position, Row, RowReader, hub_content
+from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Source
 
 if TYPE_CHECKING:
@@ -93,8 +94,14 @@ def tokenise(
         beside = file.with_suffix(f".{os.getpid()}.partial")
         try:
             with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
-                for block in _one_pass(source, how, tokenizer, workers=workers):
-                    out.write_table(block.tokens)
+                blocks = _one_pass(source, how, tokenizer, workers=workers)
+                # Taken before the bar's thread runs: the first block starts the workers, which are forks.
+                first = next(blocks)
+                with progress_bar(f"tokenising {Path(source.path).name}", unit="rows") as bar:
+                    for block in itertools.chain([first], blocks):
+                        out.write_table(block.tokens)
+                        bar.advance(len(block.names))
+                        bar.total = estimate_rows(source, block.position, int(bar.done))
             beside.replace(file)
         finally:
             beside.unlink(missing_ok=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import tomli_w
 
+from fsdp2kit.config.foreign import NAMES
 from fsdp2kit.migrate.fields import Field, Told
-from fsdp2kit.migrate.names import NAMES, OF_FSDP1, defaults_of
+from fsdp2kit.migrate.names import OF_FSDP1, defaults_of
 
 _SECTIONS = (
     *("run", "model", "model.config", "mesh", "fsdp", "activation_checkpointing", "compile", "data", "data.columns"),

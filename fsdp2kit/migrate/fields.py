@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from fsdp2kit.config.foreign import plain_name, snake_case, spellings
 from fsdp2kit.errors import UserError
 
 T = TypeVar("T")
@@ -22,8 +23,6 @@ _PLAIN_TABLES = {
     *("train_config", "training", "train", "training_args", "training_arguments", "trainer", "args", "config"),
     *("mixed_precision", "mixed_precision_policy", "mixed_precision_config", "mp_policy", "mixed_precision_kwargs"),
 }
-# Beginnings of names that say nothing: fsdp_use_orig_params, mixed_precision_reduce_dtype.
-_PREFIXES = re.compile(r"^((fsdp|use|enable|parallelism_config)_|(mixed_precision|mp)_+(?=.*(dtype|classes)))+")
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flatten(values: Mapping[str, Any], *, path: str, name: str, file: Path) -> Iterator[Field]:
     for key, value in values.items():
-        # trainBatchSize, --train-batch-size and TRAIN_BATCH_SIZE are train_batch_size.
-        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key).lstrip("-")).replace("-", "_").lower()
-        short = _PREFIXES.sub("", snake)
+        snake, short = snake_case(str(key)), plain_name(str(key))
         # A list of one table, as axolotl has for its data, is that table.
         is_only = isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping)
         table = value[0] if is_only else value
@@ -168,11 +165,6 @@ class Told(NamedTuple):
     value: Any
     note: str = ""
     warning: str = ""
-
-
-def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
-    """The meaning of each word, from that of all spellings of it (separated by spaces)."""
-    return {word: meaning for words, meaning in meanings.items() for word in words.split()}
 
 
 def one_of(meanings: Mapping[str, Any], otherwise: Any = None) -> Callable[[Field], Any]:

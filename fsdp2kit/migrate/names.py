@@ -1,6 +1,7 @@
-"""What FSDP1, accelerate, transformers, axolotl, torchtune and plain loops call their fields, and their defaults.
+"""What programs take for what a configuration leaves out, and of which fields a translation warns.
 
-`read_fields` has taken ``fsdp_``, ``use_``, ``enable_`` and the like from the names.
+What they call their fields is in `fsdp2kit.config.foreign`; `read_fields` has taken ``fsdp_``, ``use_``, ``enable_``
+and the like from the names.
 """
 
 from __future__ import annotations
@@ -8,168 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fsdp2kit.config.foreign import NOT_OFFERED
 from fsdp2kit.migrate.fields import SWITCH, Field, as_float, as_words
 
-# What files of others call a field: by its key here, or by a word for it where it has none to itself.
-NAMES = {
-    "processes": "num_processes world_size num_gpus n_gpus nproc ngpus",
-    "processes of a node": "nproc_per_node gpus_per_node num_gpus_per_node n_gpus_per_node",
-    "nodes": "num_machines nnodes num_nodes nodes",
-    "host": "main_process_ip master_addr",
-    "port": "main_process_port master_port",
-    "run.dir": "output_dir run_dir save_dir out_dir output_path logging_dir",
-    "run.seed": "seed random_seed",
-    "run.deterministic": "full_determinism deterministic",
-    "run.timeout_minutes": "ddp_timeout",
-    "model.path": "model_path model_name_or_path model_name model_id model base_model hf_model model.path model.name "
-    "pretrained_model_name_or_path model.model_name_or_path checkpointer.checkpoint_dir",
-    "model.tokenizer": "tokenizer_path tokenizer_name tokenizer tokenizer_name_or_path tokenizer.path",
-    "model.freeze": "freeze_layers freeze frozen_params freeze_modules",
-    "frozen layers": "num_freeze_layers",
-    "model.weights": "from_scratch random_init random_weights init_random train_from_scratch",
-    "model.attention": "attn_implementation attention attn_impl model.attn_implementation attention_type",
-    "flash attention": "flash_attention_2 flash_attention flash_attn flash_attn_2",
-    "model.trust_remote_code": "trust_remote_code model.trust_remote_code",
-    "model.liger": "liger liger_kernel",
-    "mesh.cp": "cp cp_size context_parallel_size context_parallel_degree sequence_parallel_degree "
-    "sequence_parallel_size",
-    "mesh.dp_shard": "sharding_group_size dp_shard_size dp_shard data_parallel_shard_degree",
-    "mesh.dp_replicate": "replica_group_size dp_replicate_size dp_replicate data_parallel_replicate_degree",
-    "fsdp.reshard_after_forward": "reshard_after_forward",
-    "fsdp.offload": "cpu_offload offload_params cpu_offload.offload_params offload param_offload",
-    "offload of the optimizer": "optimizer_offload offload_optimizer",
-    "fsdp.unit": "auto_wrap_policy wrap_policy wrapping_policy auto_wrap",
-    "fsdp.min_params": "min_num_params size_min_params min_params min_wrap_params wrap_policy.min_num_params",
-    "fsdp.unit_classes": "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap transformer_layer_cls "
-    "wrap_policy.transformer_layer_cls_to_wrap wrap_modules",
-    "fsdp.ignored_modules": "ignored_modules ignored_states ignored_params ignored_parameters",
-    "fsdp.strategy": "sharding_strategy strategy shard_strategy",
-    "fsdp": "fsdp",
-    "pure_bf16": "pure_bf16",
-    "fsdp.param_dtype": "param_dtype",
-    "mixed precision": "mixed_precision mixed_precision_policy mp_policy precision amp",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "dtype": "dtype torch_dtype compute_dtype model_dtype model.torch_dtype model.dtype",
-    "fsdp.reduce_dtype": "reduce_dtype grad_reduce_dtype",
-    "fsdp.output_dtype": "output_dtype",
-    "fsdp.storage_dtype": "storage_dtype master_weight_dtype master_dtype",
-    "fsdp.backward_prefetch": "backward_prefetch backward_prefetch_policy",
-    "fsdp.forward_prefetch": "forward_prefetch",
-    "fsdp.reduce_every_micro_batch": "sync_each_batch gradient_accumulation_kwargs.sync_each_batch "
-    "reduce_every_micro_batch",
-    "no_sync": "no_sync",
-    "fsdp.class_dtypes": "module_classes_to_ignore _module_classes_to_ignore",
-    "activation_checkpointing.mode": "activation_checkpointing gradient_checkpointing model.gradient_checkpointing",
-    "activation_checkpointing.every": "activation_checkpointing_every selective_checkpointing ac_every "
-    "checkpoint_every_n_layers",
-    "activation_checkpointing.offload": "activation_offloading activation_cpu_offload activation_offload "
-    "offload_activations",
-    "compile.enabled": "torch_compile compile dynamo_config.dynamo_backend",
-    "data.path": "data_path dataset_path train_file train_data dataset dataset_name train_path datasets dataset_id "
-    "train_data_path dataset_name_or_path data_files data.path dataset.path dataset.source datasets.path "
-    "train_dataset",
-    "torchtune builder": "dataset._component_",
-    "text column": "dataset_text_field text_column text_field text_column_name datasets.field",
-    "messages column": "datasets.field_messages",
-    "prompt column": "datasets.type.field_instruction",
-    "completion column": "datasets.type.field_output",
-    "data.format": "data_format dataset_format dataset_type dataset.type datasets.type",
-    "data.split": "train_split dataset_split dataset.split split dataset_train_split datasets.split",
-    "data.shuffle": "shuffle dataset.shuffle",
-    "data.streaming": "streaming dataset.streaming",
-    "data.train_on": "train_on_inputs train_on_input dataset.train_on_input",
-    "answers only": "assistant_only_loss completion_only_loss",
-    "data.seq_len": "max_seq_length max_seq_len seq_length seq_len sequence_length sequence_len context_length "
-    "block_size model_max_length max_length cutoff_len tokenizer.max_seq_len data.seq_len",
-    "data.pack": "packing packed sample_packing dataset.packed pack",
-    "batching strategy": "batching_strategy",
-    "batch per device": "per_device_train_batch_size train_batch_size batch_size_training per_device_batch_size "
-    "batch_size",
-    "train.global_batch_size": "global_batch_size global_train_batch_size total_batch_size effective_batch_size",
-    "accumulation": "gradient_accumulation_steps grad_accum_steps accumulation_steps grad_accumulation "
-    "gradient_accumulation",
-    "train.micro_batch_size": "micro_batch_size device_train_microbatch_size train_micro_batch_size_per_gpu",
-    "train.steps": "max_steps steps num_steps train_steps max_train_steps max_train_step num_training_steps "
-    "total_steps iterations max_iters num_iterations",
-    "train.epochs": "num_train_epochs num_epochs epochs max_epochs",
-    "train.max_grad_norm": "max_grad_norm gradient_clipping_threshold grad_clip max_norm grad_norm_clip "
-    "gradient_clip_val clip_grad_norm_value grad_clip_norm",
-    "clipping": "clip_grad_norm gradient_clipping clip_grad clip_gradients",
-    "train.log_every": "logging_steps log_every log_interval log_every_n_steps logging_interval log_freq",
-    "optimizer.betas": "betas adam_betas optimizer.betas",
-    "first beta": "adam_beta1 beta1",
-    "second beta": "adam_beta2 beta2",
-    "optimizer.name": "optim optimizer optimizer_name optimizer_type optimizer.name optimizer.type "
-    "optimizer._component_",
-    "optimizer.lr": "learning_rate lr optimizer.lr optimizer.learning_rate",
-    "optimizer.eps": "adam_epsilon eps adam_eps optimizer.eps",
-    "optimizer.weight_decay": "weight_decay optimizer.weight_decay wd",
-    "lr_schedule.min_lr_ratio": "min_lr_ratio min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
-    "lr_schedule.warmup_steps": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup "
-    "lr_scheduler.num_warmup_steps",
-    "lr_schedule.warmup_ratio": "warmup_ratio warmup_fraction warmup_proportion",
-    "lr_schedule.name": "lr_scheduler_type lr_scheduler lr_schedule scheduler scheduler_type scheduler.name "
-    "lr_scheduler.name lr_scheduler._component_",
-    "eval.path": "eval_file eval_path eval_data eval_data_path eval_dataset validation_file val_file val_data "
-    "eval_dataset_path validation_path",
-    "eval.split": "eval_split validation_split test_split eval_dataset_split dataset_test_split",
-    "held-out share": "val_set_size val_size",
-    "evaluates": "eval_strategy evaluation_strategy do_eval run_validation evaluate",
-    "eval.every": "eval_steps eval_every eval_interval eval_freq eval_every_n_steps val_interval",
-    "eval.steps": "max_eval_step max_eval_steps eval_iters eval_batches max_eval_batches",
-    "checkpoint.every": "save_steps save_every save_interval checkpoint_every checkpoint_interval save_every_n_steps "
-    "ckpt_every",
-    "save strategy": "save_strategy",
-    "checkpoint.keep": "save_total_limit keep_last max_checkpoints keep_checkpoints",
-    "checkpoint.export_hf": "save_final save_final_model save_model save_full_model save_full_state_dict",
-    "reports": "report_to logger tracker",
-    "wandb.mode": "wandb wandb_enabled",
-    "wandb.project": "wandb_project project_name project wandb.project",
-    "wandb.name": "run_name wandb_run_name wandb_name wandb.name experiment_name",
-    "profile.enabled": "profiler profile profiling",
-}
-
-# Fields that need no key, or can have none: why, and their names. docs/fsdp1_to_fsdp2.md says more of FSDP1's own.
-WITHOUT_KEY = {
-    "no counterpart: docs/fsdp1_to_fsdp2.md says why": "limit_all_gathers sync_module_states orig_params "
-    "param_init_fn device_id device_map buffer_dtype keep_low_precision_grads process_group device_mesh "
-    "cpu_ram_efficient_loading low_cpu_fsdp low_cpu_mem_usage ddp_find_unused_parameters",
-    "every unit casts its floating-point inputs to fsdp.param_dtype": "cast_forward_inputs cast_root_forward_inputs",
-    "FSDP2 is what runs here": "version deepspeed_config",
-    "fsdp.strategy and [mesh] say so": "hsdp",
-    "checkpoints are sharded, hold the optimizer and resume on any mesh; hf/ is the whole model, as "
-    "safetensors": "state_dict_type checkpoint_type final_state_dict_type rank0_only offload_to_cpu save_optimizer "
-    "save_only_model save_safetensors",
-    "checkpoints are in run.dir, or in checkpoint.dir": "dist_checkpoint_root_folder dist_checkpoint_folder",
-    'run.resume = "auto" goes on from the newest here, "never" does not; tools/hf_to_dcp.py takes FSDP1 '
-    "checkpoints": "resume_from_checkpoint resume resume_from overwrite_output_dir",
-    "torchrun takes it on the command line": "machine_rank rdzv_backend same_network compute_environment",
-    "CUDA_VISIBLE_DEVICES, TORCH_DISTRIBUTED_DEBUG=DETAIL and numactl do that": "gpu_ids debug cpu_affinity",
-    "the recipe is the script": "main_training_function",
-    "CPUs are used where there is no CUDA device": "cpu",
-    "TPUs are not supported": "downcast_bf16 tpu_env tpu_use_cluster tpu_use_sudo xla",
-    "torch's non-reentrant checkpointing is used": "gradient_checkpointing_kwargs "
-    "gradient_checkpointing_kwargs.reentrant",
-    'model.attention = "auto" is the default': "fast_kernels",
-    "columns that the format does not name are not read": "remove_unused_columns",
-    "float32 matmuls keep torch's own setting": "tf32",
-    "adapters are not offered: every parameter that model.freeze does not name is trained": "peft_method lora_rank "
-    "lora_alpha adapter",
-    "train.log_every, eval.every and checkpoint.every count steps": "logging_strategy logging_first_step "
-    "evals_per_epoch saves_per_epoch",
-    "evaluation runs in batches of train.micro_batch_size": "per_device_eval_batch_size eval_batch_size "
-    "val_batch_size eval_micro_batch_size",
-    "traces are in trace/ of run.dir": "profiler_dir profile_dir",
-    "every row is data.seq_len long": "pad_to_sequence_len",
-    "the model's and the tokenizer's own files say so": "model_type tokenizer_type",
-    "a row of a conversation says it itself": "datasets.conversation datasets.chat_template datasets.ds_type "
-    "datasets.message_field_role datasets.message_field_content",
-    "rows are tokenised ahead and cached: data.workers, data.prefetch": "num_workers_dataloader "
-    "dataloader_num_workers num_workers dataloader_pin_memory pin_memory dataset_prepared_path",
-    "tensor parallelism is not offered: FSDP shards parameters, mesh.cp sequences": "tp_size tp_degree "
-    "tensor_parallel_size tensor_parallel_dim tensor_parallel_degree",
-}
+(_ADAPTERS,) = NOT_OFFERED
 
 # Fields without which something else is trained: names, what becomes of them, when that is warned of, the warning.
 WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
@@ -180,8 +23,8 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
         "set model.freeze; every parameter would be trained",
     ),
     (
-        "lora peft quantization load_in_4bit load_in_8bit",
-        "neither adapters nor quantised weights are offered",
+        NOT_OFFERED[_ADAPTERS],
+        _ADAPTERS,
         lambda field: field.word not in ("false", "no", "none"),
         "not offered; the whole model would be trained",
     ),

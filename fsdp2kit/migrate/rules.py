@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 
+from fsdp2kit.config.foreign import DTYPE_WORDS, STRATEGY_WORDS, spellings
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
     SWITCH,
@@ -17,16 +18,8 @@ from fsdp2kit.migrate.fields import (
     as_text,
     as_words,
     one_of,
-    spellings,
 )
 
-STRATEGY_WORDS = {
-    "full_shard 1 zero3 zero_3 zero_stage_3": "full_shard",
-    "shard_grad_op 2 zero2 zero_2 zero_stage_2": "shard_grad_op",
-    "no_shard 3 ddp": "no_shard",
-    "hybrid_shard 4": "hybrid_shard",
-    "hybrid_shard_zero2 _hybrid_shard_zero2 5": "hybrid_shard_zero2",
-}
 STRATEGIES = spellings(STRATEGY_WORDS)
 _GROUPS = ("mesh.dp_replicate", "mesh.dp_shard")
 
@@ -144,16 +137,18 @@ def set_units(draft: Draft) -> None:
         draft.was("fsdp.unit_classes", extra, classes, note=f"{found}; the model must have these")
 
 
-_FLOAT16, _FLOAT8 = "float16 fp16 half 16 16_mixed amp_fp16", "fp8 float8"
-_DTYPES = {"float32 fp32 float 32 32_true": "float32", "bfloat16 bf16 bf16_mixed amp_bf16": "bfloat16"}
 _NO_SCALER = "fp16 needs a gradient scaler, which is not offered; bfloat16 was written"
-_HALF = {_FLOAT16: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER)}
-as_dtype = one_of({**_DTYPES, **_HALF})
+_HALF = {
+    words: Told("bfloat16", "fp16 needs a gradient scaler", _NO_SCALER)
+    for words, name in DTYPE_WORDS.items()
+    if name == "float16"
+}
+as_dtype = one_of({**DTYPE_WORDS, **_HALF})
 _as_compute_dtype = one_of(
     {
-        **_DTYPES,
+        **DTYPE_WORDS,
         **_HALF,
-        _FLOAT8: Told("bfloat16", "see docs/float8.md", "see docs/float8.md; bfloat16 was written"),
+        "fp8 float8": Told("bfloat16", "see docs/float8.md", "see docs/float8.md; bfloat16 was written"),
     }
 )
 

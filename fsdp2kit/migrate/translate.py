@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.config.foreign import ADAMW_WORDS, STRATEGY_WORDS, WITHOUT_KEY
 from fsdp2kit.migrate import data, rules
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
@@ -23,7 +24,7 @@ from fsdp2kit.migrate.fields import (
     read_fields,
     switch,
 )
-from fsdp2kit.migrate.names import WARNED_OF, WITHOUT_KEY
+from fsdp2kit.migrate.names import WARNED_OF
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _as_selective(field: Field) -> str | None:
 
 
 def _as_mode(field: Field) -> str:
-    return field.word if field.word in ("full", "selective") else "full" if as_bool(field) else "none"
+    return field.word if field.word in ("full", "selective", "none") else "full" if as_bool(field) else "none"
 
 
 _PACKS = "documents in a row do not see each other; train.global_batch_size then counts packs of seq_len tokens"
@@ -95,9 +96,10 @@ _as_prefetch = one_of(
 _OTHER_ADAMW = "another implementation than the file's; docs/optimizers.md says which"
 _as_optimizer = one_of(
     {
-        "adamw adam_w adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_fused fused_adamw": "adamw",
-        "adamw_torch_xla adamw_torch_npu_fused": "adamw",
-        "adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw8bit": Told("adamw_8bit", warning=_OTHER_ADAMW),
+        **{
+            words: Told(name, warning=_OTHER_ADAMW if name == "adamw_8bit" else "")
+            for words, name in ADAMW_WORDS.items()
+        },
         "muon": Told("muon", warning=_OTHER_ADAMW),
     },
     otherwise=Told("adamw", warning="not offered; plain AdamW was written, whose state is float32"),
@@ -127,7 +129,7 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     default("data.pack", True, f"our default, false if your loop pads; {_PACKS}", beside="data.path"),
     Row("data.shuffle", as_bool, otherwise=data.RANDOM, beside="data.path"),
     Row("data.streaming", as_bool, otherwise=data.RANDOM, beside="data.path"),
-    Row("fsdp.strategy", one_of(rules.STRATEGY_WORDS)),
+    Row("fsdp.strategy", one_of(STRATEGY_WORDS)),
     # transformers' fsdp = "full_shard auto_wrap offload"
     Row(
         "fsdp.strategy",

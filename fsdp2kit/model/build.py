@@ -7,15 +7,25 @@ import copy
 import difflib
 import fnmatch
 import logging
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement
@@ -77,6 +87,11 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
     if "num_hidden_layers" in overrides and "layer_types" not in overrides and merged.get("layer_types"):
         merged["layer_types"] = merged["layer_types"][: overrides["num_hidden_layers"]]
     merged.pop("model_type", None)
+    where = "model.path" if section.path else "model.config.model_type"
+    runs_own_code = "auto_map" in merged and section.trust_remote_code
+    if model_type not in CONFIG_MAPPING and not runs_own_code:
+        todo = "check the path and the model_type in its config.json, or install a newer transformers"
+        raise UserError(where, f"{model_type!r} is not known to transformers {transformers.__version__}", todo)
     try:
         if "auto_map" in merged and section.trust_remote_code and section.path:
             config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
@@ -86,12 +101,38 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
-        raise UserError(where, f"not a usable model config: {error}", "check it and the overrides") from None
+        what = f"not a usable model config: {textwrap.shorten(str(error), 200, placeholder=' …')}"
+        raise UserError(where, what, "check it and the overrides") from None
+    if not runs_own_code:
+        _check_decoder(config, where=where)
     if complaints and _names_rope(overrides):
         raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
     for complaint in complaints:
         logger.warning("%s", complaint)
     return config
+
+
+def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
+    """Refuse a model that is no decoder-only text model, whatever of it transformers would build.
+
+    Raises:
+        UserError: saying what it is.
+    """
+    architecture = next(iter(config.architectures or ()), None) or ""
+    kind = None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder model"
+    elif any(hasattr(config, name) for name in ("vision_config", "audio_config", "speech_config")):
+        kind = "a model of text and images, audio or video"
+    elif re.search(r"Classification|QuestionAnswering|MultipleChoice|Reward|Regression", architecture):
+        kind = "a model with a classification head"
+    elif re.search(r"MaskedLM|ForPreTraining|ForCTC", architecture):
+        kind = "an encoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = "no language model that predicts the next token"
+    if kind is not None:
+        todo = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+        raise UserError(where, f"{architecture or config.model_type} is {kind}", todo)
 
 
 def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedModel:
@@ -149,7 +190,8 @@ def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedMod
                 trust_remote_code=section.trust_remote_code,
             )
     except Exception as error:  # whatever a model's constructor raises for a config that does not suit it
-        reason = str(error).split(". ")[0]  # transformers goes on with advice for its own users
+        # transformers goes on with advice for its own users.
+        reason = textwrap.shorten(str(error).split(". ")[0], 160, placeholder=" …")
         todo = 'choose another model.attention ("eager" always works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
 

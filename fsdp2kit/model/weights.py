@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import Source, build_skeleton, find_sources, tied_names
@@ -48,7 +49,8 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
     """
     targets = model.state_dict()  # aliases of the parameters and persistent buffers
     grown, new = grown_tensors(model)
-    with _open_safetensors(directory) as slices:
+    size = sum(local_part(targets[name]).nbytes for name in targets.keys() - tied_names(model).keys())
+    with _open_safetensors(directory) as slices, progress_bar("reading weights", total=size) as bar:
         for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
             for name, value in source.tensors(model, slices):
                 where = f"{directory}: {source.name}"
@@ -61,6 +63,7 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
                         fill_vocabulary(targets[name], _row_blocks(value, stored), new_tokens=new)
                 except SafetensorError as error:
                     raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
+                bar.advance(local_part(targets[name]).nbytes)
 
 
 @dataclass(frozen=True)

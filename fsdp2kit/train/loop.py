@@ -12,6 +12,7 @@ import hashlib
 import signal
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.ledger import assert_ledger
@@ -29,10 +31,10 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.evaluation import Evaluation
-from fsdp2kit.train.metrics import Metrics
+from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
 from fsdp2kit.train.profiling import StepProfiler
-from fsdp2kit.train.step import Batches, GlobalBatch, Objective, is_finite, next_batch, train_step
+from fsdp2kit.train.step import Batches, GlobalBatch, Measured, Objective, is_finite, next_batch, train_step
 
 # What schedulers and Ctrl-C send.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -45,10 +47,10 @@ class Checkpoints(Protocol):
     def __exit__(self, *exception: Any) -> None: ...
     def save(self, progress: Progress, *, is_over: bool) -> Any: ...
     def export_resumed(self, progress: Progress, *, is_over: bool) -> None: ...
-    def describe_export(self) -> str | None: ...
     def wait_until_staged(self) -> None: ...
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
+    def describe_end(self) -> list[str]: ...
 
 
 class NoCheckpoints(Checkpoints):
@@ -56,6 +58,9 @@ class NoCheckpoints(Checkpoints):
 
     def has_failed(self) -> bool:
         return False
+
+    def describe_end(self) -> list[str]:
+        return []
 
 
 def train(
@@ -106,7 +111,8 @@ def train(
         first_step=run.first + 1,
     )
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
-    step = partial(train_step, model, optimizer, schedule, objective=objective, shard=shard, config=config, mesh=mesh)
+    measured = Measured(objective, reserved=RECORD_KEYS)
+    step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
     step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
     with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
         run.begin()
@@ -116,10 +122,13 @@ def train(
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
                     record = step(batch, step=run.progress.step + 1)
+                metrics.shown = measured.names
                 run.finish_step(batch, record)
                 if profiler.step():
                     metrics.throughput.restart()
             run.end()
+    for line in run.describe_end() if mesh.rank == 0 else ():
+        metrics.message(line)
     return run.progress
 
 
@@ -185,7 +194,7 @@ class _Run:
         is_last = step == self.total
         evaluates = self.evaluate is not None and every > 0 and (is_last or is_due(every, step))
         if evaluates or is_last or is_due(config.train.log_every, step):
-            line: dict[str, Any] = {"step": step, **record}
+            line: dict[str, Any] = {"step": step, **self._epoch(), **record}
             line |= {"tokens": batch.supervised_tokens, "input_tokens": batch.input_tokens}
             line |= {f"tokens/{name}": count for name, count in batch.tokens_by_source.items()}
             line |= {"packing_efficiency": batch.input_tokens / batch.capacity}
@@ -208,10 +217,20 @@ class _Run:
             self.metrics.message(f"stopped early: eval_loss {lowest}")
         if self.saved_at != self.progress.step:
             self._save()
-        if self.is_over:
-            self.checkpoints.finish_save()
-            if line := self.checkpoints.describe_export():
-                self.metrics.message(line)
+
+    def describe_end(self) -> list[str]:
+        """What was done and where it is, once everything is written; for rank 0."""
+        step, tokens = self.progress.step, self.progress.tokens_total
+        how = "done" if self.is_over else "stopped, and goes on when it is started again"
+        epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
+        seconds = timedelta(seconds=round(seconds_alive()))
+        lines = [f"{how}: step {step} of {self.total}{epoch}, {tokens:,} supervised tokens, in {seconds}"]
+        return [*lines, *self.checkpoints.describe_end(), f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}"]
+
+    def _epoch(self) -> dict[str, float]:
+        """``epoch``: passes over the data so far; nothing for a stream, and for batches that know of none."""
+        steps = getattr(self.batches, "steps_per_epoch", 0)
+        return {"epoch": self.progress.step / steps} if steps else {}
 
     def _log(self, line: dict[str, Any], *, evaluates: bool) -> None:
         if not evaluates or self.evaluate is None:

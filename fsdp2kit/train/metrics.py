@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.console import Line, say
 from fsdp2kit.distributed import agreement
 from fsdp2kit.files import replace_file
 from fsdp2kit.job import Job, free_path
@@ -21,6 +19,16 @@ from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.throughput import Throughput
 from fsdp2kit.train.wandb_run import WandbRun, start_wandb
+
+RECORD_KEYS = frozenset(
+    (
+        *("step", "epoch", "time", "loss", "grad_norm", "lr", "tokens", "input_tokens", "tokens_total"),
+        *("packing_efficiency", "tokens_per_second", "supervised_tokens_per_second", "tflops_per_device", "mfu"),
+        *("memory_gib", "step_seconds", "data_seconds", "seconds_to_first_step", "compile_seconds"),
+        *("eval_loss", "eval_perplexity"),
+    )
+)
+"""Keys of a record of ``metrics.jsonl``, up to the "/" of ``loss/NAME`` and the like; docs/runs.md explains them."""
 
 
 def build_metrics(
@@ -30,7 +38,6 @@ def build_metrics(
     plan: ParallelPlan,
     progress: Progress,
     total_steps: int,
-    start_lines: Sequence[str] = (),
 ) -> Metrics:
     """The run's metrics, written by the main rank only and closed by `Job.closing`. Collective.
 
@@ -40,16 +47,15 @@ def build_metrics(
     Args:
         progress: where the run starts, and the wandb run that it continues.
         total_steps: of the whole run, for the progress line.
-        start_lines: printed first.
     """
     throughput = Throughput(plan.flops, device=job.world.device, world_size=job.world.size, memory_by_phase=True)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
     with agreement():
         if job.is_main:
-            console = Console(total_steps, progress.step)
+            console = Console(total_steps)
             path = job.run_dir / "metrics.jsonl"
             if aside := move_aside(path, resume_step=progress.step):
-                console.message(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
+                say(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
             path.touch()  # refused here, before wandb begins a run that must be ended
             wandb = start_wandb(
@@ -57,12 +63,10 @@ def build_metrics(
                 run_dir=job.run_dir,
                 config=config.model_dump(mode="json"),
                 wandb_id=progress.wandb_id,
-                message=console.message,
+                message=say,
             )
             metrics = Metrics(throughput, console=console, path=path, wandb=wandb, wandb_id=wandb.id)
     job.closing.push(lambda kind, *_: metrics.close(ok=kind is None))
-    for line in start_lines:
-        metrics.message(line)
     return metrics
 
 
@@ -87,33 +91,38 @@ class Metrics:
         self.throughput = throughput
         """Counts steps into speeds and peak memory, on every rank."""
         self._console, self._path, self._wandb, self._records = console, path, wandb, records
+        self.shown: Collection[str] = ()
+        """Keys that the console shows besides its own: an objective's metrics."""
         self.wandb_id = wandb_id
         """Id of the wandb run, for the checkpoint; None without one."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log one step; ``step`` is required, docs/runs.md has the other keys."""
+        """Log one step; ``step`` is required, docs/runs.md has the other keys. The file adds ``time``."""
         # Tensors and numpy scalars as Python's own numbers.
         record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
         if self._records is not None:
             self._records.append(record)
         if self._path is not None:
-            _append(self._path, [record])  # first: this file must be complete
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            _append(self._path, [{**record, "time": now}])  # first: this file must be complete
         if self._console is not None:
-            self._console.log(record)
+            self._console.log(record, also=self.shown)
         if self._wandb is not None:
             self._wandb.log(record)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the model's answers after a step to ``samples.jsonl`` and to a table in wandb."""
+        """Write the model's answers after a step to ``samples.jsonl`` and a table in wandb, and show them."""
+        for sample in samples:
+            self.message(f"> {sample['prompt']}\n{sample['answer']}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
         if samples and self._wandb is not None:
             self._wandb.log_samples(step, samples)
 
     def message(self, text: str) -> None:
-        """Print a line, above the progress line if there is one."""
+        """Print a line, above the progress line if there is one; without a console, nothing."""
         if self._console is not None:
-            self._console.message(text)
+            say(text)
 
     def close(self, ok: bool) -> None:
         """Finish: ``ok`` is whether the run succeeded. A second call does nothing."""
@@ -165,15 +174,23 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
     return aside
 
 
-def format_record(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None) -> str:
-    """One console line: ``step  12/100  loss 2.3456  grad_norm 1.234  lr 1.00e-05  tokens/s   1,234  …``."""
+def format_record(
+    record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None, also: Collection[str] = ()
+) -> str:
+    """One console line: ``step  12/100  epoch 0.24  loss 2.3456  grad_norm 1.234  lr 1.00e-05  input tokens/s …``.
+
+    Args:
+        also: keys to show besides those that every line has.
+    """
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     for key, name, form in (
+        ("epoch", "epoch", ".2f"),
         ("loss", "loss", ".4f"),
         ("eval_loss", "eval_loss", ".4f"),
         ("grad_norm", "grad_norm", ".3f"),
         ("lr", "lr", ".2e"),
-        ("tokens_per_second", "tokens/s", ">7,.0f"),
+        *((key, key, ".4g") for key in also),
+        ("tokens_per_second", "input tokens/s", ">7,.0f"),
         ("mfu", "mfu", ".1%"),
     ):
         if record.get(key) is not None:
@@ -185,47 +202,22 @@ def format_record(record: Mapping[str, Any], *, total_steps: int, eta_seconds: f
     return "  ".join(parts)
 
 
-# Console writes may fail (closed pipe, full disk); metrics.jsonl has everything.
-_LOST = OSError, ValueError
-
-
 class Console:
     """One line per record, or in a terminal a progress line, shown from the first record on."""
 
-    def __init__(self, total_steps: int, resume_step: int) -> None:
+    def __init__(self, total_steps: int) -> None:
         self._total = total_steps
         self._first: tuple[int, float] | None = None
-        self._progress: Any = None
-        if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-            from rich.progress import BarColumn, Progress, TextColumn
+        self._line = Line()
 
-            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-            self._progress = Progress(*columns, auto_refresh=False)
-            self._task = self._progress.add_task("", total=total_steps, completed=resume_step)
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        line = format_record(record, total_steps=self._total, eta_seconds=self._seconds_left(record))
-        if self._progress is None:
-            self.message(line)
-            return
-        with contextlib.suppress(*_LOST):
-            self._progress.start()
-        if record.get("eval_loss") is not None:
-            self.message(line)  # stays visible when the progress line moves on
-        with contextlib.suppress(*_LOST):
-            self._progress.update(self._task, completed=record["step"], description=line, refresh=True)
-
-    def message(self, text: str) -> None:
-        with contextlib.suppress(*_LOST):
-            if self._progress is None:
-                print(text, flush=True)
-            else:
-                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def log(self, record: Mapping[str, Any], *, also: Collection[str]) -> None:
+        seconds_left = self._seconds_left(record)
+        text = format_record(record, total_steps=self._total, eta_seconds=seconds_left, also=also)
+        # Evaluations stay visible when the progress line moves on.
+        self._line.paint(text, done=record["step"], total=self._total, stays=record.get("eval_loss") is not None)
 
     def close(self) -> None:
-        if self._progress is not None:
-            with contextlib.suppress(*_LOST):
-                self._progress.stop()
+        self._line.close()
 
     def _seconds_left(self, record: Mapping[str, Any]) -> float | None:
         """Estimate for the remaining steps by wall clock, including evaluations and checkpoints."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,16 +20,55 @@ from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.train.throughput import PhaseMemory
 
-Objective = Callable[[Any, dict[str, Any]], tuple[Tensor, Tensor | None]]
+Parts = tuple[Tensor, Tensor | None]
+Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
 """Takes the model and a micro-batch's inputs on the device; returns the loss summed over this rank's targets (a
-float32 scalar for backward) and, for a mix, the detached sum of each source (float64 ``[G]``), otherwise None. See
-docs/recipes.md."""
+float32 scalar for backward) and, for a mix, the detached sum of each source (float64 ``[G]``), otherwise None. It may
+also return metrics: scalars summed over this rank's targets, by name. See docs/recipes.md."""
 
 
 def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The `Objective` of supervised training: next-token cross-entropy on the model's own head."""
     loss = model.loss_sum(**inputs)
     return loss if isinstance(loss, tuple) else (loss, None)
+
+
+class Measured:
+    """An objective as the loop calls it: the sums of its metrics follow the parts, in the order of `names`.
+
+    So they are accumulated, reduced and copied to the host together with the loss.
+
+    Args:
+        reserved: names that a metric may not have, nor begin with before a "/".
+    """
+
+    def __init__(self, objective: Objective, *, reserved: Collection[str] = ()) -> None:
+        self._objective, self._reserved, self._is_first = objective, reserved, True
+        self.names: tuple[str, ...] = ()
+        """Of the metrics; known from the first micro-batch on."""
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Parts:
+        loss, parts, *rest = self._objective(model, inputs)
+        metrics = rest[0] if rest else {}
+        if self._is_first:
+            self._fix_names(tuple(metrics))
+        if metrics.keys() != set(self.names):
+            what = f"returned {', '.join(metrics) or 'none'} after {', '.join(self.names) or 'none'}"
+            raise RunFailure(f"objective: its metrics must be the same in every micro-batch: it {what}")
+        if not self.names:
+            return loss, parts
+        sums = torch.stack([torch.as_tensor(metrics[name]).detach().to(loss).reshape(()) for name in self.names])
+        return loss, sums if parts is None else torch.cat([parts.to(loss.dtype), sums])
+
+    def _fix_names(self, names: tuple[str, ...]) -> None:
+        """Take the names of the first micro-batch. Collective: ranks that add up other numbers would mix them."""
+        for other in gather_objects(names):
+            if set(other) != set(names):
+                what = f"metrics {', '.join(names) or 'none'} on one rank and {', '.join(other) or 'none'} on another"
+                raise UserError("objective", f"returns {what}", "return the same ones on every rank, 0 where unknown")
+        if taken := [name for name in names if name.partition("/")[0] in self._reserved]:
+            raise UserError("objective", f"names a metric {taken[0]!r}, which records have", "choose another name")
+        self.names, self._is_first = tuple(sorted(names)), False
 
 
 class Batches(Protocol):
@@ -144,7 +183,8 @@ def train_step(
 
     Returns:
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
-        that source's supervised tokens, if it has any in this batch.
+        that source's supervised tokens, if it has any in this batch; the objective's metrics, divided by the
+        supervised tokens of the global batch.
     """
     memory.end(None)
     local_loss = accumulate_gradients(
@@ -163,7 +203,9 @@ def train_step(
     figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
     # One copy to the host, so that it waits for the device once.
     loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
-    record = {"loss": loss, "grad_norm": norm_value, "lr": lr}
+    names = objective.names if isinstance(objective, Measured) else ()
+    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
+    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
     for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
         if tokens:
             record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
@@ -200,7 +242,8 @@ def accumulate_gradients(
 
     Returns:
         This rank's summed loss ÷ the global batch's supervised tokens, a float32 scalar on the device, to be summed
-        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it.
+        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. Of a `Measured` objective
+        with metrics, these follow.
     """
     keeps_units = reshards_after_forward(fsdp) is False
     scale = mesh.gradient_ranks / batch.supervised_tokens  # FSDP2 averages gradients over these ranks
@@ -210,7 +253,7 @@ def accumulate_gradients(
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or fsdp.reduce_every_micro_batch)
         model.set_reshard_after_backward(last or not keeps_units)
-        loss, parts = objective(model, shard(micro))
+        loss, parts, *_ = objective(model, shard(micro))
         end_phase("forward")
         (loss * scale).backward()
         end_phase("backward")

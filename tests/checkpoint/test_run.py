@@ -65,7 +65,7 @@ def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) 
     assert exported_step(tmp_path / "hf") == 3
 
 
-def test_they_are_built_alone_from_a_config(tmp_path: Path) -> None:
+def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A source, a fresh start from its weights, a save, and a resume that says what has changed."""
     source = jobs.tiny_llama().bfloat16()
     source.save_pretrained(tmp_path / "source")
@@ -83,12 +83,20 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path) -> None:
         assert checkpoints.start() == Progress()
         assert checkpoints.describe() == []
         assert torch.equal(fresh.model.norm.weight, source.model.norm.weight.float())
+        assert checkpoints.describe_end() == []
         path = checkpoints.save(jobs.progress_at(1), is_over=True)
+    out = tmp_path / "run" / "hf"
+    saved, exported = capsys.readouterr().out.splitlines()
+    assert saved.startswith(f"saved {path} (")
+    assert exported == f"exported {path.name} to {out} (bfloat16)"
+    assert checkpoints.describe_end() == [f"checkpoint: {path}", f"model: {out} (of {path.name})"]
+    checkpoints.can_answer = True
+    assert checkpoints.describe_end()[1].endswith(f'; try it: python -m fsdp2kit.tools.generate {out} "…"')
     manifest = read_manifest(path)
     assert manifest.identity["data"] == "of the data"
     assert manifest.environment == job.environment
-    exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
-    assert (exported["dtype"], exported["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    config = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
 
     job.environment = {"world_size": 2, "versions": {"torch": "1"}}
     again = jobs.tiny_llama(seed=1)

@@ -14,8 +14,9 @@ import pytest
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.foreign import NAMES, WITHOUT_KEY
 from fsdp2kit.config.section import Section
-from fsdp2kit.migrate.names import NAMES, WARNED_OF, WITHOUT_KEY
+from fsdp2kit.migrate.names import WARNED_OF
 from fsdp2kit.migrate.translate import TABLE, Row
 
 ROOT = Path(__file__).resolve().parents[2]

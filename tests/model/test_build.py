@@ -108,7 +108,7 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     [
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
         ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a directory"),
-        ({"config": {"model_type": "vit"}}, "model: cannot be built"),
+        ({"config": {"model_type": "vit"}}, r"model\.config\.model_type: vit is no language model"),
         ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
     ],
 )
@@ -192,3 +192,30 @@ def test_frozen_parameters_are_those_of_the_patterns() -> None:
     for wrong, what in (("*.layer.0.*", "matches no parameter"), ("*", "nothing to train")):
         with pytest.raises(UserError, match=rf"model\.freeze: .*{what}"):
             build_model(ModelConfig(config=overrides, weights="random", freeze=[wrong]))
+
+
+NOT_DECODERS = {
+    "bert": ("BertForMaskedLM", "an encoder"),
+    "modernbert": ("ModernBertForMaskedLM", "an encoder"),
+    "t5": ("T5ForConditionalGeneration", "encoder-decoder"),
+    "bart": ("BartForConditionalGeneration", "encoder-decoder"),
+    "whisper": ("WhisperForConditionalGeneration", "encoder-decoder"),
+    "wav2vec2": ("Wav2Vec2ForCTC", "an encoder"),
+    "vit": ("ViTModel", "predicts the next token"),
+    "clip": ("CLIPModel", "images"),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "images"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "images"),
+    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "audio"),
+    "llama": ("LlamaForSequenceClassification", "classification head"),
+    "unheard_of": ("UnheardOfForCausalLM", "not known to transformers"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DECODERS)
+def test_what_is_no_text_decoder_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    architecture, what = NOT_DECODERS[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
+    with pytest.raises(UserError) as caught:
+        build_model(ModelConfig(path=str(tmp_path), weights="random"))
+    assert what in caught.value.what
+    assert len(f"error: {caught.value}") <= 300

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,10 +58,13 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_one_object_a_line_is_on_disk_at_once(tmp_path: Path) -> None:
-    metrics = build(tmp_path)
+    metrics, began = build(tmp_path), datetime.now(timezone.utc) - timedelta(milliseconds=1)
     metrics.log({"step": 1, "loss": 2.5, "mfu": None})
     metrics.log({"step": 2, "loss": torch.tensor(2.25), "tokens": 7})
-    assert read(tmp_path / "metrics.jsonl") == [
+    records = read(tmp_path / "metrics.jsonl")
+    times = [datetime.fromisoformat(record.pop("time")) for record in records]
+    assert began <= times[0] <= times[1] <= datetime.now(timezone.utc)
+    assert records == [
         {"step": 1, "loss": 2.5, "mfu": None},
         {"step": 2, "loss": 2.25, "tokens": 7},
     ]
@@ -99,7 +103,15 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None
         raise AssertionError(f"bare {constant}")
 
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=refuse) == {"step": 1, "loss": None}
+    record = json.loads(text, parse_constant=refuse)
+    assert (record["step"], record["loss"]) == (1, None)
+
+
+def test_answers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = build(tmp_path)
+    metrics.log_samples(3, [{"prompt": "What is wet?", "answer": "Water.\nAnd rain."}])
+    metrics.close(ok=True)
+    assert capsys.readouterr().out == "> What is wet?\nWater.\nAnd rain.\n"
 
 
 def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
@@ -135,16 +147,18 @@ def test_plain_console_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_full_line() -> None:
     record = {
         "step": 12,
+        "epoch": 0.256,
         "loss": 2.3456,
         "grad_norm": 1.234,
         "lr": 1e-5,
         "tokens_per_second": 1234.4,
+        "accuracy": 0.98764,
         "mfu": 0.41,
         "memory_gib": 1.23,
     }
-    assert format_record(record, total_steps=100, eta_seconds=80) == (
-        "step  12/100  loss 2.3456  grad_norm 1.234  lr 1.00e-05  "
-        "tokens/s   1,234  mfu 41.0%  memory 1.2 GiB  eta 0:01:20"
+    assert format_record(record, total_steps=100, eta_seconds=80, also=["accuracy"]) == (
+        "step  12/100  epoch 0.26  loss 2.3456  grad_norm 1.234  lr 1.00e-05  accuracy 0.9876  "
+        "input tokens/s   1,234  mfu 41.0%  memory 1.2 GiB  eta 0:01:20"
     )
     assert format_record({"step": 1, "loss": math.nan, "mfu": None}, total_steps=9, eta_seconds=None) == (
         "step 1/9  loss nan"

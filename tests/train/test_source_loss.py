@@ -11,9 +11,12 @@ import torch.nn.functional as F
 
 from fsdp2kit.data.build import Prefetch
 from fsdp2kit.data.loader import Loader, Share, build_loader
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
+from fsdp2kit.train.metrics import RECORD_KEYS
+from fsdp2kit.train.step import Measured, Objective, cross_entropy
 from tests.data.test_properties import as_documents
 from tests.parallel.jobs import Case, Recorder, build, run_loop
 from tests.reference import LENGTH, VOCABULARY, make_rows, tiny_model, tiny_model_dir
@@ -36,12 +39,12 @@ def mixed_loader(*, micro: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
     return build_loader(sources, share=share, pack=True, shuffle=True, seed=1, names=NAMES, epochs=[1.0] * 3)
 
 
-def run(folder: Path, case: Case, steps: int) -> list[dict[str, Any]]:
+def run(folder: Path, case: Case, steps: int, objective: Objective = cross_entropy) -> list[dict[str, Any]]:
     """What our loop logs of the mix on a mesh."""
     sharded = build(case.config(folder, steps=steps, rows=GLOBAL))
     loader = mixed_loader(micro=case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp)
     metrics = Recorder(sharded)
-    run_loop(sharded, Prefetch(loader, ahead=0, stop=steps), metrics=metrics)
+    run_loop(sharded, Prefetch(loader, ahead=0, stop=steps), metrics=metrics, objective=objective)
     return metrics.records
 
 
@@ -108,3 +111,59 @@ def test_groups_change_neither_the_loss_nor_a_gradient(kind: str, monkeypatch: p
     assert not sums.requires_grad
     assert sums[3] == 0
     assert sums.sum().item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+# An objective's metrics
+
+
+def with_metrics(model: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Cross-entropy, and sums over the targets whose means are known."""
+    labels = inputs["labels"].flatten()[inputs["index"]].double()
+    return *cross_entropy(model, inputs), {"label": labels.sum(), "ones": torch.tensor(labels.numel())}
+
+
+@pytest.mark.parametrize("case", [Case("smollm2", 1, 2, 2), Case("smollm2", 2, 1)], ids=str)
+def test_metrics_are_means_over_the_targets_of_the_global_batch_on_every_mesh(
+    case: Case, pool: WorkerPool, models: Path
+) -> None:
+    (batch,) = mixed_loader(micro=GLOBAL).batch(0)
+    label = batch.labels[batch.labels != IGNORE].double().mean().item()
+    expected = {**expected_losses(models / "smollm2", 0), "label": label, "ones": 1.0}
+    for first, _ in pool.run(2, run, models, case, 2, with_metrics):
+        assert {name: first[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert {name.partition("/")[0] for name in first} <= RECORD_KEYS | {"label", "ones"}
+
+
+def on_one_rank_alone(model: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    return *cross_entropy(model, inputs), {"mine": torch.tensor(1)} if torch.distributed.get_rank() else {}
+
+
+def refused(folder: Path, case: Case) -> str:
+    try:
+        run(folder, case, 1, on_one_rank_alone)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_metric_of_one_rank_alone_is_refused_on_all(pool: WorkerPool, models: Path) -> None:
+    for said in pool.run(2, refused, models, Case("smollm2", 2, 1)):
+        assert said.startswith("objective: returns metrics")
+
+
+def test_metrics_have_names_of_their_own_and_keep_them() -> None:
+    names = ["accuracy"]
+
+    def objective(model: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+        return torch.tensor(3.0), None, {name: torch.tensor(2.0) for name in names}
+
+    measured = Measured(objective, reserved=RECORD_KEYS)
+    loss, sums = measured(None, {})
+    assert (loss.item(), sums.tolist(), measured.names) == (3.0, [2.0], ("accuracy",))
+    names.append("entropy")
+    with pytest.raises(RunFailure, match="accuracy, entropy after accuracy"):
+        measured(None, {})
+    for taken in ("loss", "loss/code"):
+        names[:] = [taken]
+        with pytest.raises(UserError, match=taken):
+            Measured(objective, reserved=RECORD_KEYS)(None, {})

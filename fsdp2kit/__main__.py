@@ -1,0 +1,68 @@
+"""``fsdp2kit COMMAND …``: one command for all that fsdp2kit can do; ``fsdp2kit`` alone lists it.
+
+It is world size 1. On several processes: ``torchrun --nproc-per-node N -m fsdp2kit.run TOML``, and
+``torchrun … -m fsdp2kit.tools.NAME`` for tools that take more than one.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import runpy
+import sys
+from pathlib import Path
+
+from fsdp2kit import tools
+from fsdp2kit.config.paths import kind_of
+
+_COMMANDS = {
+    "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
+    "check": "check a TOML and plan its run, without weights and network: fsdp2kit check TOML",
+    "convert": "a checkpoint to a Hugging Face directory, or back: fsdp2kit convert SOURCE OUT",
+    "verify": "whether a checkpoint is whole: fsdp2kit verify runs/x/checkpoints/step-000200",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code; a tool ends the process itself."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    command = command.replace("-", "_")
+    found = _tools()
+    if command in ("run", "check"):
+        module, rest = "fsdp2kit.run", rest + ["--check"] * (command == "check")
+    elif command == "verify":
+        module, rest = "fsdp2kit.checkpoint", ["verify", *rest]
+    elif command == "convert":
+        is_checkpoint = bool(rest) and ("://" in rest[0] or kind_of(Path(rest[0])) == "checkpoint")
+        module = f"fsdp2kit.tools.{'dcp_to_hf' if is_checkpoint else 'hf_to_dcp'}"
+    elif command in found:
+        module = f"fsdp2kit.tools.{command}"
+    else:
+        return _list(command, {**_COMMANDS, **found})
+    sys.argv = [f"fsdp2kit {command}", *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _list(command: str, lines: dict[str, str]) -> int:
+    """Print what there is, after a complaint unless that was asked for."""
+    is_asked = command in ("help", "__help", "_h")
+    if not is_asked:
+        print(f"error: fsdp2kit {command}: no such command; choose one of these", file=sys.stderr)
+    width = max(map(len, lines))
+    print(*(f"{name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
+    return 0 if is_asked else 2
+
+
+def _tools() -> dict[str, str]:
+    """Each tool with the first line of its documentation; none is imported."""
+    found = {}
+    for module in pkgutil.iter_modules(tools.__path__):
+        path = Path(tools.__path__[0]) / f"{module.name}.py"
+        documentation = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[module.name] = documentation.partition("\n")[0]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

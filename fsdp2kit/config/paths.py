@@ -1,0 +1,114 @@
+"""Paths that were put under another key than their own: each error names the key that they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import UserError
+
+Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
+
+_NAMES: dict[Kind, str] = {
+    "model": "a Hugging Face model directory",
+    "adapter": "an adapter without its model",
+    "checkpoint": "a distributed checkpoint",
+    "run": "a run directory",
+    "weights": "a file of weights",
+    "gguf": "a GGUF file",
+    "rows": "a data file",
+}
+_SUFFIXES: dict[str, Kind] = {
+    **dict.fromkeys((".safetensors", ".bin", ".pt", ".pth", ".ckpt"), "weights"),
+    ".gguf": "gguf",
+    **dict.fromkeys((".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow"), "rows"),
+}
+_A_MODEL = "give the directory that holds config.json and the safetensors"
+_MERGE = "merge it into its base model (peft: merge_and_unload, save_pretrained) and give that directory"
+_ROWS = "set data.path to it"
+
+# What to do about what lies at a path, by the field that the path was given for.
+_INSTEAD: dict[str, dict[Kind, str]] = {
+    "model.path": {
+        "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: tools/dcp_to_hf.py",
+        "run": "give its export, model.path = '{path}/hf', or model.weights = one of '{path}/checkpoints/'",
+        "weights": _A_MODEL,
+        "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
+        "adapter": _MERGE,
+        "rows": _ROWS,
+    },
+    "model.weights": {
+        "model": "set model.path to it, and leave model.weights out",
+        "run": "give one of its checkpoints, in '{path}/checkpoints/'",
+        "weights": "convert it first: tools/hf_to_dcp.py '{path}' OUT --config HF_DIR",
+        "gguf": "GGUF is not read: set model.path to the directory of the original",
+        "adapter": _MERGE,
+        "rows": _ROWS,
+    },
+    "model.tokenizer": {
+        "checkpoint": "give '{path}/hf'",
+        "run": "give '{path}/hf'",
+        "rows": _ROWS,
+    },
+    "run.resume": {
+        "model": "set model.path to it: a run resumes from a checkpoint of its own",
+        "run": "give one of its checkpoints, in '{path}/checkpoints/', or run.dir = '{path}'",
+        "weights": "a run resumes from a checkpoint of its own; set model.path or model.weights",
+    },
+    "data": {
+        "model": "set model.path to it, and give rows here (JSONL, parquet, …)",
+        "adapter": "give rows here (JSONL, parquet, …)",
+        "checkpoint": "set model.weights to it, and give rows here (JSONL, parquet, …)",
+        "run": "give rows here (JSONL, parquet, …)",
+        "weights": "set model.path to its directory, and give rows here (JSONL, parquet, …)",
+        "gguf": "give rows here (JSONL, parquet, …)",
+    },
+}
+
+
+def check_paths(config: TrainingConfig) -> None:
+    """Refuse a path on this machine that is of another kind than its key wants.
+
+    Raises:
+        UserError: naming the key that the path belongs to.
+    """
+    for key, text in _paths_of(config):
+        instead = _INSTEAD["data" if key.startswith(("data.", "eval.")) else key]
+        if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
+            raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text))
+
+
+def kind_of(path: Path) -> Kind | None:
+    """What lies at a path; None where that is nothing, anything else, or cannot be looked at."""
+    if os.path.isfile(path):  # noqa: PTH113 (pathlib's raises where a folder may not be read)
+        return _SUFFIXES.get(path.suffix.lower())
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError:
+        return None
+    if ".metadata" in names:
+        return "checkpoint"
+    if {"config.toml", "metrics.jsonl"} <= names:
+        return "run"
+    if "config.json" in names and _is_hf_config(path / "config.json"):
+        return "model"
+    return "adapter" if "adapter_config.json" in names else None
+
+
+def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
+    model, data, evaluation = config.model, config.data, config.eval
+    yield from (("model.path", model.path), ("model.weights", model.weights), ("model.tokenizer", model.tokenizer))
+    yield from (("run.resume", config.run.resume), ("data.path", data.path), ("eval.path", evaluation.path))
+    yield from ((f"data.sources.{at}.path", part.path) for at, part in enumerate(data.sources))
+    yield from ((f"eval.sets.{name}.path", part.path) for name, part in evaluation.sets.items())
+
+
+def _is_hf_config(path: Path) -> bool:
+    try:
+        return "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -1,0 +1,185 @@
+"""What the user reads while something runs: lines, and bars for what takes long. Only the main rank shows anything.
+
+In a terminal the bars stand below the lines. Elsewhere (a log file, a pipe) a bar is a line every ten seconds, on
+stderr: stdout may be a tool's JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+LINE_SECONDS = 10.0
+_FIRST_SECONDS, _PAINT_SECONDS = 0.5, 0.25  # in a terminal: what is over sooner gets no bar
+
+# Writing may fail (a closed pipe, a full disk), which is no reason to end a run.
+_LOST = OSError, ValueError
+
+
+def say(*lines: str) -> None:
+    """Print lines on the main rank, above the bars if there are any."""
+    if lines and _is_main():
+        _SCREEN.print("\n".join(lines))
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, *, unit: str = "bytes", total: float | None = None) -> Iterator[Bar]:
+    """A bar, with rate and remaining time, for what happens in the block.
+
+    with progress_bar("verifying", total=size) as bar:
+        for block in blocks:
+            bar.advance(len(block))
+
+    Args:
+        what: in a word or two, e.g. "reading weights".
+        unit: what is counted; "bytes" are shown as kB, MB, …
+        total: how many there are; None: unknown.
+    """
+    bar = Bar(what, unit=unit, total=total)
+    if not _is_main():
+        yield bar
+        return
+    over = threading.Event()
+    # A thread, so that a line comes also while a single unit takes long.
+    ticker = threading.Thread(target=_show_until, args=(over, bar), name="fsdp2kit-progress", daemon=True)
+    ticker.start()
+    is_done = False
+    try:
+        yield bar
+        is_done = True
+    finally:
+        over.set()
+        ticker.join()
+        _SCREEN.remove(bar)
+        if is_done and bar.is_shown:
+            _SCREEN.print(bar.summary(), aside=True)
+
+
+class Bar:
+    """How far something has come; see `progress_bar`."""
+
+    def __init__(self, what: str, *, unit: str, total: float | None) -> None:
+        self.what, self.unit, self.total = what, unit, total
+        self.done = 0.0
+        self.is_shown = False
+        """Whether anyone has seen it."""
+        self._start = time.monotonic()
+
+    def advance(self, amount: float) -> None:
+        """Count what was done since the last call."""
+        self.done += amount
+
+    def __str__(self) -> str:
+        """``verifying: 1.2 GB of 16.1 GB, 800.0 MB/s, 0:00:18 left``."""
+        seconds = max(time.monotonic() - self._start, 1e-3)
+        total = f" of {self._amount(self.total)}" if self.total else ""
+        text = f"{self.what}: {self._amount(self.done)}{total}, {self._amount(self.done / seconds)}/s"
+        if self.total and self.done:
+            text += f", {_clock(seconds * max(0.0, self.total / self.done - 1))} left"
+        return text
+
+    def summary(self) -> str:
+        """What is said of it at its end."""
+        return f"{self.what}: {self._amount(self.done)} in {_clock(time.monotonic() - self._start)}"
+
+    def _amount(self, number: float) -> str:
+        return size_text(number) if self.unit == "bytes" else f"{number:,.0f} {self.unit}"
+
+
+class Line:
+    """A bar that whoever has it paints, for as long as the run lasts; elsewhere than in a terminal, lines."""
+
+    def paint(self, text: str, *, done: float, total: float, stays: bool = False) -> None:
+        """Show ``text`` beside the bar, with ``stays`` also above it; elsewhere print it."""
+        if stays or not _SCREEN.is_terminal:
+            say(text)
+        if _SCREEN.is_terminal:
+            _SCREEN.paint(self, text, done=done, total=total)
+
+    def close(self) -> None:
+        """Leave the bar as it is, and the cursor below it."""
+        _SCREEN.remove(self, keep=True)
+
+
+def size_text(number: float) -> str:
+    """A number of bytes as people write it: ``16.1 GB``, of 10^9 bytes."""
+    from rich.filesize import decimal
+
+    return decimal(int(number))
+
+
+class _Screen:
+    """The terminal. rich shows one group of bars at a time, so all of them are in one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._bars: Any = None
+        self._tasks: dict[object, Any] = {}
+
+    @property
+    def is_terminal(self) -> bool:
+        return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+    def print(self, text: str, *, aside: bool = False) -> None:
+        """Print text; with ``aside`` on stderr, unless stdout is a terminal."""
+        with self._lock, contextlib.suppress(*_LOST):
+            if self._bars is None:
+                print(text, flush=True, file=sys.stderr if aside and not self.is_terminal else sys.stdout)
+            else:
+                self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def paint(self, key: object, text: str, *, done: float, total: float | None) -> None:
+        """Show a bar, or what became of it."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        with self._lock, contextlib.suppress(*_LOST):
+            if self._bars is None:
+                columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+                self._bars = Progress(*columns, auto_refresh=False)
+            if key not in self._tasks:
+                self._tasks[key] = self._bars.add_task(text, total=total, completed=done)
+            self._bars.update(self._tasks[key], completed=done, total=total, description=text)
+            self._bars.start()  # which does nothing a second time
+            self._bars.refresh()
+
+    def remove(self, key: object, *, keep: bool = False) -> None:
+        """Take a bar away, or with ``keep`` leave it above what comes next."""
+        with self._lock, contextlib.suppress(*_LOST):
+            task = self._tasks.pop(key, None)
+            if task is None:
+                return
+            if not keep:
+                self._bars.remove_task(task)
+                self._bars.refresh()
+            if not self._tasks:
+                bars, self._bars = self._bars, None
+                bars.stop()
+
+
+_SCREEN = _Screen()
+
+
+def _show_until(over: threading.Event, bar: Bar) -> None:
+    in_terminal = _SCREEN.is_terminal
+    pause, later = (_FIRST_SECONDS, _PAINT_SECONDS) if in_terminal else (LINE_SECONDS, LINE_SECONDS)
+    while not over.wait(pause):
+        pause, bar.is_shown = later, True
+        if in_terminal:
+            _SCREEN.paint(bar, str(bar), done=bar.done, total=bar.total)
+        else:
+            _SCREEN.print(str(bar), aside=True)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _is_main() -> bool:
+    # As `distributed.is_main_process`, without importing torch.
+    return os.environ.get("RANK", "0").strip() == "0"

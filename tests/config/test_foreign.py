@@ -1,0 +1,235 @@
+"""What other tools call a key, a value or a path, answered with what it is here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.config import load_config
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.load import read_toml
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import UserError
+
+BASE = {"recipe": "x", "model": {"path": "org/model"}, "train": {"steps": 1}}
+
+
+def refusal(*overrides: str, **values: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_config(TrainingConfig, {**BASE, **values}, source=Path("x.toml"), overrides=overrides)
+    return caught.value
+
+
+# By tool: the key as its users write it, and what the answer must name.
+KEYS = {
+    # transformers
+    "optimizer.learning_rate=1e-5": "optimizer.lr",
+    "train.learning_rate=1e-5": "optimizer.lr",
+    "train.per_device_train_batch_size=4": "train.micro_batch_size",
+    "train.gradient_accumulation_steps=4": "derived: train.global_batch_size",
+    "train.num_train_epochs=3": "train.epochs",
+    "train.max_steps=3": "train.steps",
+    "train.bf16=true": 'fsdp.param_dtype = "bfloat16"',
+    "fsdp.bf16=true": 'fsdp.param_dtype = "bfloat16"',
+    "train.fp16=true": "gradient scaler",
+    "model.torch_dtype=bfloat16": "fsdp.param_dtype",
+    "train.logging_steps=5": "train.log_every",
+    "checkpoint.save_steps=5": "checkpoint.every",
+    "checkpoint.save_total_limit=5": "checkpoint.keep",
+    "eval.eval_steps=5": "eval.every",
+    "train.eval_strategy=steps": "eval.every",
+    "optimizer.adam_beta1=0.9": "optimizer.betas",
+    "optimizer.adam_epsilon=1e-6": "optimizer.eps",
+    "lr_schedule.lr_scheduler_type=cosine": "lr_schedule.name",
+    "train.gradient_checkpointing=true": "activation_checkpointing.mode",
+    "model.attn_implementation=sdpa": "model.attention",
+    "model.model_name_or_path=x": "model.path",
+    "run.output_dir=x": "run.dir",
+    "output_dir=x": "run.dir",
+    "train.report_to=wandb": "wandb.mode",
+    "train.dataloader_num_workers=2": "data.workers",
+    "train.torch_compile=true": "compile.enabled",
+    "trainer.max_steps=3": "train.steps",
+    "training_args.learning_rate=1": "optimizer.lr",
+    # TRL
+    "data.max_seq_length=128": "data.seq_len",
+    "data.max_length=128": "data.seq_len",
+    "data.packing=true": "data.pack",
+    "data.dataset_text_field=text": "data.columns.text",
+    "data.assistant_only_loss=true": "data.train_on",
+    "model.use_peft=true": "neither adapters",
+    # axolotl
+    "base_model=x": "model.path",
+    "data.sequence_len=128": "data.seq_len",
+    "data.sample_packing=true": "data.pack",
+    "data.val_set_size=0.1": "eval.split",
+    "model.load_in_4bit=true": "quantised weights",
+    "train.flash_attention=true": "model.attention",
+    # torchtune
+    "train.max_seq_len=128": "data.seq_len",
+    "tokenizer.max_seq_len=128": "data.seq_len",
+    "dataset.packed=true": "data.pack",
+    "train.enable_activation_offloading=true": "activation_checkpointing.offload",
+    "train.compile=true": "compile.enabled",
+    # torchtitan
+    "training.local_batch_size=2": "train.micro_batch_size",
+    "training.seq_len=128": "data.seq_len",
+    "training.steps=128": "train.steps",
+    "parallelism.context_parallel_degree=2": "mesh.cp",
+    "parallelism.data_parallel_shard_degree=2": "mesh.dp_shard",
+    "mesh.data_parallel_replicate_degree=2": "mesh.dp_replicate",
+    "activation_checkpoint.mode=full": "activation_checkpointing.mode",
+    "lr_scheduler.warmup_steps=2": "lr_schedule.warmup_steps",
+    "lr_scheduler.min_lr_factor=0.1": "lr_schedule.min_lr_ratio",
+    "checkpoint.interval=2": "checkpoint.every",
+    "metrics.log_freq=2": "train.log_every",
+    "job.dump_folder=x": "run.dir",
+    # llama-factory
+    "data.cutoff_len=128": "data.seq_len",
+    "model.finetuning_type=lora": "adapters are not offered",
+    "model.lora_rank=8": "adapters are not offered",
+    # what none of them shares
+    "lora.r=8": "adapters are not offered",
+    "lora.something=8": "adapters",
+    "mesh.tp=2": "tensor parallelism is not offered",
+    "mesh.pp=2": "pipeline parallelism is not offered",
+    "mesh.ep=2": "expert parallelism is not offered",
+    "train.nproc_per_node=2": "torchrun",
+    "fsdp.fsdp_sharding_strategy=1": "fsdp.strategy",
+    "fsdp.cpu_offload=true": "fsdp.offload",
+    "train.learningRate=1": "optimizer.lr",
+    "scheduler.gamma_of_ours=1": "[lr_schedule]",
+}
+
+
+@pytest.mark.parametrize("override", KEYS)
+def test_a_key_of_another_tool_is_answered_with_ours(override: str) -> None:
+    error = refusal(override)
+    assert KEYS[override] in error.todo
+    assert len(str(error)) < 300
+
+
+VALUES = {
+    "fsdp.param_dtype=bf16": 'write "bfloat16"',
+    "fsdp.param_dtype=torch.bfloat16": 'write "bfloat16"',
+    "fsdp.reduce_dtype=fp32": 'write "float32"',
+    "fsdp.strategy=FULL_SHARD": 'write "full_shard"',
+    "fsdp.strategy=zero2": 'write "shard_grad_op"',
+    "optimizer.name=adamw_torch_fused": 'write "adamw"',
+    "optimizer.name=adamw_bnb_8bit": 'write "adamw_8bit"',
+    "lr_schedule.name=Cosine": 'write "cosine"',
+    "data.pack=True": "write true",
+    "data.pack=False": "write false",
+    "data.pack=yes": "write true",
+    "data.pack=0": "write false",
+    "compile.enabled='true'": "write true",
+    "train.steps=1e3": "write 1000",
+    "train.steps=1000.0": "write 1000",
+    "train.steps='1,000'": "write 1000",
+    "optimizer.lr='1e-5'": "write 1e-05",
+}
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_a_value_in_another_spelling_is_answered_with_ours(override: str) -> None:
+    key = override.partition("=")[0].rpartition(".")[2]
+    assert refusal(override).todo.startswith(f"{VALUES[override]}; {key}: ")
+
+
+@pytest.mark.parametrize("override", ["fsdp.strategy=best", "data.pack=maybe", "train.steps=1.5", "train.steps=many"])
+def test_what_is_no_spelling_of_anything_gets_the_keys_own_line(override: str) -> None:
+    assert not refusal(override).todo.startswith("write")
+
+
+@pytest.mark.parametrize(
+    ("line", "todo"),
+    [
+        ("pack = True", "write pack = true"),
+        ("pack = FALSE # packs", "write pack = false"),
+        ("pack = yes", "write pack = true"),
+        ("path = None", "leave path out"),
+        ("name = adamw", "put quotes around text"),
+        ("path = /data/x.jsonl", "put quotes around text"),
+        ("seq_len: 128", "write seq_len = 128"),
+        ("seq_len = 128 128", "mend that line"),
+        ("???", "mend that line"),
+    ],
+)
+def test_a_line_of_another_language_is_answered_with_toml(line: str, todo: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f'recipe = "sft"\n[data]\n{line}\n')
+    with pytest.raises(UserError) as caught:
+        read_toml(path)
+    assert caught.value.todo.startswith(todo)
+    assert "line 3" in caught.value.what
+
+
+# Paths under a key of another kind
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """One of each kind of thing that a path may name."""
+    places = {name: tmp_path / name for name in ("model", "checkpoint", "run", "adapter", "rows", "empty")}
+    for place in places.values():
+        place.mkdir()
+    (places["model"] / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (places["checkpoint"] / ".metadata").write_bytes(b"")
+    for name in ("config.toml", "metrics.jsonl"):
+        (places["run"] / name).write_text("")
+    (places["adapter"] / "adapter_config.json").write_text("{}")
+    for name in ("a.jsonl", "model.safetensors", "full.pt", "model.gguf"):
+        (places["rows"] / name).write_text("")
+        places[name] = places["rows"] / name
+    return places
+
+
+MISPLACED = [
+    ("model.path", "checkpoint", "model.weights"),
+    ("model.path", "run", "run/hf"),
+    ("model.path", "adapter", "merge"),
+    ("model.path", "model.safetensors", "directory"),
+    ("model.path", "model.gguf", "GGUF"),
+    ("model.path", "a.jsonl", "data.path"),
+    ("model.weights", "model", "model.path"),
+    ("model.weights", "run", "checkpoints"),
+    ("model.weights", "full.pt", "tools/hf_to_dcp.py"),
+    ("model.weights", "a.jsonl", "data.path"),
+    ("model.tokenizer", "checkpoint", "checkpoint/hf"),
+    ("run.resume", "model", "model.path"),
+    ("run.resume", "run", "run.dir"),
+    ("data.path", "model", "model.path"),
+    ("data.path", "checkpoint", "model.weights"),
+    ("eval.path", "model", "model.path"),
+]
+IN_PLACE = [
+    ("model.path", "model"),
+    ("model.path", "empty"),
+    ("model.weights", "checkpoint"),
+    ("run.resume", "checkpoint"),
+    ("data.path", "rows"),
+    ("data.path", "a.jsonl"),
+]
+
+
+def config_with(key: str, path: Path) -> TrainingConfig:
+    return load_config(TrainingConfig, BASE, source=path.parent / "x.toml", overrides=[f"{key}='{path}'"])
+
+
+@pytest.mark.parametrize(("key", "kind", "names"), MISPLACED)
+def test_a_path_under_another_key_is_answered_with_its_own(
+    key: str, kind: str, names: str, places: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_config(config_with(key, places[kind]), world_size=1, local_world_size=1)
+    assert caught.value.where == key
+    assert str(places[kind]) in caught.value.what
+    assert names in caught.value.todo
+
+
+@pytest.mark.parametrize(("key", "kind"), IN_PLACE)
+def test_a_path_under_its_own_key_is_not_refused(key: str, kind: str, places: dict[str, Path]) -> None:
+    check_config(config_with(key, places[kind]), world_size=1, local_world_size=1)

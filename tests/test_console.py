@@ -1,0 +1,250 @@
+"""What is shown of long work: bars in a terminal, lines elsewhere, on the main rank alone, up to their totals."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp2kit import console
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
+from fsdp2kit.console import Bar, Line, progress_bar, say
+from fsdp2kit.data.documents import build_documents
+from fsdp2kit.data.loader import Share, build_loader
+from fsdp2kit.model.build import build_model, materialize
+from fsdp2kit.model.weights import load_pretrained
+from tests.reference import tiny_model_dir
+from tests.test_bad_input import attempt, model_dir, toml_for
+from tests.workers import WorkerPool
+
+__all__ = ["model_dir"]  # a fixture
+
+DEMO = Path(__file__).parent.parent / "toml" / "demo"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """What stdout writes to from here on. No fixture: pytest sets stdout anew after it."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(console, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(console, "_PAINT_SECONDS", 0.01)
+    return shown
+
+
+def test_elsewhere_than_in_a_terminal_lines_come_also_while_nothing_advances(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert console.LINE_SECONDS <= 20
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
+    with progress_bar("verifying", total=4_000_000) as bar:
+        bar.advance(1_000_000)
+        time.sleep(0.4)
+    captured = capsys.readouterr()
+    assert captured.out == "", "stdout may be a tool's JSON"
+    *lines, last = captured.err.splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("verifying: 1.0 MB of 4.0 MB, ") and line.endswith(" left") for line in lines)
+    assert last.startswith("verifying: 1.0 MB in 0:00:00")
+
+
+def test_rate_and_remaining_time_are_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bar = Bar("tokenising a.jsonl", unit="rows", total=50_000)
+    now[0] += 10
+    assert str(bar) == "tokenising a.jsonl: 0 rows of 50,000 rows, 0 rows/s"
+    bar.advance(12_000)
+    assert str(bar) == "tokenising a.jsonl: 12,000 rows of 50,000 rows, 1,200 rows/s, 0:00:32 left"
+    bar.total = None
+    assert str(bar) == "tokenising a.jsonl: 12,000 rows, 1,200 rows/s"
+
+
+def test_what_is_over_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("verifying", total=1) as bar:
+        bar.advance(1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    say("hello")
+    with progress_bar("verifying", total=1):
+        time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_in_a_terminal_bars_stand_together_and_the_cursor_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
+    line = Line()
+    line.paint("step 1/2", done=1, total=2)
+    with progress_bar("converting", total=100) as bar:
+        bar.advance(50)
+        say("[saved] a checkpoint")
+        time.sleep(0.2)
+    line.paint("step 2/2", done=2, total=2)
+    line.close()
+    shown = terminal.getvalue()
+    assert "converting: 50 bytes of 100 bytes" in shown
+    assert "[saved] a checkpoint" in shown
+    assert "step 2/2" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+
+
+def test_a_failure_within_takes_the_bar_away_and_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
+
+    def convert() -> None:
+        with progress_bar("converting", total=100):
+            time.sleep(0.1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        convert()
+    assert terminal.getvalue().count("\x1b[?25h") == 1
+    say("plain again")
+    assert terminal.getvalue().endswith("plain again\n")
+
+
+def test_a_lost_console_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    say("hello")
+    with progress_bar("verifying", total=1):
+        time.sleep(0.05)
+
+
+# What counts how far it is
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    """Every bar that was made."""
+    made: list[Bar] = []
+
+    class Recorded(Bar):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(console, "Bar", Recorded)
+    return made
+
+
+def finished(bars: list[Bar]) -> dict[str, float]:
+    """How far each bar came, by name; all of them to their totals."""
+    for bar in bars:
+        assert bar.done == pytest.approx(bar.total), bar.what
+    return {bar.what: bar.done for bar in bars}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_rows_and_documents_are_counted_to_the_last(
+    kind: str, bars: list[Bar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    lines = (DEMO / "chat.jsonl").read_text().splitlines(keepends=True)
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        import datasets
+
+        datasets.Dataset.from_json(str(DEMO / "chat.jsonl"), cache_dir=str(tmp_path / "hf")).to_parquet(path)
+    elif kind == "jsonl":
+        path.write_text("".join(lines))
+    else:
+        path.mkdir()
+        for name, part in (("a", lines[:100]), ("b", lines[100:])):
+            (path / f"{name}.jsonl").write_text("".join(part))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "tokenizer")
+    documents = build_documents(ChatDataConfig(path=str(path), seq_len=64), tokenizer=tokenizer)
+    build_loader([documents], share=Share(64, 4), pack=True, shuffle=True, seed=0, names=["mine"])
+    counts = finished(bars)
+    assert counts == {f"tokenising {path.name}": len(lines), "packing mine": len(documents)}
+
+
+def test_bytes_of_weights_are_counted_to_the_last(bars: list[Bar], tmp_path: Path) -> None:
+    folder = tiny_model_dir("smollm2", tmp_path)
+    model = build_model(ModelConfig(path=str(folder)))
+    materialize(model, device=torch.device("cpu"))
+    load_pretrained(model, folder)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert finished(bars) == {"reading weights": size}
+    bars.clear()
+    hf_to_dcp(folder, tmp_path / "dcp")
+    assert finished(bars) == {"converting": size}
+    bars.clear()
+    verify(tmp_path / "dcp")
+    files = [path for path in (tmp_path / "dcp").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert finished(bars) == {"verifying dcp": sum(path.stat().st_size for path in files)}
+    bars.clear()
+    load_weights(tmp_path / "dcp", AutoModelForCausalLM.from_pretrained(folder))
+    assert finished(bars)["reading weights"] == size
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    bars.clear()
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "out")
+    [converting] = [bar for bar in bars if bar.what == "converting"]
+    header = (tmp_path / "out" / "model.safetensors").stat().st_size - size
+    assert (converting.done, converting.total) == (size, size + header)
+
+
+# A whole run
+
+
+def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
+    pool: WorkerPool, model_dir: Path, tmp_path: Path
+) -> None:
+    toml, run_dir = toml_for(model_dir, tmp_path), tmp_path / "run"
+    held_out = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=2", "eval.max_new_tokens=2"]
+    prompts = ['eval.prompts=["What is wet?"]', f"data.path='{DEMO / 'chat.jsonl'}'", "checkpoint.every=1"]
+    (code, out, _), (_, other, _) = pool.run(2, attempt, [str(toml), *held_out, *prompts], str(tmp_path))
+    assert (code, other) == (0, "")
+    checkpoint = run_dir / "checkpoints" / "step-000002"
+    expected = ["mesh: ", "data: 600 documents", "an epoch: ", "step 1/2  epoch 0.0", f"saved {run_dir}/checkpoints/"]
+    expected += ["step 2/2  epoch 0.0", "> What is wet?", f"saved {checkpoint} (", "exported step-000002 to "]
+    expected += [
+        "done: step 2 of 2 (epoch 0.0",
+        f"checkpoint: {checkpoint}",
+        f"model: {run_dir / 'hf'} (of step-000002)",
+    ]
+    expected += [f"metrics: {run_dir / 'metrics.jsonl'}"]
+    lines = iter(out.splitlines())
+    for beginning in expected:
+        assert any(line.startswith(beginning) for line in lines), (beginning, out)
+    assert f'python -m fsdp2kit.tools.generate {run_dir / "hf"} "…"' in out
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = int(re.search(r"an epoch: ([\d,]+) rows", out)[1].replace(",", ""))  # type: ignore[index]
+    assert [record["epoch"] for record in records] == [pytest.approx(step / -(-rows // 2)) for step in (1, 2)]
+    assert records[0]["time"] < records[1]["time"]
+
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    where = [f"data.path='{broken}'", f"run.dir='{tmp_path / 'other'}'"]
+    (code, out, err), _ = pool.run(2, attempt, [str(toml), *where], str(tmp_path))
+    assert code == 2
+    assert out.startswith("mesh: "), "the plan is printed before the data is read"
+    assert "broken.jsonl:1" in err
