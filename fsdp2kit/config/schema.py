@@ -288,6 +288,9 @@ class CheckpointConfig(Section):
     Default: `hf` in `run.dir`."""
     export_dtype: DType | None = None
     """Dtype of the export. Default: the source model's; for a model from a config, float32."""
+    push_to_hub: str | None = None
+    """A repository on the Hugging Face hub (`me/my-model`) that the final export is uploaded to; it is made, private, if
+    there is none. An upload that fails is said and does not end the run."""
 
     @property
     def every_seconds(self) -> float | None:
@@ -307,6 +310,8 @@ class WandbConfig(Section):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """"auto": online if there is a login, else offline (and the run says so)."""
+    entity: str | None = None
+    """User or team. Default: that of the login."""
     project: str = "fsdp2kit"
     """Project name."""
     name: str | None = None

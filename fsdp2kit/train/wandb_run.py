@@ -106,6 +106,7 @@ def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[st
     if "finish_timeout_raises" in getattr(wandb.Settings, "model_fields", {}):  # not in older versions, which wait
         settings.update(finish_timeout=_FINISH_SECONDS, finish_timeout_raises=True)
     return wandb.init(
+        entity=section.entity,
         project=section.project,
         name=section.name or run_dir.resolve().name,
         group=section.group,
