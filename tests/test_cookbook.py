@@ -30,7 +30,7 @@ FENCES = re.findall(r"^```(\w+)\n(.*?)^```", COOKBOOK, re.MULTILINE | re.DOTALL)
 TOMLS = [text for language, text in FENCES if language == "toml"]
 TOOL_USE = next(text for text in TOMLS if "calls.parquet" in text)
 
-CITIES = "Paris Rome Oslo Lima Cairo Delhi Tokyo Quito Sofia Dublin Madrid Berlin Athens Vienna Warsaw Lisbon".split()
+CITIES = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Sofia", "Dublin", "Madrid", "Berlin"]
 TOOL = {
     "type": "function",
     "function": {

@@ -152,7 +152,7 @@ def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, 
     assert _exported_step(directory) is None
     [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
     assert _exported_step(directory) == best
-    assert f"hf is the model of step {best}, the best (eval_loss {losses[best]:.6g})" in said
+    assert f"hf, of step-{best:06d}, the best (eval_loss {losses[best]:.6g})" in said
     assert _plain_eval_loss(toml, directory / "hf", options) == pytest.approx(losses[best], abs=1e-5)
     # The last one, where that is asked for, and the best again, which is not damaged meanwhile.
     run(pool, toml, directory, 1, *options, "checkpoint.export=last")
@@ -161,7 +161,7 @@ def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, 
     kept = directory / "checkpoints" / f"step-{best:06d}"
     shutil.move(kept, tmp_path / "away")
     [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
-    assert f"is the model of step 6, the last; no checkpoint was kept of step {best}, the best" in said
+    assert f"hf, of step-000006, the last; no checkpoint was kept of step-{best:06d}, the best" in said
     shutil.copytree(tmp_path / "away", kept)
     shard = next(kept.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsdp2kit.checkpoint.hf import RECORD
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.state import load_weights
@@ -137,8 +138,11 @@ class Checkpoints:
         ]
         return [*self.notes, f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
 
-    def describe_end(self) -> list[str]:
-        """What the run leaves behind: the newest checkpoint, the export, and how to try it."""
+    def describe_end(self, *, is_over: bool) -> list[str]:
+        """What the run leaves behind: the newest checkpoint, the export, and how to try it. On one rank only.
+
+        Where ``checkpoint.push_to_hub`` asks for it, the export of a run that is over is uploaded first.
+        """
         newest, exported, lines = self.manager.saved or self.resumed, self.manager.exported, []
         if newest:
             lines.append(f"checkpoint: {newest}")
@@ -146,6 +150,8 @@ class Checkpoints:
             lines.append(f"model: {self.manager.out}, of {self._describe_step(exported)}")
             if self.can_answer:
                 lines.append(f'try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"')
+        if exported and is_over and (repository := self.config.checkpoint.push_to_hub):
+            lines.append(push_to_hub(self.manager.out, repository))
         return lines
 
     def _describe_step(self, exported: Path) -> str:
@@ -153,8 +159,9 @@ class Checkpoints:
         progress = self.exporting
         if progress is None or progress.best_step is None:
             return exported.name
-        best = f"{self.manager.store.path(progress.best_step).name}, the best (eval_loss {progress.best_eval_loss:.6g})"
-        if best.startswith(f"{exported.name},"):
+        name = self.manager.store.path(progress.best_step).name
+        best = f"{name}, the best (eval_loss {progress.best_eval_loss:.6g})"
+        if name == exported.name:
             return best
         return f"{exported.name}, the last; {'no checkpoint was kept' if self.exports_best else 'not'} of {best}"
 
@@ -223,6 +230,24 @@ def _notes(tokenizer: PreTrainedTokenizerBase | None, **assets: Any) -> list[str
     if added:
         notes.append(f"export: generation_config.json also stops at {named(added)}, which ends what is trained")
     return notes
+
+
+def push_to_hub(directory: Path, repository: str) -> str:
+    """Upload an export to a repository of the Hugging Face hub, which is made, private, if there is none.
+
+    Returns:
+        A line that says where it is, or why it is not there: an outage is no failure of the run.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=found.repo_id, folder_path=directory, ignore_patterns=[RECORD])
+    except Exception as error:  # the hub client raises errors of many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        later = f"`hf upload {repository} {directory}` uploads it later"
+        return f"checkpoint.push_to_hub: {repository}: not uploaded ({reason}); {later}"
+    return f"uploaded to {found}"
 
 
 def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp2kit.config.paths import check_paths
 from fsdp2kit.config.schema import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     FSDPConfig,
@@ -20,6 +21,7 @@ from fsdp2kit.config.schema import (
     TrainConfig,
     TrainingConfig,
 )
+from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
@@ -151,6 +153,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
     check_paths(config)
     check_data(config)
+    _check_upload(config.checkpoint)
     if config.data.seq_len % sizes.cp:
         below = config.data.seq_len // sizes.cp * sizes.cp
         what = f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}"
@@ -331,6 +334,18 @@ def _check_evaluation(config: TrainingConfig) -> None:
             raise UserError(f"eval.{name}", "without evaluations", "set eval.every")
     if config.checkpoint.export == "best" and not evaluation.keeps_best:
         raise UserError("checkpoint.export", "'best', but no best checkpoint is kept", "set eval.keep_best = true")
+
+
+def _check_upload(section: CheckpointConfig) -> None:
+    repository, key = section.push_to_hub, "checkpoint.push_to_hub"
+    if repository is None:
+        return
+    if not may_be_hub_id(repository):
+        raise UserError(key, f"{repository!r} is no name of a repository", "write user/model, or model")
+    if section.export_hf == "never":
+        raise UserError(key, "nothing is exported", 'set checkpoint.export_hf = "final"')
+    if section.export_dir and "://" in section.export_dir:
+        raise UserError(key, f"{section.export_dir} is on no disk", "leave one of them out")
 
 
 def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:

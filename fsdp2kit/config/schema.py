@@ -289,8 +289,8 @@ class CheckpointConfig(Section):
     export_dtype: DType | None = None
     """Dtype of the export. Default: the source model's; for a model from a config, float32."""
     push_to_hub: str | None = None
-    """A repository on the Hugging Face hub (`me/my-model`) that the final export is uploaded to; it is made, private, if
-    there is none. An upload that fails is said and does not end the run."""
+    """A repository of the Hugging Face hub (`me/my-model`) to upload the final export to; a new one is private. An
+    upload that fails is reported, and the run still succeeds."""
 
     @property
     def every_seconds(self) -> float | None:

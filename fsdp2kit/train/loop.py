@@ -50,7 +50,7 @@ class Checkpoints(Protocol):
     def wait_until_staged(self) -> None: ...
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
-    def describe_end(self) -> list[str]: ...
+    def describe_end(self, *, is_over: bool) -> list[str]: ...
 
 
 class NoCheckpoints(Checkpoints):
@@ -59,7 +59,7 @@ class NoCheckpoints(Checkpoints):
     def has_failed(self) -> bool:
         return False
 
-    def describe_end(self) -> list[str]:
+    def describe_end(self, *, is_over: bool) -> list[str]:
         return []
 
 
@@ -225,7 +225,8 @@ class _Run:
         epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
         seconds = timedelta(seconds=round(seconds_alive()))
         lines = [f"{how}: step {step} of {self.total}{epoch}, {tokens:,} supervised tokens, in {seconds}"]
-        return [*lines, *self.checkpoints.describe_end(), f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}"]
+        lines.append(f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}")
+        return [*lines, *self.checkpoints.describe_end(is_over=self.is_over)]
 
     def _epoch(self) -> dict[str, float]:
         """``epoch``: passes over the data so far; nothing for a stream, and for batches that know of none."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 
 from fsdp2kit.checkpoint.manifest import read_manifest
@@ -50,6 +51,28 @@ def test_an_export_goes_where_the_section_says(tmp_path: Path) -> None:
     assert (found == jobs.tiny_llama().model.norm.weight).all()
 
 
+def test_the_final_export_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **options: RepoUrl(f"https://huggingface.co/{name}"))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda _, **options: calls.append(options))
+    checkpoints = checkpoints_of(tmp_path, push_to_hub="me/mine")
+    checkpoints.save(jobs.progress_at(3), is_over=True)
+    assert not any("me/mine" in line for line in checkpoints.describe_end(is_over=False))
+    assert checkpoints.describe_end(is_over=True)[-1] == "uploaded to https://huggingface.co/me/mine"
+    [call] = calls
+    assert (call["repo_id"], call["folder_path"]) == ("me/mine", tmp_path / "hf")
+    assert call["ignore_patterns"] == [".fsdp2kit-export.json"]
+
+
+def test_an_outage_of_the_hub_is_a_line(tmp_path: Path) -> None:
+    # The hub is out of reach of all tests.
+    checkpoints = checkpoints_of(tmp_path, push_to_hub="me/mine")
+    checkpoints.save(jobs.progress_at(3), is_over=True)
+    line = checkpoints.describe_end(is_over=True)[-1]
+    assert line.startswith("checkpoint.push_to_hub: me/mine: not uploaded (")
+    assert line.endswith(f"`hf upload me/mine {tmp_path / 'hf'}` uploads it later")
+
+
 def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(tmp_path)
     checkpoints.export_resumed(Progress(), is_over=True)  # nothing was resumed from
@@ -83,15 +106,15 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
         assert checkpoints.start() == Progress()
         assert checkpoints.describe() == []
         assert torch.equal(fresh.model.norm.weight, source.model.norm.weight.float())
-        assert checkpoints.describe_end() == []
+        assert checkpoints.describe_end(is_over=False) == []
         path = checkpoints.save(jobs.progress_at(1), is_over=True)
     out = tmp_path / "run" / "hf"
     saved, exported = capsys.readouterr().out.splitlines()
     assert saved.startswith(f"saved {path} (")
     assert exported == f"exported {path.name} to {out} (bfloat16)"
-    assert checkpoints.describe_end() == [f"checkpoint: {path}", f"model: {out} (of {path.name})"]
+    assert checkpoints.describe_end(is_over=True) == [f"checkpoint: {path}", f"model: {out}, of {path.name}"]
     checkpoints.can_answer = True
-    assert checkpoints.describe_end()[1].endswith(f'; try it: python -m fsdp2kit.tools.generate {out} "…"')
+    assert checkpoints.describe_end(is_over=True)[2] == f'try it: python -m fsdp2kit.tools.generate {out} "…"'
     manifest = read_manifest(path)
     assert manifest.identity["data"] == "of the data"
     assert manifest.environment == job.environment

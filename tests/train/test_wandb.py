@@ -156,12 +156,13 @@ def test_disabled_starts_nothing_and_keeps_the_id(tmp_path: Path, monkeypatch: p
 def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record_init(monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    section = WandbConfig(project="p", group="g", tags=["t"])
+    section = WandbConfig(entity="e", project="p", group="g", tags=["t"])
     config = {"data": {"path": "https://me:pass@host/x"}, "notes": [f"key {KEY}"], "train": {"steps": 3}}
     start(section, tmp_path / "my-run", wandb_id="abc", config=config)
     assert seen["config"] == {"data": {"path": "https://***@host/x"}, "notes": ["key ***"], "train": {"steps": 3}}
     assert (seen["id"], seen["resume"], seen["dir"]) == ("abc", "allow", str(tmp_path / "my-run"))
-    assert (seen["project"], seen["name"], seen["group"], seen["tags"]) == ("p", "my-run", "g", ["t"])
+    assert (seen["entity"], seen["project"], seen["name"]) == ("e", "p", "my-run")
+    assert (seen["group"], seen["tags"]) == ("g", ["t"])
 
 
 def test_an_outage_at_the_start_is_reported_and_survived(
