@@ -272,9 +272,9 @@ def _replaced(messages: list[Message], at: int, fields: Mapping[str, Any]) -> li
     return [*messages[:at], {**kept, **given}, *messages[at + 1 :]]
 
 
-def _joined(parts: list[Any]) -> str | None:
+def _joined(parts: Any) -> str | None:
     """Parts of a content as one text; None where one is no text."""
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 

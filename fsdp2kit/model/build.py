@@ -50,7 +50,7 @@ class ModelSource:
     new_tokens: tuple[int, ...] = ()
     """Ids of tokens that the chat template brought: their rows begin as the mean of the others."""
     stored_vocab: int = 0
-    """Rows of the embedding before them."""
+    """Rows of the embedding without them; 0 where there are none."""
 
     @property
     def dtype(self) -> str:
@@ -154,9 +154,11 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
     new = _new_tokens(section, local_files_only=local_files_only)
     with agreement():
         hf_config = load_hf_config(section, local_files_only=local_files_only)
-        text_config = hf_config.get_text_config()
-        stored_vocab = text_config.vocab_size
-        text_config.vocab_size = max(stored_vocab, *(at + 1 for at in new)) if new else stored_vocab
+        stored_vocab = 0
+        if new:
+            text_config = hf_config.get_text_config()
+            stored_vocab = text_config.vocab_size
+            text_config.vocab_size = max(stored_vocab, new[-1] + 1)
         model = _on_meta(section, hf_config)
         compute_buffers(model)
         freeze(model, section.freeze)

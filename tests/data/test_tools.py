@@ -347,9 +347,8 @@ def test_an_object_where_the_template_takes_both() -> None:
     )
     for change in FORMS.values():
         talk = with_calls([TALK[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}], change)
-        assert spoken(tokenizer := make_tokenizer(template), *encode_chat(talk, tokenizer)).endswith(
-            "«city:Orléans<|im_end|>»\n"
-        )
+        encoded = encode_chat(talk, tokenizer := make_tokenizer(template))
+        assert spoken(tokenizer, *encoded).endswith("«city:Orléans<|im_end|>»\n")
 
 
 def test_arguments_that_are_no_json() -> None:
