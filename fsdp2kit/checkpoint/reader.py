@@ -145,7 +145,7 @@ def load_tensors(reader: SafeReader, tensors: Mapping[str, Tensor], *, alone: bo
     Raises:
         RunFailure: a file cannot be read; on every rank.
     """
-    size = sum(local_part(tensor).nbytes for tensor in tensors.values())
+    size = sum(local_part(one).nbytes for one in tensors.values() if isinstance(one, Tensor))
     alone = alone or not torch.distributed.is_initialized()
     try:
         with warnings.catch_warnings(), progress_bar("reading weights", total=size) as bar:
