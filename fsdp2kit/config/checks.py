@@ -322,6 +322,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
     if evaluation.path is not None or evaluation.split != data.split:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
     trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]
+    trained_on = [] if config.train.steps == 0 else trained_on
     if evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
         todo = "give eval.path or eval.sets, or an eval.split other than data.split: 0.02 holds out that share of it"
         raise UserError("eval", "evaluation would run on the training data itself", todo)

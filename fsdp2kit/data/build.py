@@ -300,7 +300,7 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         sets = [*_training_sets(config.data), *(_held_out_sets(config) if evaluates else [])]
     bytes_left = _BYTES_COUNTED
     for section, key, _ in sets:
-        source = find_source(section.path, split=section.split, key=key)
+        source = _source_of(section, key)
         size = sum(Path(file).stat().st_size * (1 if source.is_text else 4) for file in source.files)
         if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, row_format(section), tokenizer)):
             return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
