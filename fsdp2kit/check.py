@@ -9,7 +9,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.data.build import check_first_rows, count_steps
+from fsdp2kit.data.build import count_steps
+from fsdp2kit.data.row_sets import check_first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.parallel.plan import plan_parallel

@@ -74,18 +74,19 @@ def test_a_first_hour(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=3e-3", "eval.every=10", "fsdp.param_dtype=float32", "checkpoint.every=10"]
 
     preview = json.loads(run([sys.executable, str(ROOT / "tools/preview.py"), str(toml), "--json"], tmp_path))
-    lost = {each["seq_len"]: each["tokens_lost"] for each in preview["seq_lens"]}
+    lost = {each["seq_len"]: each["tokens_lost"] for each in preview["choices"]}
     overrides += [f"data.seq_len={min(length for length, tokens in lost.items() if tokens == 0)}"]
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fsdp2kit.run"]
     command = [*torchrun, str(toml), *overrides]
     metrics = tmp_path / "runs" / "tools" / "metrics.jsonl"
-    killed = subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True)
+    killed = subprocess.Popen(command, cwd=tmp_path, env=environment())
     while not (tmp_path / "runs/tools/checkpoints/step-000010/manifest.json").is_file():
         assert killed.poll() is None
         time.sleep(0.1)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
+    rank = json.loads((tmp_path / "runs/tools/.lock").read_text(encoding="utf-8"))["pid"]
+    os.kill(rank, signal.SIGKILL)
+    killed.wait()  # torchrun ends the other rank
     console = run(command, tmp_path)
     assert "resumed from step" in console
     assert "stopped early" in console

@@ -32,7 +32,7 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.config.checks import check_data
+from fsdp2kit.config.checks import check_data, resolve_warmup
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
@@ -42,6 +42,7 @@ from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
 from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.inspect import beyond_positions
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 from fsdp2kit.run import load
 
@@ -373,9 +374,11 @@ def _preview(options: argparse.Namespace) -> Preview:
     check_data(config)
     if config.data.format == "synthetic":
         raise UserError("data.format", '"synthetic" has no text to show', "preview data that is read")
-    tokenizer = build_tokenizer(config.model, local_files_only=True)
+    tokenizer, asked, positions = build_tokenizer(config.model, local_files_only=True), config, None
     try:
-        vocab_size = load_hf_config(config.model, local_files_only=True).get_text_config().vocab_size
+        hf_config = load_hf_config(config.model, local_files_only=True)
+        vocab_size = hf_config.get_text_config().vocab_size
+        positions = beyond_positions(hf_config, seq_len=config.data.seq_len)
     except UserError:  # the tokenizer is here and the model is not
         vocab_size = len(tokenizer)
     vocab_size = max(vocab_size, *(token + 1 for token in new_tokens(tokenizer)), 0)
@@ -390,11 +393,16 @@ def _preview(options: argparse.Namespace) -> Preview:
         if stops_at_long_rows:
             config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
         data = _load(config, tokenizer)
-        loader, warnings = data.loader, list(data.warnings)
+        loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
         too_long = sum(part.documents.report.truncated for part in loader.parts)
         if stops_at_long_rows and too_long:
             warnings.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
+        if not asked.data.streaming:
+            try:
+                resolve_warmup(asked.lr_schedule, asked.train.total_steps(loader.steps_per_epoch))
+            except UserError as problem:
+                warnings.append(f"this would be refused: {problem}")
         return build_preview(
             loader,
             tokenizer=tokenizer,

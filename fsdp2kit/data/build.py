@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.documents import Document, Documents, Tokens, build_documents, read_tokens, require_tokenizer
-from fsdp2kit.data.formats import WRAPPED, encode_preferences, encode_rows, key_border, looks_unwrapped, row_format
+from fsdp2kit.data.formats import key_border, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
-from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import Source, find_source, is_url
+from fsdp2kit.data.row_sets import RowSet, find_unwrapped, held_out_sets, source_of_set, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows, read_held_out
 from fsdp2kit.data.tokens import (
     NO_ENDING,
@@ -40,7 +37,6 @@ from fsdp2kit.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_CHECKED = 8
 _BYTES_COUNTED = 4 << 20  # tokenised in about three seconds
 _BYTES_DIGESTED = 1 << 30  # read in about as many
 _DOCUMENTS_READ = 64
@@ -151,16 +147,6 @@ class Data:
         return [*held_out, *(f"warning: {text}" for text in self.warnings)]
 
 
-class RowSet(NamedTuple):
-    """A set of rows that a config names."""
-
-    section: DataConfig
-    """``[data]`` with the set's own path, split, format and columns."""
-    key: str
-    """The TOML key that names it, for errors."""
-    name: str = ""
-
-
 def build_data(
     config: Any,
     *,
@@ -192,10 +178,11 @@ def build_data(
     share = Share(section.seq_len, train.global_batch_size, train.micro_batch_size, rank, size, pad_id)
     read = partial(build_documents, tokenizer=tokenizer, vocab_size=vocab_size)
     build = partial(build_loader, share=share, pack=section.pack, seed=seed)
-    sets = _training_sets(section)
+    sets = training_sets(section)
     evaluates = config.eval.every > 0 or train.steps == 0
     held_out_share = None if isinstance(config.eval.split, str) else config.eval.split
     held_out: dict[str, Documents] = {}
+    documents: list[Documents] = []
     if section.streaming:
         loader, fingerprint = _build_stream(config, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size)
         found = _held_out_of_stream(config, sets, tokenizer) if held_out_share and evaluates else []
@@ -206,18 +193,8 @@ def build_data(
             documents = [read(one.section, key=one.key, seed=seed) for one in sets]
         else:
             documents, held_out = _hold_out(sets, held_out_share, read=read, tokenizer=tokenizer)
-        epochs = source_epochs(
-            [int(one.lengths.sum()) for one in documents],
-            weights=[part.weight for part in section.sources] or [None],
-            epochs=[part.epochs for part in section.sources] or [1.0],
-            temperature=section.temperature,
-        )
-        names = [one.name for one in sets]
-        loader = build(documents, shuffle=section.shuffle, names=names, epochs=epochs.tolist())
-        fingerprint = documents[0].fingerprint
-        if section.sources:
-            fingerprint = _digest([one.fingerprint for one in documents], loader.mix.counts.tolist())
-    for one in _held_out_sets(config) if evaluates else []:
+        loader, fingerprint = _build_mix(section, sets, documents, build=build)
+    for one in held_out_sets(config) if evaluates else []:
         if one.name in held_out:
             raise UserError(one.key, f"{one.name!r} is also the name of a part of data.sources", "choose another name")
         # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
@@ -226,9 +203,27 @@ def build_data(
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
-    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
-    endings = frozenset() if isinstance(loader, StreamLoader) else _endings(documents, section, tokenizer)
+    warnings = () if tokenizer is None else find_unwrapped(sets, tokenizer)
+    endings = _endings(documents, section, tokenizer)
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings)
+
+
+def _build_mix(
+    section: DataConfig, sets: Sequence[RowSet], documents: Sequence[Documents], *, build: Callable[..., Loader]
+) -> tuple[Loader, str]:
+    """The loader of data that is read whole, and a digest of what it is."""
+    epochs = source_epochs(
+        [int(one.lengths.sum()) for one in documents],
+        weights=[part.weight for part in section.sources] or [None],
+        epochs=[part.epochs for part in section.sources] or [1.0],
+        temperature=section.temperature,
+    )
+    names = [one.name for one in sets]
+    loader = build(documents, shuffle=section.shuffle, names=names, epochs=epochs.tolist())
+    fingerprint = documents[0].fingerprint
+    if section.sources:
+        fingerprint = _digest([one.fingerprint for one in documents], loader.mix.counts.tolist())
+    return loader, fingerprint
 
 
 def _endings(
@@ -239,45 +234,6 @@ def _endings(
     special = special_ids(tokenizer)
     found = {ending_of(*one[at], special) for one in documents for at in range(min(_DOCUMENTS_READ, len(one)))}
     return frozenset(found - {NO_ENDING})
-
-
-def check_first_rows(config: Any) -> list[str]:
-    """Read and, where the tokenizer is on this machine, encode the first rows of every set that is.
-
-    Neither the cache nor the hub nor a process group is needed.
-
-    Returns:
-        What is not here: the tokenizer, and the TOML keys of hub datasets and URLs.
-
-    Raises:
-        UserError: a set is missing or empty, or one of its first rows is malformed.
-    """
-    if config.data.format == "synthetic":
-        return []
-    unchecked, tokenizer = [], None
-    try:
-        tokenizer = build_tokenizer(config.model, local_files_only=True)
-    except UserError:
-        source = config.model.tokenizer or config.model.path
-        if source is None or Path(source).is_absolute():
-            raise
-        unchecked.append("tokenizer")
-    for section, key, _ in (*_training_sets(config.data), *_held_out_sets(config)):
-        if section.path is None or key == "eval.split":
-            continue
-        found = None if is_url(section.path) else _source_of(section, key)
-        if found is None or found.kind == "hub":
-            unchecked.append(key)
-            continue
-        with contextlib.closing(iter(RowReader(found))) as reader:
-            rows = list(itertools.islice(reader, _ROWS_CHECKED))
-        if tokenizer is None:
-            for row in rows:
-                row.parse()
-        else:
-            encode = encode_preferences if section.format == "preference" else encode_rows
-            encode(rows, row_format(section), tokenizer)
-    return unchecked
 
 
 def count_steps(config: Any, *, model: Any = None) -> list[str]:
@@ -297,61 +253,16 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
     if config.data.format != "synthetic":
         tokenizer = build_tokenizer(config.model, local_files_only=True)
         evaluates = config.eval.every > 0 or config.train.steps == 0
-        sets = [*_training_sets(config.data), *(_held_out_sets(config) if evaluates else [])]
+        sets = [*training_sets(config.data), *(held_out_sets(config) if evaluates else [])]
     bytes_left = _BYTES_COUNTED
     for section, key, _ in sets:
-        source = _source_of(section, key)
+        source = source_of_set(section, key)
         size = sum(Path(file).stat().st_size * (1 if source.is_text else 4) for file in source.files)
         if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, row_format(section), tokenizer)):
             return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
         bytes_left -= min(size, bytes_left)
     data = build_data(config, tokenizer=tokenizer, model=model)
     return [*data.describe(), f"train: {data.total_steps:,} steps"]
-
-
-def _training_sets(data: DataConfig) -> list[RowSet]:
-    sets = []
-    for at, part in enumerate(data.sources):
-        name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
-        sets.append(RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name))
-    return sets or [RowSet(data, "data.path")]
-
-
-def _held_out_sets(config: Any) -> list[RowSet]:
-    data, evaluation = config.data, config.eval
-    sets = [
-        RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
-        for name, part in evaluation.sets.items()
-    ]
-    if evaluation.path is not None or (isinstance(evaluation.split, str) and evaluation.split != data.split):
-        sets.append(RowSet(_with_rows(data, evaluation), "eval.path" if evaluation.path else "eval.split"))
-    return sets
-
-
-def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> DataConfig:
-    """``[data]`` with what one of its sources or a held-out set says of its own rows."""
-    own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
-    return data.model_copy(
-        update={"limit": limit, **{name: value for name, value in own.items() if value is not None}}
-    )
-
-
-def _source_of(section: DataConfig, key: str) -> Source:
-    return find_source(section.path or "", split=section.split, key=key, limit=section.limit)
-
-
-def _find_unwrapped(sets: Sequence[RowSet], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """A warning of each set whose first row is plain text although the tokenizer has a chat template."""
-    found = []
-    with agreement():
-        for section, key, _ in sets:
-            if section.format in WRAPPED and section.path:
-                reader = RowReader(_source_of(section, key), download=not section.streaming)
-                with contextlib.closing(iter(reader)) as rows:
-                    if looks_unwrapped(next(rows), row_format(section), tokenizer):
-                        found.append(key)
-    what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
-    return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)
 
 
 def _hold_out(
@@ -393,7 +304,7 @@ def _held_out_of_stream(
     words, below = require_tokenizer(tokenizer), key_border(config.eval.split)
     rows = config.eval.steps * config.train.global_batch_size
     with agreement():
-        sources = [_source_of(one.section, one.key) for one in sets]
+        sources = [source_of_set(one.section, one.key) for one in sets]
         return [
             read_held_out(source, one.section, words, below=below, batch_rows=rows)
             for source, one in zip(sources, sets, strict=True)
@@ -412,7 +323,7 @@ def _build_stream(
     section, words = config.data, require_tokenizer(tokenizer)
     below = 0 if isinstance(config.eval.split, str) else key_border(config.eval.split)
     with agreement():
-        found = [_source_of(one.section, one.key) for one in sets]
+        found = [source_of_set(one.section, one.key) for one in sets]
     pool = start_workers(0 if section.workers == "auto" else section.workers, words)
     formats = [row_format(one.section) for one in sets]
 

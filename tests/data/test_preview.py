@@ -160,3 +160,11 @@ def test_prompts_outside_the_chat_template_are_warned_of(tmp_path: Path, capsys:
         assert main([str(tmp_path / "x.toml"), "--json", f"data.wrap={wrap}"]) == 0
         warnings = json.loads(capsys.readouterr().out)["warnings"]
         assert any('set data.wrap = "chat"' in text for text in warnings) is is_warned
+
+
+def test_what_the_start_would_say_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["data.seq_len=1024", "train.epochs=1", "lr_schedule.warmup_ratio=none", "lr_schedule.warmup_steps=999"]
+    assert main([str(DEMO), "--json", *options]) == 0
+    said = "\n".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert "data.seq_len 1,024 is beyond the 512 positions" in said
+    assert "this would be refused: lr_schedule.warmup_steps: 999, but the whole run has" in said
