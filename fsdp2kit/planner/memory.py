@@ -1,0 +1,396 @@
+"""Memory of a rank through one step, moment by moment, in bytes by category; docs/memory.md derives every term.
+
+What FSDP2 does between two layers is a sequence of allocations that follow from the units, the ranks that they are sharded
+over, and the prefetch depths. It is written down here in that order, and the peak is the largest sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.linear_cross_entropy import rows_at_once
+from fsdp2kit.optim.build import state_bytes
+from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
+from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.planner.activations import LayerMemory
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "unsharded parameters",
+    "all-gather buffers",
+    "unsharded gradients",
+    "reduction buffers",
+    "activations",
+    "loss",
+    "attention and exchange",
+)
+"""In the order in which they are shown. "activations" are those kept, recomputed, and their gradients."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is allocated at one moment of a step."""
+
+    phase: str
+    """ "forward", "backward", "optimizer", …"""
+    where: str
+    """The module, and what it is doing."""
+    bytes: dict[str, int]
+    """By category; what is not there is 0."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Elements of one FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
+
+    name: str
+    padded: int
+    trained: int
+    """Those of parameters that are trained."""
+    tensors: int
+    """Number of its parameters that are trained."""
+    item: int
+    """Bytes of a gathered element."""
+    reshard: bool | int
+    gathers_in_backward: bool
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.padded * self.item
+
+
+def padded_elements(parameter: nn.Parameter, shards: int) -> int:
+    """Elements of a parameter with its rows padded to a multiple of ``shards``, as FSDP2 stores and sends it."""
+    rows = len(parameter) if parameter.ndim else 1
+    return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
+
+
+def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
+    """The plan's units in its order, the root first."""
+    shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
+    inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
+    sizes = []
+    for unit in units:
+        trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
+        sizes.append(
+            UnitSize(
+                name=unit.name,
+                padded=sum(padded_elements(parameter, shards) for parameter in inside[unit.name]),
+                trained=sum(padded_elements(parameter, shards) for parameter in trained),
+                tensors=len(trained),
+                item=_item(unit.param_dtype),
+                reshard=unit.reshard_after_forward,
+                gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
+            )
+        )
+    return sizes
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What `step_moments` needs to know of a run, in bytes on one rank."""
+
+    plan: ParallelPlan
+    units: Sequence[UnitSize]
+    layers: Sequence[tuple[str, LayerMemory]]
+    """Decoder layers by name, in order."""
+    head: str
+    """Name of the module whose unit computes the loss; "" for a tied head, in the root's unit."""
+    hidden: int
+    """Elements of the hidden state."""
+    vocabulary: int
+    head_trained: bool
+    tokens: int
+    """Tokens of a micro-batch on this rank, each of them taken to have a target."""
+    rotary: int
+    """Bytes of what all layers share: cosines and sines of the positions."""
+    micro_batches: int
+    storage: int
+    """Bytes of an element of a shard."""
+    reduce: int
+    """Bytes of an element of a gradient while it is reduced."""
+    compute: int
+    optimizer: int
+    """Bytes of optimizer state."""
+    ignored: int
+    """Bytes of parameters that every rank keeps whole."""
+    by_name: dict[str, UnitSize] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> int:
+        return shard_ranks(self.plan.fsdp, self.plan.sizes)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether shards and gradients are on the device."""
+        return self.plan.fsdp.offload != "params" or self.plan.device_type == "cpu"
+
+    @property
+    def state_on_device(self) -> bool:
+        return self.plan.fsdp.offload == "none" or self.plan.device_type == "cpu"
+
+
+def step_memory(
+    config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, layers: Sequence[LayerMemory]
+) -> StepMemory:
+    """Read off a model on meta and its plan what a step allocates.
+
+    Args:
+        layers: memory of each decoder layer (`layers_memory`).
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    compute, storage = _item(plan.fsdp.param_dtype), _item(plan.fsdp.storage_dtype)
+    units = unit_sizes(model, plan)
+    text = model.config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    return StepMemory(
+        plan=plan,
+        units=units,
+        layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
+        head="" if tied else names[id(head)],
+        hidden=head.weight.shape[1],
+        vocabulary=head.weight.shape[0],
+        head_trained=head.weight.requires_grad,
+        tokens=tokens,
+        rotary=2 * tokens * width * compute,
+        micro_batches=resolve_accumulation(
+            config.train.global_batch_size, config.train.micro_batch_size, dp=plan.sizes.dp
+        ),
+        storage=storage,
+        reduce=_item(plan.fsdp.reduce_dtype),
+        compute=compute,
+        optimizer=state_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes), item_bytes=storage),
+        ignored=plan.ignored_parameters * compute,
+        by_name={unit.name: unit for unit in units},
+    )
+
+
+def _item(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
+    """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
+    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
+    found = {"parameters": (shard if step.on_device else 0) + step.ignored}
+    if state and step.state_on_device:
+        found["optimizer"] = step.optimizer
+    if gradients and step.on_device:
+        found["gradients"] = trained
+    return found
+
+
+def step_moments(step: StepMemory) -> list[Moment]:
+    """The moments of one step's last micro-batch, and of the optimizer, at which memory may be highest.
+
+    It is a later step: optimizer state is there. The last micro-batch has the most: gradients of those before it, too.
+    """
+    return [*_forward(step), *_backward(step), _optimizer(step)]
+
+
+def _base(step: StepMemory) -> dict[str, int]:
+    """What is there all through the last micro-batch, before its own gradients."""
+    base = at_rest(step)
+    earlier = step.micro_batches > 1
+    if earlier and not step.plan.fsdp.reduce_every_micro_batch:
+        base["unsharded gradients"] = sum(unit.trained for unit in step.units) * step.reduce
+    if earlier and step.plan.fsdp.reduce_every_micro_batch:
+        base |= {"gradients": at_rest(step, gradients=True).get("gradients", 0)}
+    return base
+
+
+def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
+    """The modules that a forward pass comes to, in order: what is before the layers, the layers, the head."""
+    layers = [name for name, _ in step.layers]
+    before = [
+        unit.name
+        for unit in step.units
+        if unit.name not in ("", step.head)
+        and not any(unit.name == layer or unit.name.startswith(f"{layer}.") for layer in layers)
+        and not any(layer.startswith(f"{unit.name}.") for layer in layers)
+    ]
+    return [*((name, None) for name in before), *step.layers, (step.head, None)]
+
+
+def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
+    """Bytes of the units that are whole while the module ``name`` runs, and of the largest single gather among them."""
+    around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
+    inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
+    largest = max((unit.whole for unit in inside), default=0)
+    held = sum(unit.whole for unit in around)
+    held += largest if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
+    own = step.by_name.get(name)
+    return held, max(largest, own.whole if own is not None else 0)
+
+
+def _kept_after_forward(step: StepMemory, unit: UnitSize) -> int:
+    """Bytes of a unit between its forward and its backward."""
+    if unit.reshard is False:
+        return unit.whole
+    return unit.whole // unit.reshard if type(unit.reshard) is int else 0
+
+
+def _forward(step: StepMemory) -> Iterator[Moment]:
+    base = _base(step)
+    # Under ZeRO-2 all units stay whole from the first micro-batch on.
+    stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
+    whole = sum(unit.whole for unit in step.units) if stays else 0
+    stops, seen, kept = _stops(step), 0, step.rotary
+    for number, (name, layer) in enumerate(stops):
+        held, last = _gathered(step, name)
+        ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
+        # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
+        buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
+        now = dict(base)
+        now["unsharded parameters"] = whole if stays else held + seen
+        if step.shards > 1:
+            now["all-gather buffers"] = 0 if stays else buffers
+        if layer is not None:
+            kept += layer.kept
+            now["activations"] = kept + layer.forward
+            now["attention and exchange"] = layer.attention_forward
+            yield Moment("forward", name, now)
+        elif number == len(stops) - 1:
+            yield from _loss_forward(step, now, kept)
+        if (unit := step.by_name.get(name)) is not None and name:
+            seen += _kept_after_forward(step, unit)
+
+
+def _head_activations(step: StepMemory) -> int:
+    """What the final norm keeps, and the hidden states that go into the head."""
+    return step.tokens * step.hidden * (4 + step.compute)
+
+
+def _loss_saved(step: StepMemory) -> tuple[int, int]:
+    """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
+    rows, _ = _chunk(step)
+    weight_item = 4 if rows < step.tokens else step.compute
+    weight = step.vocabulary * step.hidden * weight_item
+    hidden = step.tokens * step.hidden * step.compute
+    return (0, 0) if step.plan.loss.kernel == "own_head" else (hidden, weight)
+
+
+def _chunk(step: StepMemory) -> tuple[int, int]:
+    """Rows of a chunk of logits, and the bytes of the logits and what is made of them."""
+    device = torch.device(step.plan.device_type or "cuda")
+    rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
+    return rows, rows * step.vocabulary * (4 + (step.compute if step.compute != 4 else 0))
+
+
+def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
+    hidden, weight = _loss_saved(step)
+    rows, logits = _chunk(step)
+    selected = step.tokens * step.hidden * step.compute
+    product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
+    adds = product if rows < step.tokens and step.compute != 4 else 0
+    now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
+    yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
+
+
+def _backward(step: StepMemory) -> Iterator[Moment]:
+    base, fsdp = _base(step), step.plan.fsdp
+    accumulated = base.pop("unsharded gradients", 0)
+    stops = _stops(step)[::-1]
+    kept = step.rotary + sum(layer.kept for _, layer in step.layers)
+    # Units that are still whole: under ZeRO-2 all of them, else the root and the head.
+    after = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
+    gradients = base.get("gradients", 0)
+    reduced = 0  # of the unit before: its buffer is kept until the next unit's reduction
+    root = step.by_name[""]
+    tied = not step.head
+    hidden_grad = step.tokens * step.hidden * step.compute
+    for number, (name, layer) in enumerate(stops):
+        unit = step.by_name.get(name)
+        held, _ = _gathered(step, name)
+        if unit is not None and name:
+            after[name] = 0
+        ahead = stops[number + 1 : number + 1 + fsdp.backward_prefetch]
+        buffers = sum(_gathered(step, next_name)[1] for next_name, _ in ahead if _is_gathered_again(step, next_name))
+        now = {**base, "gradients": gradients, "reduction buffers": reduced}
+        now["unsharded parameters"] = held + sum(size for other, size in after.items() if other and size)
+        now["all-gather buffers"] = buffers if step.shards > 1 else 0
+        new = _own_gradients(step, name)
+        if number == 0:
+            hidden, weight = _loss_saved(step)
+            scaled = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
+            grads = accumulated + (scaled if weight else 0)
+            more = {"activations": kept + _head_activations(step) + 2 * hidden, "unsharded gradients": grads}
+            loss = weight or 3 * _chunk(step)[1]
+            yield Moment("backward", "loss", {**now, **more, "loss": loss})
+        if layer is not None:
+            yield from _layer_backward(step, name, layer, {**now, "unsharded gradients": accumulated}, kept, new)
+            kept -= layer.kept
+        if unit is None or (number == 0 and tied) or not unit.trained:
+            continue
+        # After the layer's backward: all its gradients, copied into one buffer in the dtype of the reduction.
+        reduced = unit.trained * step.reduce
+        grads = accumulated + (0 if accumulated else new)
+        now = {**now, "unsharded gradients": grads, "reduction buffers": reduced + reduced // step.shards}
+        now["unsharded parameters"] -= unit.whole
+        now["activations"] = kept + hidden_grad
+        yield Moment("backward", f"{name} (reduction)", now)
+        if accumulated:
+            accumulated -= unit.trained * step.reduce
+        if not fsdp.reduce_every_micro_batch or step.micro_batches == 1:
+            gradients += unit.trained // step.shards * step.storage if step.on_device else 0
+    reduced = root.trained * step.reduce
+    now = {**base, "gradients": gradients, "reduction buffers": reduced + reduced // step.shards}
+    now["unsharded gradients"] = accumulated or root.trained * root.item
+    yield Moment("backward", "root (reduction)", now)
+
+
+def _is_gathered_again(step: StepMemory, name: str) -> bool:
+    unit = step.by_name.get(name)
+    return unit is not None and unit.reshard is not False and unit.gathers_in_backward
+
+
+def _own_gradients(step: StepMemory, name: str) -> int:
+    """Bytes of the gradients that the backward of a module leaves, before they are reduced."""
+    units = [unit for unit in step.units if unit.name == name or (name and unit.name.startswith(f"{name}."))]
+    return sum(unit.trained * unit.item for unit in units)
+
+
+def _layer_backward(
+    step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
+) -> Iterator[Moment]:
+    start = kept + layer.recomputed
+    earlier = now["unsharded gradients"]
+    hidden = step.tokens * step.hidden * step.compute
+    mlp = {"unsharded gradients": earlier + min(gradients, layer.mlp_gradients)}
+    yield Moment("backward", f"{name} (MLP)", {**now, **mlp, "activations": start + layer.mlp_backward})
+    attention = {
+        "unsharded gradients": earlier + min(gradients, layer.attention_gradients),
+        "activations": max(kept - layer.kept, start + layer.attention_backward),
+    }
+    yield Moment("backward", f"{name} (attention)", {**now, **attention})
+    end = {"unsharded gradients": earlier + gradients, "activations": kept - layer.kept + 2 * hidden}
+    yield Moment("backward", f"{name} (end)", {**now, **end})
+
+
+def _optimizer(step: StepMemory) -> Moment:
+    now = at_rest(step, gradients=True)
+    if not step.state_on_device and step.on_device:  # moments come in parts
+        elements = sum(unit.trained for unit in step.units) // step.shards
+        now["optimizer"] = step.optimizer * min(ELEMENTS_AT_ONCE, elements) // max(1, elements)
+    return Moment("optimizer", "step", now)
