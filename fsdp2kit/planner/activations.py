@@ -1,8 +1,8 @@
 """What a decoder layer keeps for backward, in bytes: closed forms for the usual block, a count for any other.
 
-docs/memory.md derives the closed forms. A layer has one if it computes what Llama's does: root-mean-square norms before
-attention and a gated MLP, with or without norms of queries and keys. What another architecture keeps is counted on its own
-layers, run on tensors without memory (`fsdp2kit.planner.trace`).
+docs/memory.md derives the closed forms. A layer has one if it computes what Llama's does: root-mean-square norms
+before attention and before a gated MLP, with or without norms of queries and keys. What another architecture keeps is counted
+on its own layers, run on tensors without memory (`fsdp2kit.planner.trace`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
 
 
 def _computes_the_same(module: nn.Module, like: type[nn.Module]) -> bool:
-    """Whether a module's forward is, instruction by instruction, that of ``like``: transformers repeats code by model."""
+    """Whether a module's forward is that of ``like``, instruction by instruction: transformers repeats code."""
     code, other = (cls.forward.__code__ for cls in (type(module), like))
     return (code.co_code, code.co_names) == (other.co_code, other.co_names)
 

@@ -1,19 +1,17 @@
 """What a rank sends in a step, by collective, mesh dimension and link, and how long the step takes.
 
-Counts and bytes are those of docs/fsdp.md and `context_parallel.exchange`, from the units and the mesh of the plan. Time is a
-model with two assumptions, which every report prints: the share of a device's peak that matmuls reach, and the share of a
-link's bandwidth that collectives reach.
+Counts and bytes are those of docs/fsdp.md and `context_parallel.exchange`, from the units and the mesh of the plan.
+Time is a model with two assumptions, which every report prints: the share of a device's peak that matmuls reach, and
+the share of a link's bandwidth that collectives reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.checks import shard_ranks
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.flops import flops_per_batch
@@ -194,7 +192,7 @@ def estimate_speed(
         tokens_per_second=tokens / overlapped,
         mfu=model_flops / overlapped / device.peak_flops,
         assumptions=(
-            f"{device.name}: peak {device.peak_flops / 1e12:,.0f} TFLOP/s, of which layers reach {COMPUTE_EFFICIENCY:.0%}",
+            f"{device.name}: layers reach {COMPUTE_EFFICIENCY:.0%} of {device.peak_flops / 1e12:,.0f} TFLOP/s",
             f"links: {device.node_bandwidth / 1e9:,.0f} GB/s in a node, {device.network_bandwidth / 1e9:,.0f} GB/s "
             f"between nodes, of which collectives reach {LINK_EFFICIENCY:.0%}",
             "full rows of one document each; data, evaluation and saves take no time",

@@ -27,7 +27,7 @@ class Device:
     node_bandwidth: float
     """Bytes a second that a device sends to others of its node, in one direction."""
     network_bandwidth: float
-    """Bytes a second that a device sends to other nodes: one network adapter for each device, as in the DGX of its kind."""
+    """Bytes a second that a device sends to other nodes, by a network adapter of its own as in the DGX of its kind."""
 
 
 def _device(name: str, *, memory_gib: float, tb_s: float, node_gb_s: float, network_gbit_s: float) -> Device:
@@ -35,8 +35,8 @@ def _device(name: str, *, memory_gib: float, tb_s: float, node_gb_s: float, netw
     return Device(name, int(memory_gib * GIB), peak, tb_s * 1e12, node_gb_s * 1e9, network_gbit_s / 8 * 1e9)
 
 
-# Memory as `torch.cuda.get_device_properties` reports it; bandwidths from NVIDIA's and AMD's data sheets. NVLink is given
-# there for both directions together: half of it is what one device sends. PCIe 4.0 × 16 sends 32 GB/s.
+# Memory as `torch.cuda.get_device_properties` reports it; bandwidths from NVIDIA's and AMD's data sheets. NVLink is
+# given there for both directions together: half of it is what one device sends. PCIe 4.0 × 16 sends 32 GB/s.
 DEVICES = {
     "a100": _device("A100", memory_gib=79.2, tb_s=2.039, node_gb_s=300, network_gbit_s=200),
     "a100-40gb": _device("A100", memory_gib=39.4, tb_s=1.555, node_gb_s=300, network_gbit_s=200),

@@ -1,8 +1,9 @@
-"""Everything that the planner says of a run: `estimate` puts the formulae together for a config, a mesh and a device."""
+"""All that the planner says of a run: `estimate` puts the formulae together for a config, a mesh and a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,15 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import World
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
-from fsdp2kit.planner.devices import GIB, Device
+from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import CATEGORIES, Moment, StepMemory, at_rest, step_memory, step_moments
+
+logger = logging.getLogger(__name__)
 
 ALLOWANCE = 3 * GIB
 """For what is no tensor of ours: the CUDA context, buffers of NCCL, cuBLAS and compiled code, fragmentation."""
@@ -75,7 +79,7 @@ class Estimate:
         if self.fits is not False or self.device is None:
             return None
         return (
-            f"WARNING: this will probably not fit: {self.needed / GIB:.1f} GiB are needed of "
+            f"this will probably not fit: {self.needed / GIB:.1f} GiB are needed of "
             f"{self.device.memory / GIB:.1f}, most of them {self.blame} "
             f"({self.peak.bytes[self.blame] / GIB:.1f} GiB); python tools/plan.py … --fit says what to change"
         )
@@ -137,6 +141,47 @@ def estimate(
     )
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a runner says of the plan: a line at the start, and the plan beside what was measured at the end."""
+
+    estimate: Estimate | None
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a run."""
+        return [] if self.estimate is None else [self.estimate.line()]
+
+    def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
+        """Lines for its end.
+
+        Args:
+            measured: peak of each phase in bytes (`PhaseMemory.phases`).
+        """
+        if self.estimate is None or not measured:
+            return []
+        pairs = [
+            f"{phase} {self.estimate.phase_peak(phase).total / GIB:.2f} / {size / GIB:.2f}"
+            for phase, size in measured.items()
+        ]
+        of = "" if device_type == "cuda" else " (of the whole process, with Python and its libraries)"
+        return [f"memory, GiB planned / measured{of}: {', '.join(pairs)}"]
+
+
+def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
+    """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
+    if not world.is_main:
+        return MemoryPlan(None)
+    try:
+        device = this_device(world.device)
+        found = estimate(config, model, plan, device=device, local_world_size=world.local_size)
+    except Exception:  # an architecture whose layers cannot be counted; the run does not depend on it
+        logger.debug("memory is not planned", exc_info=True)
+        return MemoryPlan(None)
+    if warning := found.warning():
+        logger.warning("%s", warning)
+    return MemoryPlan(found)
+
+
 def _is_counted(layers: Sequence[LayerMemory]) -> bool:
     return any(layer.source == "counted" for layer in layers)
 
@@ -149,7 +194,7 @@ def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     found = {
         # Ids, labels and positions, int64, of the batches that are made ahead and the one in use.
         "batches": (config.data.prefetch + 1) * rows * 3 * 8,
-        "reading weights": 16 * 2**20,  # blocks of 16 MiB, straight into the shards
+        "reading weights": 16 * 2**20,  # blocks, straight into the shards
     }
     if not step.on_device:
         found["offloaded parameters and gradients"] = shard + gradients
@@ -185,8 +230,8 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
 
-    Heads are dealt out over ``tp``; where there are fewer than that, each rank keeps one. A sequence is cut over ``cp``.
-    A layer with a sliding window keeps no more tokens than that.
+    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A sequence is cut over ``cp``. A layer
+    with a sliding window keeps no more tokens than that.
     """
     from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 

@@ -1,7 +1,7 @@
 """Memory of a rank through one step, moment by moment, in bytes by category; docs/memory.md derives every term.
 
-What FSDP2 does between two layers is a sequence of allocations that follow from the units, the ranks that they are sharded
-over, and the prefetch depths. It is written down here in that order, and the peak is the largest sum.
+What FSDP2 does between two layers is a sequence of allocations that follow from the units, the ranks that they are
+sharded over, and the prefetch depths. It is written down here in that order, and the peak is the largest sum.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
 
 
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
-    """Bytes of the units that are whole while the module ``name`` runs, and of the largest single gather among them."""
+    """Bytes of the units that are whole while the module ``name`` runs, and of the largest gather among them."""
     around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
     inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
     largest = max((unit.whole for unit in inside), default=0)
@@ -306,6 +306,7 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
     adds = product if rows < step.tokens and step.compute != 4 else 0
     now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
     yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
+    yield Moment("forward", "end", {**now, "activations": now["activations"] - selected, "loss": weight})
 
 
 def _backward(step: StepMemory) -> Iterator[Moment]:

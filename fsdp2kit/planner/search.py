@@ -1,7 +1,7 @@
 """What to change: the cheapest changes that fit, tables of alternatives, the longest sequence; and advice on memory.
 
-`options` is the one place that knows which keys save what, in order of price. The diagnosis of an out-of-memory error takes
-its advice from it, too.
+`options` is the one place that knows which keys save what, in order of price. The diagnosis of an out-of-memory error
+takes its advice from it, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Option:
 
 
 def options(config: TrainingConfig) -> list[Option]:
-    """The changes that are left to a config, the cheapest first. All but ``optimizer.name`` leave the numbers as they are."""
+    """The changes that are left to a config, the cheapest first. Only ``optimizer.name`` changes numbers."""
     fsdp, section, replicated = config.fsdp, config.activation_checkpointing, ("no_shard", "hybrid_shard_zero2")
     whole = {"fsdp.strategy": "full_shard", "mesh.dp_replicate": "auto", "mesh.dp_shard": "auto"}
     of_activations: list[tuple[bool, Values, str]] = [
@@ -194,7 +194,7 @@ def sweep(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Ite
 
 
 def longest(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Candidate | None:
-    """The longest sequence that fits, in steps of 1,024 tokens per context-parallel rank pair; None: not even one fits."""
+    """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits."""
     step = 1024 * max(1, 2 * config.mesh.cp)
     best: Candidate | None = None
     low, high = 0, 1

@@ -1,7 +1,7 @@
 """The other way to the same figures: run the real modules on tensors without memory, and add up what they allocate.
 
-`trace_step` builds the model as a run does, shards it over a fake process group, and runs a step in `FakeTensorMode`: every
-operator allocates, nothing computes. `Allocations` follows each storage from its allocation to its end. torch's own
+`trace_step` builds the model as a run does, shards it over a fake process group, and runs a step in `FakeTensorMode`:
+every operator allocates, nothing computes. `Allocations` follows each storage from its allocation to its end. torch's
 `FSDPMemTracker` does the same, but does not know methods that are registered beside ``forward``, as our loss is.
 
 What it cannot see: memory that operators use inside themselves (attention's kernels and exchanges).
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
@@ -38,7 +37,6 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory
 from fsdp2kit.torch_compat import (
-    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     accumulated_gradients,
@@ -70,11 +68,11 @@ class Allocations(TorchDispatchMode):
     """Follows the storages that operators allocate while it is open.
 
     Args:
-        fake: the mode whose tensors are followed; DTensor tries operators out in others.
+        fake: the mode whose tensors are followed; DTensor tries operators out in others. None: real tensors.
         vocabulary: tensors of forward with a dimension of this size count for the loss.
     """
 
-    def __init__(self, fake: FakeTensorMode, *, vocabulary: int = 0) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None, *, vocabulary: int = 0) -> None:
         super().__init__()
         self._fake, self._vocabulary = fake, vocabulary
         self._alive: dict[int, tuple[Any, _Allocation]] = {}
@@ -110,7 +108,7 @@ class Allocations(TorchDispatchMode):
         elif name.startswith("profiler._record_function_exit"):
             self._ranges.pop()
         for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._fake:
+            if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
                 self._see(leaf)
         return result
 
@@ -128,6 +126,10 @@ class Allocations(TorchDispatchMode):
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
         self._note_peak()
         return self._peak
+
+    def alive(self) -> dict[str, int]:
+        """Bytes that are allocated, by category."""
+        return _by_category([(allocation, allocation.bytes) for _, allocation in self._alive.values()])
 
     @property
     def now(self) -> int:
@@ -259,7 +261,7 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
 
 
 def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) -> list[LayerMemory]:
-    """Every decoder layer's memory, counted on one layer of each kind in a forward and backward pass over fake tensors.
+    """Every decoder layer's memory, counted on one layer of each kind in a pass over fake tensors.
 
     The kernel is the plan's; its exchanges are left out, and so is what Ulysses adds to a layer.
     """
