@@ -1,8 +1,8 @@
 """What a decoder layer keeps for backward, in bytes: closed forms for the usual block, a count for any other.
 
 docs/memory.md derives the closed forms. A layer has one if it computes what Llama's does: root-mean-square norms
-before attention and before a gated MLP, with or without norms of queries and keys. What another architecture keeps is counted
-on its own layers, run on tensors without memory (`fsdp2kit.planner.trace`).
+before attention and before a gated MLP, with or without norms of queries and keys. What another architecture keeps is
+counted on its own layers, run on tensors without memory (`fsdp2kit.planner.trace`).
 """
 
 from __future__ import annotations
@@ -132,18 +132,27 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     kernel_forward = (8 + 2 * c) * q if own_kernel else 0
     kernel_backward = (4 + 2 * c) * (q + kv) if own_kernel else c * (q + kv)
     forward = 3 * c * i + 2 * c * h if kept < everything else c * h
-    freed_by_then = 4 * c * i + (4 + 2 * c) * h
+    of_attention = c * (h + q) + kernel_backward + exchange_backward - (4 * c * i + (4 + 2 * c) * h)
+    of_norm = c * h + norm_backward(c) * h - (4 * c * i + c * h)
     return LayerMemory(
         kept=kept * tokens,
         kept_on_host=on_host * tokens,
         recomputed=recomputed * tokens,
         forward=forward * tokens,
         mlp_backward=c * (h + 2 * i) * tokens,
-        attention_backward=(c * (h + q) + kernel_backward + exchange_backward - freed_by_then) * tokens,
+        attention_backward=max(of_attention, of_norm) * tokens,
         attention_forward=(kernel_forward + exchange_forward) * tokens,
         mlp_gradients=c * h * i,  # of the last of three matrices
         attention_gradients=c * (3 * h * i + h * q),
     )
+
+
+def norm_backward(item: int) -> int:
+    """Bytes an element that the backward of a root-mean-square norm adds to what the norm keeps.
+
+    At its peak there are five float32 tensors for the gradient of the mean of squares, and what it divided is freed.
+    """
+    return 5 * 4 - item
 
 
 def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from fsdp2kit.optim.build import state_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.planner.activations import LayerMemory
+from fsdp2kit.planner.activations import LayerMemory, norm_backward
 
 CATEGORIES = (
     "parameters",
@@ -212,11 +212,12 @@ def step_moments(step: StepMemory) -> list[Moment]:
 def _base(step: StepMemory) -> dict[str, int]:
     """What is there all through the last micro-batch, before its own gradients."""
     base = at_rest(step)
-    earlier = step.micro_batches > 1
-    if earlier and not step.plan.fsdp.reduce_every_micro_batch:
+    if step.micro_batches > 1 and not step.plan.fsdp.reduce_every_micro_batch:
         base["unsharded gradients"] = sum(unit.trained for unit in step.units) * step.reduce
-    if earlier and step.plan.fsdp.reduce_every_micro_batch:
-        base |= {"gradients": at_rest(step, gradients=True).get("gradients", 0)}
+    elif step.micro_batches > 1:
+        base = at_rest(step, gradients=True)
+        # The buffer of the last reduction lives until this micro-batch's first one.
+        base["reduction buffers"] = step.by_name.get(_stops(step)[0][0], step.by_name[""]).trained * step.reduce
     return base
 
 
@@ -240,7 +241,7 @@ def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
     largest = max((unit.whole for unit in inside), default=0)
     held = sum(unit.whole for unit in around)
     held += largest if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
-    own = step.by_name.get(name)
+    own = step.by_name.get(name) if name else None  # the root was gathered long before a tied head
     return held, max(largest, own.whole if own is not None else 0)
 
 
@@ -256,25 +257,24 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
     # Under ZeRO-2 all units stay whole from the first micro-batch on.
     stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
     whole = sum(unit.whole for unit in step.units) if stays else 0
-    stops, seen, kept = _stops(step), 0, step.rotary
+    stops, kept = _stops(step), step.rotary
+    seen, last = 0, step.by_name[""].whole
     for number, (name, layer) in enumerate(stops):
-        held, last = _gathered(step, name)
+        held, own = _gathered(step, name)
+        last = own or last
         ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
         # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
         buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
-        now = dict(base)
-        now["unsharded parameters"] = whole if stays else held + seen
-        if step.shards > 1:
-            now["all-gather buffers"] = 0 if stays else buffers
+        now = {**base, "unsharded parameters": whole if stays else held + seen}
+        now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
         if layer is not None:
             kept += layer.kept
-            now["activations"] = kept + layer.forward
-            now["attention and exchange"] = layer.attention_forward
+            now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
             yield Moment("forward", name, now)
         elif number == len(stops) - 1:
             yield from _loss_forward(step, now, kept)
-        if (unit := step.by_name.get(name)) is not None and name:
-            seen += _kept_after_forward(step, unit)
+        if name and name in step.by_name:
+            seen += _kept_after_forward(step, step.by_name[name])
 
 
 def _head_activations(step: StepMemory) -> int:
@@ -312,53 +312,96 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
 def _backward(step: StepMemory) -> Iterator[Moment]:
     base, fsdp = _base(step), step.plan.fsdp
     accumulated = base.pop("unsharded gradients", 0)
+    gradients = base.pop("gradients", 0)
+    sums_up = gradients > 0  # into shards of gradients that are there already
     stops = _stops(step)[::-1]
     kept = step.rotary + sum(layer.kept for _, layer in step.layers)
-    # Units that are still whole: under ZeRO-2 all of them, else the root and the head.
-    after = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
-    gradients = base.get("gradients", 0)
-    reduced = 0  # of the unit before: its buffer is kept until the next unit's reduction
-    root = step.by_name[""]
-    tied = not step.head
-    hidden_grad = step.tokens * step.hidden * step.compute
+    kept_whole = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
+    hidden = step.tokens * step.hidden * step.compute
+    waiting, reduced = 0, base.pop("reduction buffers", 0)
+    # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
+    adds_in_place = accumulated > 0 and step.reduce == step.compute
     for number, (name, layer) in enumerate(stops):
-        unit = step.by_name.get(name)
-        held, _ = _gathered(step, name)
-        if unit is not None and name:
-            after[name] = 0
+        unit, (held, _) = step.by_name.get(name), _gathered(step, name)
+        kept_whole.pop(name, None)
         ahead = stops[number + 1 : number + 1 + fsdp.backward_prefetch]
         buffers = sum(_gathered(step, next_name)[1] for next_name, _ in ahead if _is_gathered_again(step, next_name))
-        now = {**base, "gradients": gradients, "reduction buffers": reduced}
-        now["unsharded parameters"] = held + sum(size for other, size in after.items() if other and size)
+        now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
+        now["reduction buffers"] = reduced  # of the unit before: kept until the next unit's reduction
+        now["unsharded parameters"] = held + sum(size for other, size in kept_whole.items() if other)
         now["all-gather buffers"] = buffers if step.shards > 1 else 0
-        new = _own_gradients(step, name)
+        new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
         if number == 0:
-            hidden, weight = _loss_saved(step)
-            scaled = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-            grads = accumulated + (scaled if weight else 0)
-            more = {"activations": kept + _head_activations(step) + 2 * hidden, "unsharded gradients": grads}
-            loss = weight or 3 * _chunk(step)[1]
-            yield Moment("backward", "loss", {**now, **more, "loss": loss})
+            rest += _head_activations(step)
+            waiting, moments = _loss_backward(step, now, rest)
+            yield from moments
         if layer is not None:
-            yield from _layer_backward(step, name, layer, {**now, "unsharded gradients": accumulated}, kept, new)
+            if number == 1:  # no layer is gathered before the final norm's backward is over
+                norm = kept + _head_activations(step) + norm_backward(step.compute) * step.tokens * step.hidden
+                whole = now["unsharded parameters"] - held + step.by_name[""].whole
+                yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+            yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
-        if unit is None or (number == 0 and tied) or not unit.trained:
+            rest = kept
+        if unit is None or not name or not unit.trained:
             continue
-        # After the layer's backward: all its gradients, copied into one buffer in the dtype of the reduction.
-        reduced = unit.trained * step.reduce
-        grads = accumulated + (0 if accumulated else new)
-        now = {**now, "unsharded gradients": grads, "reduction buffers": reduced + reduced // step.shards}
+        now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
         now["unsharded parameters"] -= unit.whole
-        now["activations"] = kept + hidden_grad
-        yield Moment("backward", f"{name} (reduction)", now)
-        if accumulated:
-            accumulated -= unit.trained * step.reduce
-        if not fsdp.reduce_every_micro_batch or step.micro_batches == 1:
-            gradients += unit.trained // step.shards * step.storage if step.on_device else 0
-    reduced = root.trained * step.reduce
-    now = {**base, "gradients": gradients, "reduction buffers": reduced + reduced // step.shards}
+        yield from _reduction(step, now, unit, sums_up=sums_up, earlier=accumulated > 0)
+        reduced = unit.trained * step.reduce
+        accumulated -= reduced if accumulated else 0
+        gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
+    root = step.by_name[""]
+    now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
     now["unsharded gradients"] = accumulated or root.trained * root.item
-    yield Moment("backward", "root (reduction)", now)
+    if waiting:  # of a tied table: the part of the embedding, before it is added to that of the head
+        yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
+    now |= {"loss": 0, "unsharded parameters": 0}
+    yield from _reduction(step, now, root, sums_up=sums_up, earlier=accumulated > 0)
+
+
+def _reduction(
+    step: StepMemory, now: dict[str, int], unit: UnitSize, *, sums_up: bool, earlier: bool
+) -> Iterator[Moment]:
+    """A unit's gradients are copied into one buffer in the dtype of the reduction, which leaves this rank's part.
+
+    Args:
+        sums_up: whether that part is added to one that is there.
+        earlier: whether they were added up over micro-batches; these are freed before the reduction begins.
+    """
+    where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // step.shards
+    copied = {**now, "reduction buffers": buffer}
+    if earlier:
+        yield Moment("backward", f"{where} (copied)", copied)
+        copied["unsharded gradients"] -= buffer
+    if step.reduce == step.storage and not sums_up and step.on_device:  # what is received is the gradient
+        copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
+    else:
+        copied["reduction buffers"] += shard * step.reduce
+    yield Moment("backward", f"{where} (reduced)", copied)
+
+
+def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
+    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward.
+
+    It begins by gathering the last layer ahead.
+    """
+    hidden, weight = _loss_saved(step)
+    gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
+    becomes = weight == gradient  # nothing is cast, and what was kept becomes the gradient
+    waits = gradient if not step.head else 0
+    before = now["unsharded gradients"]
+    first = {
+        **now,
+        "activations": kept + hidden,
+        "all-gather buffers": now["all-gather buffers"] + now["all-gather buffers"] // step.shards,
+        "loss": weight if waits or not becomes else 0,
+        "unsharded gradients": before + (gradient if becomes and not waits else 0),
+    }
+    # The model's own head computes a chunk of logits again, and their gradients.
+    loss = (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
+    then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": before + gradient - waits}
+    return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
 
 
 def _is_gathered_again(step: StepMemory, name: str) -> bool:

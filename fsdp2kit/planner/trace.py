@@ -25,11 +25,12 @@ from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World, local_part
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.inspect import backbone_name
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.mesh import build_mesh
@@ -216,7 +217,13 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
 
     Returns:
         Bytes by category at the peak of "forward", "backward" and "optimizer", as in `memory.CATEGORIES`.
+
+    Raises:
+        UserError: an optimizer that cannot be traced.
     """
+    if config.optimizer.name not in ("adamw", "muon"):
+        what = f"optimizer.name = {config.optimizer.name!r}, which looks at values that a trace does not have"
+        raise UserError("--trace", what, "add optimizer.name=adamw")
     with _fake_group(sizes.world_size) as world:
         mesh = build_mesh(config.mesh, config.fsdp, world=world)
         model: Any = build_model(config.model)
@@ -299,7 +306,8 @@ def _count(
     """Of each of the first ``depth`` layers: bytes kept, more than that at once in forward, and in backward."""
     small, layers = _first_layers(model, depth + 1)
     path = replace(plan.attention, method=None)
-    apply_attention(small, path, group=None)  # pyright: ignore[reportArgumentType]
+    if path.kernel == VARLEN:
+        use_attention(small, varlen_attention)
     if checkpointed:
         apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type="cpu")
     length = config.data.seq_len // plan.sizes.cp
@@ -307,11 +315,11 @@ def _count(
     cpu = torch.device("cpu")
     inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=cpu)
     inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
+    small.to(getattr(torch, plan.fsdp.param_dtype))
     before: list[int] = []
     peaks: list[int] = []
     backwards: list[tuple[int, int]] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations:
-        small.to(getattr(torch, plan.fsdp.param_dtype))
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
