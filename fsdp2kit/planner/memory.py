@@ -338,7 +338,8 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if layer is not None:
             if number == 1:  # no layer is gathered before the final norm's backward is over
                 norm = kept + _head_activations(step) + norm_backward(step.compute) * step.tokens * step.hidden
-                whole = now["unsharded parameters"] - held + step.by_name[""].whole
+                whole = now["unsharded parameters"]
+                whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
                 yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept

@@ -14,7 +14,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,10 @@ class _Allocation:
     category: str
 
 
+_Snapshot = list[tuple[_Allocation, int]]
+"""What was allocated at one moment, with its bytes then."""
+
+
 class Allocations(TorchDispatchMode):
     """Follows the storages that operators allocate while it is open.
 
@@ -79,7 +83,7 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[Any, _Allocation]] = {}
         self._ranges: list[str] = []
         self._total = self._highest = 0
-        self._peak: list[tuple[_Allocation, int]] = []
+        self._peak: _Snapshot = []
         self._default = "activations"
         self._resize = torch.UntypedStorage.resize_
         self.on_range: Callable[[str], None] = lambda name: None
@@ -123,24 +127,18 @@ class Allocations(TorchDispatchMode):
         """Forget the peak; what is allocated from now on, outside of FSDP2, is of this category."""
         self._default, self._highest, self._peak = category, -1, []
 
-    def peak(self) -> list[tuple[_Allocation, int]]:
+    def peak(self) -> _Snapshot:
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
         self._note_peak()
         return self._peak
 
     def alive(self) -> dict[str, int]:
         """Bytes that are allocated, by category."""
-        return _by_category([(allocation, allocation.bytes) for _, allocation in self._alive.values()])
+        return _by_category(self.snapshot())
 
-    @property
-    def now(self) -> int:
-        """Bytes that are allocated."""
-        return self._total
-
-    @property
-    def highest(self) -> int:
-        """The most bytes at once since `start`."""
-        return max(self._highest, self._total)
+    def snapshot(self) -> _Snapshot:
+        """What is allocated; as with `peak`, its categories may still change."""
+        return [(allocation, allocation.bytes) for _, allocation in self._alive.values()]
 
     def _see(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
@@ -169,7 +167,7 @@ class Allocations(TorchDispatchMode):
         """Called before anything is freed: the sum was highest just before that."""
         if self._total > self._highest:
             self._highest = self._total
-            self._peak = [(allocation, allocation.bytes) for _, allocation in self._alive.values()]
+            self._peak = self.snapshot()
 
     def _category(self, tensor: Tensor) -> str:
         for name in reversed(self._ranges):
@@ -179,7 +177,7 @@ class Allocations(TorchDispatchMode):
         return "loss" if self._vocabulary and self._vocabulary in tensor.shape else self._default
 
 
-def _by_category(peak: list[tuple[_Allocation, int]]) -> dict[str, int]:
+def _by_category(peak: _Snapshot) -> dict[str, int]:
     found: dict[str, int] = {}
     for allocation, size in peak:
         found[allocation.category] = found.get(allocation.category, 0) + size
@@ -267,6 +265,18 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
     return peaks
 
 
+class _Counted(NamedTuple):
+    """Bytes of one layer."""
+
+    kept: int
+    forward: int
+    """More than that at once, in forward."""
+    backward: int
+    """More than at its beginning at once, in backward."""
+    gradients: int
+    """Of its weights, at that moment."""
+
+
 def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) -> list[LayerMemory]:
     """Every decoder layer's memory, counted on one layer of each kind in a pass over fake tensors.
 
@@ -287,23 +297,36 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     hidden = tokens * item * int(model.config.get_text_config().hidden_size)
     found = []
     for number, kind in enumerate(kinds):
-        kept, forward, backward = counted["none"][firsts[kind]]
+        kept, forward, backward, gradients = counted["none"][firsts[kind]]
         recomputed, on_host = 0, 0
         section = plan.activation_checkpointing
         if section.mode != "none" and number % section.every == 0:
             everything = kept + hidden * (2 if section.mode == "selective" else 1)
-            kept, forward, _ = counted[section.mode][firsts[kind]]
+            kept, forward, *_ = counted[section.mode][firsts[kind]]
             recomputed = max(0, everything - kept)
             if section.offload and plan.device_type != "cpu":
                 kept, on_host = kept - hidden, hidden
-        found.append(LayerMemory(kept, on_host, recomputed, forward, backward, 0, 0, 0, 0, source="counted"))
+        found.append(
+            LayerMemory(
+                kept=kept,
+                kept_on_host=on_host,
+                recomputed=recomputed,
+                forward=forward,
+                mlp_backward=backward,
+                attention_backward=0,
+                attention_forward=0,
+                mlp_gradients=gradients,
+                attention_gradients=0,
+                source="counted",
+            )
+        )
     return found
 
 
 def _count(
     config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, depth: int, checkpointed: bool
-) -> list[tuple[int, int, int]]:
-    """Of each of the first ``depth`` layers: bytes kept, more than that at once in forward, and in backward."""
+) -> list[_Counted]:
+    """Of each of the first ``depth`` layers."""
     small, layers = _first_layers(model, depth + 1)
     path = replace(plan.attention, method=None)
     if path.kernel == VARLEN:
@@ -316,24 +339,23 @@ def _count(
     inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=cpu)
     inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
     small.to(getattr(torch, plan.fsdp.param_dtype))
-    before: list[int] = []
-    peaks: list[int] = []
-    backwards: list[tuple[int, int]] = []
+    before, peaks = [], []
+    backwards: list[tuple[_Snapshot, _Snapshot]] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations:
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
         def enter(*_: Any) -> None:
-            peaks.append(allocations.highest)
-            before.append(allocations.now)
+            peaks.append(_by_category(allocations.peak())["activations"])
+            before.append(allocations.alive().get("activations", 0))
             allocations.start()
 
-        def begin_backward(_gradient: Tensor) -> None:
-            backwards.append((allocations.highest, allocations.now))
+        def note_backward(*_: Any) -> None:
+            backwards.append((allocations.peak(), allocations.snapshot()))
             allocations.start()
 
         def leave(_module: Any, _inputs: Any, output: Any) -> None:
-            (output[0] if isinstance(output, tuple) else output).register_hook(begin_backward)
+            (output[0] if isinstance(output, tuple) else output).register_hook(note_backward)
 
         for layer in layers:
             layer.register_forward_pre_hook(enter)
@@ -341,15 +363,16 @@ def _count(
         name = backbone_name(small)
         hidden = getattr(small, name)(input_ids=fake.from_tensor(batch.input_ids), use_cache=False, **inputs)[0]
         hidden.sum().backward()
-        backwards.append((allocations.highest, allocations.now))
+        note_backward()
+        allocations.mark([parameter.grad for parameter in small.parameters()], "gradients")
     found = []
     for number in range(depth):
         kept = before[number + 1] - before[number]
-        forward = peaks[number + 1] - before[number + 1]
         # Backward comes to the layers last to first; each one's peak is read where the next one begins.
-        begun, ended = backwards[depth - number][1], backwards[depth - number + 1][0]
-        weights = sum(p.numel() * p.element_size() for p in layers[number].parameters())
-        found.append((kept, max(0, forward), max(0, ended - begun - weights)))
+        begun = _by_category(backwards[depth - number][1])
+        highest = _by_category(backwards[depth - number + 1][0])
+        more = {key: highest.get(key, 0) - begun.get(key, 0) for key in ("activations", "gradients")}
+        found.append(_Counted(kept, peaks[number + 1] - before[number + 1], more["activations"], more["gradients"]))
     return found
 
 
