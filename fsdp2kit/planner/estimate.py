@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World
-from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
@@ -85,18 +86,28 @@ class Estimate:
         )
 
 
+Known = dict[str, tuple[PreTrainedModel, Traits]]
+"""Models that were built and inspected, by their section."""
+
+
 def plan_for(
-    config: TrainingConfig, *, world_size: int, local_world_size: int
+    config: TrainingConfig, *, world_size: int, local_world_size: int, known: Known | None = None
 ) -> tuple[PreTrainedModel, ParallelPlan]:
     """The model on meta and its plan, without network or weights.
+
+    Args:
+        known: a model that is in it is not built again; it is added to.
 
     Raises:
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-    load_hf_config(config.model, local_files_only=True)
-    model = build_model(config.model, local_files_only=True)
-    return model, plan_parallel(model, config, sizes, "cuda")
+    known, key = {} if known is None else known, config.model.model_dump_json()
+    if key not in known:
+        built = build_model(config.model, local_files_only=True)
+        known[key] = built, inspect_model(built)
+    model, traits = known[key]
+    return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
 
 
 def estimate(

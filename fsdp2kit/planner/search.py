@@ -7,14 +7,14 @@ takes its advice from it, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import Device
-from fsdp2kit.planner.estimate import Estimate, estimate, plan_for
+from fsdp2kit.planner.estimate import Estimate, Known, estimate, plan_for
 
 Values = dict[str, Any]
 """Values by ``section.key``."""
@@ -125,11 +125,12 @@ Evaluate = Callable[[TrainingConfig, int], Estimate]
 
 
 def evaluator(device: Device | None, *, local_world_size: int) -> Evaluate:
-    """An `Evaluate` for one kind of node."""
+    """An `Evaluate` for one kind of node; a model is built and inspected once."""
+    known: Known = {}
 
     def evaluate(config: TrainingConfig, world_size: int) -> Estimate:
         local = min(local_world_size, world_size)
-        model, plan = plan_for(config, world_size=world_size, local_world_size=local)
+        model, plan = plan_for(config, world_size=world_size, local_world_size=local, known=known)
         return estimate(config, model, plan, device=device, local_world_size=local)
 
     return evaluate
@@ -138,41 +139,51 @@ def evaluator(device: Device | None, *, local_world_size: int) -> Evaluate:
 def find_fit(config: TrainingConfig, *, world_size: int, evaluate: Evaluate, most: int = 4) -> list[Candidate]:
     """Cheap changes that fit: each option alone where one is enough, else options added up in order of price.
 
-    More ranks come last: twice as many, up to 64 times.
+    Options without which it still fits are left out again. More ranks come last: twice as many, up to 64 times, with
+    as many times the global batch.
 
     Raises:
         UserError: nothing fits.
     """
     single = [c for option in options(config) if (c := _try(config, option.values, world_size, evaluate))]
-    fitting = [candidate for candidate in single if candidate.estimate.fits]
-    if fitting:
+    if fitting := [candidate for candidate in single if candidate.estimate.fits]:
         return fitting[:most]
-    values: Values = {}
-    best = evaluate(config, world_size)
-    for _ in range(16):
-        left = [option for option in options(changed(config, values)) if not option.values.items() <= values.items()]
-        for option in left:
-            candidate = _try(config, {**values, **option.values}, world_size, evaluate)
-            if candidate is None or candidate.estimate.needed >= best.needed:
+    taken = _add_up(config, world_size, evaluate)
+    for factor in (2**power for power in range(7)):
+        more = {"train.global_batch_size": config.train.global_batch_size * factor} if factor > 1 else {}
+        for changes in ([], taken) if more else (taken,):
+            found = _try(config, _merged(changes) | more, world_size * factor, evaluate)
+            if found is None or not found.estimate.fits:
                 continue
-            values, best = candidate.values, candidate.estimate
-            if best.fits:
-                return [candidate]
-            break
-        else:
-            break
-    for ranks in (world_size * 2**power for power in range(1, 7)):
-        for tried in ({}, values):
-            candidate = _try(config, _scaled(config, tried, ranks // world_size), ranks, evaluate)
-            if candidate is not None and candidate.estimate.fits:
-                return [candidate]
+            for option in changes[::-1]:
+                fewer = [other for other in changes if other is not option]
+                without = _try(config, _merged(fewer) | more, world_size * factor, evaluate)
+                if without is not None and without.estimate.fits:
+                    changes, found = fewer, without
+            return [found]
     what = f"{config.model.path or config.model.config.get('model_type')} with data.seq_len {config.data.seq_len}"
     raise UserError("--fit", f"nothing that was tried makes {what} fit", "use a larger device, or shorter sequences")
 
 
-def _scaled(config: TrainingConfig, values: Values, factor: int) -> Values:
-    """With a global batch that as many more ranks can share out."""
-    return {**values, "train.global_batch_size": config.train.global_batch_size * factor}
+def _add_up(config: TrainingConfig, world_size: int, evaluate: Evaluate) -> list[Option]:
+    """Options in order of price, each of which needs less memory than those before it, until it fits."""
+    taken: list[Option] = []
+    needed = evaluate(config, world_size).needed
+    while True:
+        for option in options(changed(config, _merged(taken))):
+            found = _try(config, _merged([*taken, option]), world_size, evaluate)
+            if found is None or found.estimate.needed >= needed:
+                continue
+            taken, needed = [*taken, option], found.estimate.needed
+            if found.estimate.fits:
+                return taken
+            break
+        else:
+            return taken
+
+
+def _merged(changes: Sequence[Option]) -> Values:
+    return {key: value for option in changes for key, value in option.values.items()}
 
 
 def _try(config: TrainingConfig, values: Values, world_size: int, evaluate: Evaluate) -> Candidate | None:
