@@ -19,7 +19,7 @@ from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
-from fsdp2kit.optim.rounded_adamw import RoundedAdamW
+from fsdp2kit.optim.rounded_adamw import ELEMENTS_AT_ONCE, RoundedAdamW
 
 
 def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host: bool = False) -> Optimizer:
@@ -137,6 +137,20 @@ def state_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int, item
         else:
             total += 2 * elements * (2 if section.name == "adamw_bf16" else item_bytes)
     return total
+
+
+def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> int:
+    """Bytes that an update takes at once beside parameters, gradients and state: at most, nearly.
+
+    "muon": rows that go out and come in, and the whole matrix at work, in bfloat16. "adamw_bf16": float32 copies of
+    the elements at hand. The others update in place.
+    """
+    if section.name == "muon":
+        return 10 * max((matrix.numel() for matrix in hidden_matrices(model)), default=0)
+    if section.name == "adamw_bf16":
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return 36 * min(ELEMENTS_AT_ONCE, elements // shards)
+    return 0
 
 
 def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_steps: int, step: int = 0) -> LambdaLR:

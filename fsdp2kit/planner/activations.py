@@ -180,10 +180,16 @@ def layers_memory(
     """
     item = getattr(torch, plan.fsdp.param_dtype).itemsize
     found: list[LayerMemory] = []
+    kernel = plan.attention.kernel
+    keeps_no_scores = kernel == VARLEN or kernel.startswith("flash")
+    trains = model.get_input_embeddings().weight.requires_grad
     for number, layer in enumerate(decoder_layers(model)):
-        shape = block_shape(layer) if plan.attention.kernel not in ("eager",) else None
+        trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
+        shape = block_shape(layer) if keeps_no_scores else None
         checkpointed = number % plan.activation_checkpointing.every == 0
-        if shape is not None:
+        if not trains:
+            found.append(LayerMemory(*(0 for _ in range(9))))  # nothing before it learns: it has no backward
+        elif shape is not None:
             found.append(layer_memory(shape, plan, tokens=tokens, checkpointed=checkpointed, item=item))
         elif supplied is not None:
             found.append(supplied[number])

@@ -18,7 +18,7 @@ from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
-from fsdp2kit.optim.build import state_bytes
+from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -129,6 +129,8 @@ class StepMemory:
     compute: int
     optimizer: int
     """Bytes of optimizer state."""
+    update: int
+    """Bytes that an update takes beside it."""
     ignored: int
     """Bytes of parameters that every rank keeps whole."""
     by_name: dict[str, UnitSize] = field(default_factory=dict)
@@ -180,6 +182,7 @@ def step_memory(
         reduce=_item(plan.fsdp.reduce_dtype),
         compute=compute,
         optimizer=state_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes), item_bytes=storage),
+        update=update_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes)),
         ignored=plan.ignored_parameters * compute,
         by_name={unit.name: unit for unit in units},
     )
@@ -319,13 +322,18 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     kept_whole = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
     hidden = step.tokens * step.hidden * step.compute
     waiting, reduced = 0, base.pop("reduction buffers", 0)
+    # Gathered again, last to first, and ahead of the one that runs.
+    to_come = [
+        unit for unit in step.units[::-1] if _is_gathered_again(step, unit.name) or not unit.gathers_in_backward
+    ]
     # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
     adds_in_place = accumulated > 0 and step.reduce == step.compute
     for number, (name, layer) in enumerate(stops):
         unit, (held, _) = step.by_name.get(name), _gathered(step, name)
         kept_whole.pop(name, None)
-        ahead = stops[number + 1 : number + 1 + fsdp.backward_prefetch]
-        buffers = sum(_gathered(step, next_name)[1] for next_name, _ in ahead if _is_gathered_again(step, next_name))
+        to_come = [unit for unit in to_come if unit.name and not f"{unit.name}.".startswith(f"{name}.")]
+        ahead = to_come[: fsdp.backward_prefetch]
+        buffers = sum(unit.whole for unit in ahead if unit.gathers_in_backward)
         now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
         now["reduction buffers"] = reduced  # of the unit before: kept until the next unit's reduction
         now["unsharded parameters"] = held + sum(size for other, size in kept_whole.items() if other)
@@ -348,7 +356,8 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             continue
         now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
         now["unsharded parameters"] -= unit.whole
-        yield from _reduction(step, now, unit, sums_up=sums_up, earlier=accumulated > 0)
+        # Autograd still holds the head's gradient when it is reduced: that happens inside its backward.
+        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or number > 0)
         reduced = unit.trained * step.reduce
         accumulated -= reduced if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
@@ -358,23 +367,23 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     if waiting:  # of a tied table: the part of the embedding, before it is added to that of the head
         yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
     now |= {"loss": 0, "unsharded parameters": 0}
-    yield from _reduction(step, now, root, sums_up=sums_up, earlier=accumulated > 0)
+    yield from _reduction(step, now, root, sums_up=sums_up, freed=True)
 
 
 def _reduction(
-    step: StepMemory, now: dict[str, int], unit: UnitSize, *, sums_up: bool, earlier: bool
+    step: StepMemory, now: dict[str, int], unit: UnitSize, *, sums_up: bool, freed: bool
 ) -> Iterator[Moment]:
     """A unit's gradients are copied into one buffer in the dtype of the reduction, which leaves this rank's part.
 
     Args:
         sums_up: whether that part is added to one that is there.
-        earlier: whether they were added up over micro-batches; these are freed before the reduction begins.
+        freed: whether they are freed before the reduction begins.
     """
     where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // step.shards
     copied = {**now, "reduction buffers": buffer}
-    if earlier:
-        yield Moment("backward", f"{where} (copied)", copied)
-        copied["unsharded gradients"] -= buffer
+    if freed:
+        yield Moment("backward", f"{where} (copied)", dict(copied))
+        copied["unsharded gradients"] -= min(copied["unsharded gradients"], buffer)
     if step.reduce == step.storage and not sums_up and step.on_device:  # what is received is the gradient
         copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
     else:
@@ -438,4 +447,6 @@ def _optimizer(step: StepMemory) -> Moment:
     if not step.state_on_device and step.on_device:  # moments come in parts
         elements = sum(unit.trained for unit in step.units) // step.shards
         now["optimizer"] = step.optimizer * min(ELEMENTS_AT_ONCE, elements) // max(1, elements)
+    if step.on_device:
+        now["optimizer"] = now.get("optimizer", 0) + step.update
     return Moment("optimizer", "step", now)

@@ -50,12 +50,13 @@ Peaks = dict[str, dict[str, int]]
 
 # What FSDP2 says of itself while it allocates, and the category of it. Of nested ranges the innermost that is named.
 _RANGES = {
-    "FSDP::all_gather ": "all-gather buffers",
+    "FSDP::all_gather": "all-gather buffers",
     "FSDP::all_gather_copy_out": "unsharded parameters",
     "FSDP::pre_forward": "unsharded parameters",
     "FSDP::pre_backward": "unsharded parameters",
     "FSDP::post_backward_reduce": "reduction buffers",
-    "FSDP::post_backward": "unsharded gradients",
+    "FSDP::post_backward_accumulate": "unsharded gradients",
+    "FSDP::post_backward_reshard": "unsharded gradients",
 }
 
 
@@ -171,9 +172,8 @@ class Allocations(TorchDispatchMode):
 
     def _category(self, tensor: Tensor) -> str:
         for name in reversed(self._ranges):
-            for prefix, category in _RANGES.items():
-                if name.startswith(prefix):
-                    return category
+            if category := _RANGES.get(name.partition(" (")[0]):
+                return category
         return "loss" if self._vocabulary and self._vocabulary in tensor.shape else self._default
 
 
@@ -259,7 +259,7 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
             allocations.on_range = on_range
             allocations.start()
             accumulate(model, micro, shard=lambda _: dict(fakes), fsdp=config.fsdp, mesh=mesh, end_phase=end)
-            allocations.start("optimizer temporaries")
+            allocations.start("optimizer")
             optimizer.step()
             end("optimizer")
     return peaks
@@ -382,8 +382,12 @@ def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Modu
     layers = decoder_layers(small)
     names = {id(module): name for name, module in small.named_modules()}
     stack = small.get_submodule(names[id(layers[0])].rpartition(".")[0])
+    config = small.config.get_text_config()
     del stack[count:]
-    small.config.get_text_config().num_hidden_layers = len(stack)
+    if len(stack) < count:  # what the last layer keeps is read where another one begins
+        stack.append(copy.deepcopy(stack[-1]))
+        config.layer_types = [*types, types[-1]] if (types := getattr(config, "layer_types", None)) else None
+    config.num_hidden_layers = count
     return small, decoder_layers(small)
 
 

@@ -70,7 +70,7 @@ def small(model: dict[str, Any], *, layers: int = 2, by: int = 16) -> dict[str, 
     return {**model, **narrow, "num_hidden_layers": layers}
 
 
-def config_of(model: dict[str, Any], *, ranks: int = 8, rows: int | None = None, **sections: Any) -> TrainingConfig:
+def config_of(model: dict[str, Any], /, *, ranks: int = 8, rows: int | None = None, **sections: Any) -> TrainingConfig:
     """A config for a model from its config alone; ``rows``: the global batch, by default one micro-batch a rank."""
     cp = sections.get("mesh", {}).get("cp", 1)
     micro = sections.get("train", {}).get("micro_batch_size", 1)

@@ -75,7 +75,7 @@ def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixtu
 
 
 def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, toml(LLAMA_70B), "--world-size", "8", "--device", "l4", "--fit", "--json")
+    _, text = run(capsys, toml(LLAMA_70B), "--world-size", "8", "--device-memory", "12", "--fit", "--json")
     (proposed,) = json.loads(text)["fit"]
     assert proposed["fits"]
     assert proposed["world_size"] > 8
