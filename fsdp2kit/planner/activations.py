@@ -7,6 +7,7 @@ counted on its own layers, run on tensors without memory (`fsdp2kit.planner.trac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +28,23 @@ LSE_BYTES = 4  # a log-sum-exp for each query and head, float32
 class LayerMemory:
     """Bytes of one decoder layer on one rank, for one micro-batch."""
 
-    kept: int
+    kept: int = 0
     """Between its forward and its backward."""
-    kept_on_host: int
+    kept_on_host: int = 0
     """The same, in host memory (``activation_checkpointing.offload``)."""
-    recomputed: int
+    recomputed: int = 0
     """What recomputation adds before its backward begins."""
-    forward: int
+    forward: int = 0
     """The most of its own tensors at once in forward beside ``kept``: results that are dropped at once."""
-    mlp_backward: int
+    mlp_backward: int = 0
     """What the MLP's backward adds to all that the layer keeps: gradients of activations."""
-    attention_backward: int
+    attention_backward: int = 0
     """What attention's backward adds to it; less than 0 where the MLP's tensors are freed by then."""
-    attention_forward: int
+    attention_forward: int = 0
     """What attention's kernel and its exchange hold beside ``kept`` while they run in forward."""
-    mlp_gradients: int
+    mlp_gradients: int = 0
     """Bytes of its weights' gradients that are there when ``mlp_backward`` is."""
-    attention_gradients: int
+    attention_gradients: int = 0
     """The same, for ``attention_backward``."""
     source: str = "formula"
     """"formula", or "counted"."""
@@ -171,7 +172,7 @@ def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) ->
 
 
 def layers_memory(
-    model: PreTrainedModel, plan: ParallelPlan, *, tokens: int, supplied: list[LayerMemory] | None = None
+    model: PreTrainedModel, plan: ParallelPlan, *, tokens: int, supplied: Sequence[LayerMemory] | None = None
 ) -> list[LayerMemory] | None:
     """Every decoder layer's memory in order; None where a layer is not the usual block and must be counted.
 
@@ -188,7 +189,7 @@ def layers_memory(
         shape = block_shape(layer) if keeps_no_scores else None
         checkpointed = number % plan.activation_checkpointing.every == 0
         if not trains:
-            found.append(LayerMemory(*(0 for _ in range(9))))  # nothing before it learns: it has no backward
+            found.append(LayerMemory())  # nothing before it learns: it has no backward
         elif shape is not None:
             found.append(layer_memory(shape, plan, tokens=tokens, checkpointed=checkpointed, item=item))
         elif supplied is not None:

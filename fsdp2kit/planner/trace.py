@@ -313,10 +313,7 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
                 recomputed=recomputed,
                 forward=forward,
                 mlp_backward=backward,
-                attention_backward=0,
-                attention_forward=0,
                 mlp_gradients=gradients,
-                attention_gradients=0,
                 source="counted",
             )
         )
