@@ -146,7 +146,9 @@ def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> 
     the elements at hand. The others update in place.
     """
     if section.name == "muon":
-        return 10 * max((matrix.numel() for matrix in hidden_matrices(model)), default=0)
+        # Four matrices of the whole one's shape, and two of its shorter side's square.
+        matrices = hidden_matrices(model)
+        return max((8 * matrix.numel() + 4 * min(matrix.shape) ** 2 for matrix in matrices), default=0)
     if section.name == "adamw_bf16":
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return 36 * min(ELEMENTS_AT_ONCE, elements // shards)
