@@ -14,10 +14,12 @@ from fsdp2kit import distributed
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import local_part
-from fsdp2kit.optim.build import build_optimizer
+from fsdp2kit.model.build import build_model
+from fsdp2kit.optim.build import build_optimizer, state_bytes
+from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.devices import GIB, find_device
-from fsdp2kit.planner.estimate import at_rest_bytes
+from fsdp2kit.planner.estimate import at_rest_bytes, plan_memory
 from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.trace import Allocations, trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
@@ -236,3 +238,41 @@ def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
     assert fits.fits is True
     assert fits.warning() is None
     assert fits.needed - fits.peak.total == 3 * GIB
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "adamw_8bit", "muon"])
+def test_optimizer_state_is_what_a_real_one_keeps(name: str) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    config = config_of(small(LLAMA_8B), ranks=1, optimizer={"name": name})
+    model: Any = build_model(config.model)
+    model.to_empty(device="cpu")
+    optimizer = build_optimizer(config.optimizer, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if name != "adamw_8bit":  # whose state is made at once
+        optimizer.step()
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    parts = [part for value in kept for part in (getattr(value, k, None) for k in ("codes", "scale", "qmap"))]
+    found = bytes_of(parts if any(part is not None for part in parts) else [])
+    found += bytes_of(value for value in kept if not hasattr(value, "codes"))
+    assert state_bytes(config.optimizer, model, shards=1, item_bytes=4) == found
+
+
+def test_the_runner_says_the_plan_and_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(small(LLAMA_8B), ranks=1)
+    model = build_model(config.model)
+    plan = plan_parallel(model, config, check_config(config, world_size=1, local_world_size=1), "cpu")
+    world = distributed.World(0, 1, 0, 1, torch.device("cpu"))
+    memory = plan_memory(config, model, plan, world=world)
+    assert memory.describe()[0].startswith("memory: ")
+    assert not caplog.messages
+    (line,) = memory.compare({"forward": 2 * GIB}, device_type="cuda")
+    assert line.startswith("memory, GiB planned / measured: forward ")
+    assert line.endswith(" / 2.00")
+    assert memory.compare({}, device_type="cpu") == []
+
+    monkeypatch.setattr("fsdp2kit.planner.estimate.this_device", lambda _: find_device(None, memory_gib=1))
+    plan_memory(config, model, plan, world=world)
+    assert "will probably not fit" in caplog.messages[0]
+    assert plan_memory(config, model, plan, world=replace(world, rank=1)).describe() == []
