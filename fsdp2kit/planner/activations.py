@@ -148,6 +148,11 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     )
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, by the name of its dtype."""
+    return getattr(torch, dtype).itemsize
+
+
 def norm_backward(item: int) -> int:
     """Bytes an element that the backward of a root-mean-square norm adds to what the norm keeps.
 
@@ -179,7 +184,7 @@ def layers_memory(
     Args:
         supplied: what was counted, used where there is no closed form.
     """
-    item = getattr(torch, plan.fsdp.param_dtype).itemsize
+    item = item_bytes(plan.fsdp.param_dtype)
     found: list[LayerMemory] = []
     kernel = plan.attention.kernel
     keeps_no_scores = kernel == VARLEN or kernel.startswith("flash")

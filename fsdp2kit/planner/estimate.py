@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
@@ -15,10 +14,17 @@ from fsdp2kit.distributed import World
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import LayerMemory, layers_memory
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
 from fsdp2kit.planner.devices import GIB, Device, this_device
-from fsdp2kit.planner.memory import CATEGORIES, Moment, StepMemory, at_rest, step_memory, step_moments
+from fsdp2kit.planner.memory import (
+    CATEGORIES,
+    Moment,
+    StepMemory,
+    at_rest,
+    step_memory,
+    step_moments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +231,8 @@ def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     return {
         "checkpoint": one,
         "checkpoints kept": one * config.checkpoint.keep,
-        "export": 0 if config.checkpoint.export_hf == "never" else plan.parameters * _item(plan.ledger.export),
+        "export": 0 if config.checkpoint.export_hf == "never" else plan.parameters * item_bytes(plan.ledger.export),
     }
-
-
-def _item(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
 
 
 # The rollout side of reinforcement learning
@@ -251,7 +253,7 @@ def kv_cache_bytes(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = layer_windows(config)
     tokens = sum(min(length, windows[kind] or length) for kind in layer_kinds(config))
-    return 2 * max(1, -(-heads // tp)) * width * _item(dtype) * rows * -(-tokens // cp)
+    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * -(-tokens // cp)
 
 
 def colocated_cycle(
@@ -264,7 +266,7 @@ def colocated_cycle(
         tp: ranks over which the engine shards its weights.
         bucket: bytes of weights that are synchronised at a time: gathered, and copied into the engine's.
     """
-    weights = sum(parameter.numel() for parameter in model.parameters()) * _item(dtype) // tp
+    weights = sum(parameter.numel() for parameter in model.parameters()) * item_bytes(dtype) // tp
     shards = at_rest_bytes(plan)
     return {
         "train": plan.peak.total,

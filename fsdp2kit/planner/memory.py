@@ -6,9 +6,10 @@ sharded over, and the prefetch depths. It is written down here in that order, an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.planner.activations import LayerMemory, norm_backward
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, norm_backward
 
 CATEGORIES = (
     "parameters",
@@ -95,7 +96,7 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
                 padded=sum(padded_elements(parameter, shards) for parameter in inside[unit.name]),
                 trained=sum(padded_elements(parameter, shards) for parameter in trained),
                 tensors=len(trained),
-                item=_item(unit.param_dtype),
+                item=item_bytes(unit.param_dtype),
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
             )
@@ -133,7 +134,10 @@ class StepMemory:
     """Bytes that an update takes beside it."""
     ignored: int
     """Bytes of parameters that every rank keeps whole."""
-    by_name: dict[str, UnitSize] = field(default_factory=dict)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, UnitSize]:
+        return {unit.name: unit for unit in self.units}
 
     @property
     def shards(self) -> int:
@@ -161,13 +165,12 @@ def step_memory(
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
-    compute, storage = _item(plan.fsdp.param_dtype), _item(plan.fsdp.storage_dtype)
-    units = unit_sizes(model, plan)
+    compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
     text = model.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
     return StepMemory(
         plan=plan,
-        units=units,
+        units=unit_sizes(model, plan),
         layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
         head="" if tied else names[id(head)],
         hidden=head.weight.shape[1],
@@ -179,17 +182,12 @@ def step_memory(
             config.train.global_batch_size, config.train.micro_batch_size, dp=plan.sizes.dp
         ),
         storage=storage,
-        reduce=_item(plan.fsdp.reduce_dtype),
+        reduce=item_bytes(plan.fsdp.reduce_dtype),
         compute=compute,
         optimizer=state_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes), item_bytes=storage),
         update=update_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes)),
         ignored=plan.ignored_parameters * compute,
-        by_name={unit.name: unit for unit in units},
     )
-
-
-def _item(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
 
 
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
@@ -242,8 +240,8 @@ def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
     around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
     inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
     largest = max((unit.whole for unit in inside), default=0)
-    held = sum(unit.whole for unit in around)
-    held += largest if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
+    kept = 0 if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
+    held = sum(unit.whole for unit in around) + (kept or largest)
     own = step.by_name.get(name) if name else None  # the root was gathered long before a tied head
     return held, max(largest, own.whole if own is not None else 0)
 
