@@ -13,6 +13,9 @@ from torch import Tensor
 # DTensor tries every operator on these before it runs it; code that observes operators must tell them from real ones.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
+# Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
 # Checkpoints at any fsspec URL; torch has these only under a private name.
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
@@ -52,6 +55,13 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def fake_store() -> dist.Store:
+    """The store of a "fake" process group, whose collectives do nothing; torch keeps both among its test utilities."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile, forward and backward; no public name tells them.
 
@@ -75,7 +85,8 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     """How long a collective of a group (default: all ranks) may take; no public name tells, and new groups forget."""
     group = group or dist.group.WORLD
     assert group is not None, "the process group has been started"
-    return group._get_backend(torch.device("cpu")).options._timeout
+    options = group._get_backend(torch.device("cpu")).options
+    return options._timeout if options is not None else timedelta(minutes=30)  # torch's fake group has none
 
 
 def group_named(name: str) -> dist.ProcessGroup:

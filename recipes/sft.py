@@ -15,6 +15,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import build_metrics
@@ -34,8 +35,9 @@ def main(config: Config) -> None:
         tokenizer = build_tokenizer(config.model)
         model = build_model(config.model)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         job.open_run_dir(dtypes=plan.ledger)
-        say(*plan.describe())
+        say(*plan.describe(), *memory.describe())
 
         # Text → tokens → packs → global batches → this rank's share.
         data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
@@ -48,7 +50,6 @@ def main(config: Config) -> None:
         progress = checkpoints.start()
         say(*checkpoints.describe())
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=data.total_steps, step=progress.step)
-
         evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
         train(
@@ -61,6 +62,7 @@ def main(config: Config) -> None:
             plan=plan,
             mesh=job.mesh,
             metrics=metrics,
+            memory=memory,
             total_steps=data.total_steps,
             progress=progress,
             checkpoints=checkpoints,

@@ -20,7 +20,7 @@ from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
-from fsdp2kit.optim.rounded_adamw import RoundedAdamW
+from fsdp2kit.optim.rounded_adamw import ELEMENTS_AT_ONCE, RoundedAdamW
 
 
 def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host: bool = False) -> Optimizer:
@@ -102,13 +102,58 @@ def block_size(parameter: torch.Tensor) -> int | None:
 
     Vectors and small tensors are not quantised, nor is one of which a rank has no row: torchao cannot keep that.
     """
-    block = math.gcd(parameter.shape[-1], 256) if parameter.ndim >= 2 else 1
+    shards = 1
     if isinstance(parameter, DTensor):
-        for placement, shards in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            rows = parameter.shape[placement.dim] if isinstance(placement, Shard) else None
-            if rows is not None and -(-rows // shards) * (shards - 1) >= rows:
-                return None
-    return block if block >= 32 and parameter.numel() >= 4096 else None
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        shards = math.prod(size for placement, size in sizes if isinstance(placement, Shard))
+    return _block_size(parameter.shape, shards=shards)
+
+
+def _block_size(shape: Sequence[int], *, shards: int) -> int | None:
+    """`block_size` of a parameter whose rows are spread over ``shards`` ranks."""
+    block = math.gcd(shape[-1], 256) if len(shape) >= 2 else 1
+    if shards > 1 and -(-shape[0] // shards) * (shards - 1) >= shape[0]:
+        return None
+    return block if block >= 32 and math.prod(shape) >= 4096 else None
+
+
+def state_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int, item_bytes: int) -> int:
+    """Bytes of optimizer state on the rank with the largest shards, after its first step.
+
+    Args:
+        model: before it is sharded, on meta or real.
+        shards: ranks over which every parameter's rows are spread.
+        item_bytes: of an element of a shard.
+    """
+    matrices = {id(matrix) for matrix in hidden_matrices(model)} if section.name == "muon" else set()
+    total = 0
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+        elements = parameter.numel() // max(1, len(parameter)) * -(-len(parameter) // shards)
+        block = _block_size(parameter.shape, shards=shards) if section.name == "adamw_8bit" else None
+        if id(parameter) in matrices:
+            total += elements * item_bytes  # momentum
+        elif block is not None:
+            # Codes, float32 scales and the table of 256 values, for each of two moments.
+            total += 2 * (elements + 4 * -(-elements // block) + 4 * 256)
+        else:
+            total += 2 * elements * (2 if section.name == "adamw_bf16" else item_bytes)
+    return total
+
+
+def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> int:
+    """Bytes that an update takes at once beside parameters, gradients and state: at most, nearly.
+
+    "muon": rows that go out and come in, and the whole matrix at work, in bfloat16. "adamw_bf16": float32 copies of
+    the elements at hand. The others update in place.
+    """
+    if section.name == "muon":
+        # Four matrices of the whole one's shape, and two of its shorter side's square.
+        matrices = hidden_matrices(model)
+        return max((8 * matrix.numel() + 4 * min(matrix.shape) ** 2 for matrix in matrices), default=0)
+    if section.name == "adamw_bf16":
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return 36 * min(ELEMENTS_AT_ONCE, elements // shards)
+    return 0
 
 
 def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_steps: int, step: int = 0) -> LambdaLR:

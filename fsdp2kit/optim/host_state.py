@@ -21,7 +21,7 @@ from fsdp2kit.distributed import local_part, sharded_like
 T = TypeVar("T")
 
 # Elements of a rank's parameters whose state is on the device at once: 512 MiB of AdamW's moments.
-_ELEMENTS_AT_ONCE = 2**26
+ELEMENTS_AT_ONCE = 2**26
 
 
 class HostState:
@@ -65,7 +65,7 @@ class HostState:
         ]
 
 
-def keep_state_on_host(optimizer: Optimizer, *, elements_at_once: int = _ELEMENTS_AT_ONCE) -> None:
+def keep_state_on_host(optimizer: Optimizer, *, elements_at_once: int = ELEMENTS_AT_ONCE) -> None:
     """Make ``optimizer.step`` bring state to its parameters' device, update and take it back, batch by batch.
 
     The updates are the optimizer's own, bit for bit: each batch is a step in which the other parameters have no

@@ -27,7 +27,7 @@ from fsdp2kit.torch_compat import local_slices
 # Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
 # cache; elsewhere launches are few, and the float32 copies take 0.3 GB.
 _AT_ONCE_CPU = 2**18
-_AT_ONCE = 2**23
+ELEMENTS_AT_ONCE = 2**23
 _TINY = torch.finfo(torch.bfloat16).tiny  # 2^-126, the smallest number of full precision, here as in float32
 
 
@@ -109,7 +109,7 @@ class RoundedAdamW(Optimizer):
             start += views[0].numel()
 
     def _at_once(self, device: torch.device) -> int:
-        return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE)
+        return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE)
 
 
 def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -65,13 +65,13 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     elif section.unit == "size":
         chosen |= set(_by_size(model, section.min_params, uncalled))
     chosen |= set(_frozen_outside(model, chosen))
-    ignored = set(ignored_modules(section, model))
-    chosen -= ignored
+    ignored = ignored_modules(section, model)
+    chosen -= set(ignored)
     _check_shared(model, chosen)
-    inside = dict.fromkeys(chosen, 0)
-    for key, parameter in model.named_parameters():
-        if key.rpartition(".")[0] not in ignored:
-            inside[_unit_of(key, chosen)] += parameter.numel()
+    inside = {
+        name: sum(parameter.numel() for parameter in parameters)
+        for name, parameters in parameters_by_unit(model, chosen, ignored=ignored).items()
+    }
     reshard = reshards_after_forward(section)
     units = []
     for name, module in model.named_modules():
@@ -112,6 +112,24 @@ def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, .
                     f'freeze it (model.freeze = ["{name}.*"]), or leave it to FSDP',
                 )
     return tuple(found)
+
+
+def parameters_by_unit(
+    model: nn.Module, units: Iterable[str], *, ignored: Iterable[str] = ()
+) -> dict[str, list[nn.Parameter]]:
+    """The parameters that each unit gathers, by its name; a tied one once.
+
+    Args:
+        model: before it is sharded.
+        units: names of the units, "" for the root.
+        ignored: names of modules whose parameters no unit gathers (`ignored_modules`).
+    """
+    inside: dict[str, list[nn.Parameter]] = {name: [] for name in units}
+    kept_whole = set(ignored)
+    for key, parameter in model.named_parameters():
+        if key.rpartition(".")[0] not in kept_whole:
+            inside[_unit_of(key, inside)].append(parameter)
+    return inside
 
 
 def apply_fsdp(
@@ -279,7 +297,7 @@ def _check_shared(model: nn.Module, units: set[str]) -> None:
             )
 
 
-def _unit_of(parameter: str, units: set[str]) -> str:
+def _unit_of(parameter: str, units: Collection[str]) -> str:
     """The innermost unit that a parameter is in."""
     owner = parameter.rpartition(".")[0]
     while owner not in units:

@@ -105,7 +105,12 @@ class ParallelPlan:
 
 
 def plan_parallel(
-    model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes, device_type: str | None = None
+    model: PreTrainedModel,
+    config: TrainingConfig,
+    sizes: MeshSizes,
+    device_type: str | None = None,
+    *,
+    traits: Traits | None = None,
 ) -> ParallelPlan:
     """Decide how ``model`` is trained on a mesh of ``sizes``; its architecture is inspected once.
 
@@ -117,12 +122,13 @@ def plan_parallel(
         sizes: of the mesh.
         device_type: "cpu" or "cuda"; None: not known. It is then planned as for a CPU, without the checks that need to
             know the device.
+        traits: what `inspect_model` found, if it was called already.
 
     Raises:
         UserError: the config would silently train something else, or asks for what is not available.
     """
     with agreement():
-        traits = inspect_model(model)
+        traits = traits or inspect_model(model)
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")

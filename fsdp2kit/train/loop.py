@@ -29,6 +29,7 @@ from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.planner.estimate import MemoryPlan
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.evaluation import Evaluation
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
@@ -74,6 +75,7 @@ def train(
     plan: ParallelPlan,
     mesh: Mesh,
     metrics: Metrics,
+    memory: MemoryPlan | None = None,
     total_steps: int | None = None,
     progress: Progress | None = None,
     checkpoints: Checkpoints | None = None,
@@ -84,6 +86,7 @@ def train(
     Args:
         batches: this data-parallel rank's micro-batches, on the host, by index of the global batch.
         objective: the loss of a micro-batch, see `Objective`.
+        memory: what was planned, to be shown beside what was measured.
         total_steps: steps of the whole run. Default: `train.steps`; under `train.epochs` only the data tell.
         progress: where to start; by default at the beginning.
         checkpoints: by default nothing is saved, and Ctrl-C, SIGTERM and SIGUSR1 do not wait for the end of a step.
@@ -127,8 +130,10 @@ def train(
                 if profiler.step():
                     metrics.throughput.restart()
             run.end()
-    for line in run.describe_end() if mesh.rank == 0 else ():
-        metrics.message(line)
+    if mesh.rank == 0:
+        compared = memory.compare(metrics.throughput.memory.phases, device_type=mesh.device.type) if memory else []
+        for line in (*compared, *run.describe_end()):
+            metrics.message(line)
     return run.progress
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.planner.search import advise
 
 # Share of memory that is reserved but unusable for the request from which fragmentation is mentioned.
 _FRAGMENTED = 0.1
@@ -98,29 +99,6 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
         settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS).lower().replace(" ", "")
         grows = "expandable_segments:true" in settings
         text += "." if grows else f": start with {_EXPANDABLE} in the environment."
-    return f"{text} Next: {'; '.join(_next_keys(alive, config))}."
-
-
-def _next_keys(alive: Alive, config: TrainingConfig) -> list[str]:
-    """At most two unused settings that reduce the largest part, the cheapest first."""
     kept = alive.parameters + alive.gradients + alive.moments
-    fsdp, checkpointing = config.fsdp, config.activation_checkpointing
-    less_activation = [
-        (config.train.micro_batch_size > 1, "train.micro_batch_size = 1, which changes no number"),
-        (checkpointing.mode == "none", 'activation_checkpointing.mode = "selective", then "full"'),
-        (checkpointing.mode == "selective" or checkpointing.every > 1, 'activation_checkpointing.mode = "full"'),
-        (not fsdp.reduce_every_micro_batch, "fsdp.reduce_every_micro_batch = true, if gradients are accumulated"),
-        (fsdp.backward_prefetch > 0, "fsdp.backward_prefetch = 0"),
-        (checkpointing.mode == "full" and not checkpointing.offload, "activation_checkpointing.offload = true"),
-        (True, "mesh.cp, to cut every sequence over more ranks"),
-    ]
-    less_state = [
-        (fsdp.strategy in ("no_shard", "hybrid_shard_zero2"), 'fsdp.strategy = "hybrid_shard" or "full_shard"'),
-        (fsdp.strategy == "shard_grad_op", 'fsdp.strategy = "full_shard"'),
-        (fsdp.offload == "none", 'fsdp.offload = "optimizer"'),
-        (fsdp.offload == "optimizer", 'fsdp.offload = "params"'),
-        (config.optimizer.name == "adamw" and fsdp.offload == "none", 'optimizer.name = "adamw_bf16"'),
-        (True, "more ranks, over which everything is sharded"),
-    ]
-    helpful = less_activation if alive.activations >= kept else less_state
-    return [text for applies, text in helpful if applies][:2]
+    advice = advise(config, saves="activations" if alive.activations >= kept else "state")
+    return f"{text} Next: {'; '.join(advice)}."

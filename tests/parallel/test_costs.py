@@ -17,7 +17,7 @@ from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.exchange import Ring, attend_blocks, share_heads
+from fsdp2kit.parallel.context_parallel.exchange import Ring, attend_blocks, bytes_sent, share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
 from fsdp2kit.parallel.mesh import build_mesh
@@ -128,8 +128,10 @@ def alone() -> int:
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_shared_out_and_traffic_is_as_planned(method: str, cp: int, pool: WorkerPool) -> None:
     whole = pool.run(1, alone)[0]
-    for activations, sent, formula in pool.run(cp, costs, method, cp):
+    for rank, (activations, sent, formula) in enumerate(pool.run(cp, costs, method, cp)):
         assert sent == formula
+        shape = {"heads": HEADS, "key_heads": KV_HEADS, "width": WIDTH, "tokens": LENGTH // cp}
+        assert bytes_sent(method, cp=cp, item=4, rank=rank, **shape) == formula
         assert activations * cp == pytest.approx(whole, rel=0.15)
 
 

@@ -15,6 +15,7 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.train.step import next_batch
 from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from tests.parallel.jobs import Case, step
+from tests.planner.likeness import planned
 from tests.reference import make_batches, tiny_model, tiny_model_dir
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
@@ -110,6 +111,12 @@ def test_a_steps_collectives_are_those_of_the_formulae(
     want = expected(kind, strategy, micro_batches=2, reduces=2 if reduce_every else 1, dtypes=dtypes)
     for rank in pool.run(WORLD, one_step, tmp_path, case):
         assert rank == want
+    found = Traffic()
+    for one in planned(case.config(tmp_path, steps=2, rows=8), ranks=WORLD, device_type="cpu").collectives:
+        assert one.sent % one.calls == 0
+        for _ in range(one.calls):
+            found.add(one.kind, one.sent // one.calls)
+    assert found == want  # the planner says so beforehand
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])

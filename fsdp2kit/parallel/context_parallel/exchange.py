@@ -174,6 +174,26 @@ class AllGather(KeyExchange):
         return grad_key, grad_value
 
 
+def bytes_sent(
+    method: str, *, heads: int, key_heads: int, width: int, tokens: int, cp: int, item: int, rank: int = 0
+) -> tuple[int, int]:
+    """Bytes that a rank sends for one layer in forward and in backward, by the formulae at the top of this file.
+
+    Args:
+        tokens: B·s, of this rank.
+        item: bytes of an element of keys and values.
+    """
+    if method == "ulysses":
+        shares = share_heads(heads, key_heads, cp)
+        mine, others = shares[rank], [share for number, share in enumerate(shares) if number != rank]
+        there = sum(len(share.query) + 2 * len(share.key) for share in others) + (cp - 1) * len(mine.query)
+        back = (cp - 1) * (len(mine.query) + 2 * len(mine.key)) + sum(len(share.query) for share in others)
+        return tokens * width * item * there, tokens * width * item * back
+    numbers = tokens * key_heads * 2 * width
+    gradients = (cp if method == "ring" else cp - 1) * numbers * 4
+    return (cp - 1) * numbers * item, (cp - 1) * numbers * item + gradients
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """The heads that one rank attends with under Ulysses, and which keys its queries use.

@@ -1,0 +1,204 @@
+"""What a decoder layer keeps for backward, in bytes: closed forms for the usual block, a count for any other.
+
+docs/memory.md derives the closed forms. A layer has one if it computes what Llama's does: root-mean-square norms
+before attention and before a gated MLP, with or without norms of queries and keys. What another architecture keeps is
+counted on its own layers, run on tensors without memory (`fsdp2kit.planner.trace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.parallel.context_parallel.exchange import share_heads
+from fsdp2kit.parallel.context_parallel.layout import VARLEN
+from fsdp2kit.parallel.plan import ParallelPlan
+
+LSE_BYTES = 4  # a log-sum-exp for each query and head, float32
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one decoder layer on one rank, for one micro-batch."""
+
+    kept: int = 0
+    """Between its forward and its backward."""
+    kept_on_host: int = 0
+    """The same, in host memory (``activation_checkpointing.offload``)."""
+    recomputed: int = 0
+    """What recomputation adds before its backward begins."""
+    forward: int = 0
+    """The most of its own tensors at once in forward beside ``kept``: results that are dropped at once."""
+    mlp_backward: int = 0
+    """What the MLP's backward adds to all that the layer keeps: gradients of activations."""
+    attention_backward: int = 0
+    """What attention's backward adds to it; less than 0 where the MLP's tensors are freed by then."""
+    attention_forward: int = 0
+    """What attention's kernel and its exchange hold beside ``kept`` while they run in forward."""
+    mlp_gradients: int = 0
+    """Bytes of its weights' gradients that are there when ``mlp_backward`` is."""
+    attention_gradients: int = 0
+    """The same, for ``attention_backward``."""
+    source: str = "formula"
+    """"formula", or "counted"."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Widths of the usual decoder block, in elements a token."""
+
+    hidden: int
+    queries: int
+    """Query heads × their width."""
+    keys: int
+    """Key heads × their width: as many for values."""
+    heads: int
+    intermediate: int
+    norms_of_heads: int
+    """Elements that pass through norms of queries and keys (Qwen3); 0: there are none."""
+
+
+def block_shape(layer: nn.Module) -> BlockShape | None:
+    """The widths of a layer, if it is the usual block; None if it is another."""
+    parts: dict[str, Any] = {
+        name: module for name, module in layer.named_modules() if next(module.parameters(), None) is not None
+    }
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    mlp = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    of_heads = {"self_attn.q_norm", "self_attn.k_norm"}
+    names = set(parts) - {"", "self_attn", "mlp"}
+    if names not in (attention | mlp | norms, attention | mlp | norms | of_heads):
+        return None
+    if not all(isinstance(parts[name], nn.Linear) for name in attention | mlp):
+        return None
+    alike = [(parts[name], LlamaRMSNorm) for name in names & (norms | of_heads)] + [(parts["mlp"], LlamaMLP)]
+    if not all(_computes_the_same(module, like) for module, like in alike):
+        return None
+    queries, keys = (parts[f"self_attn.{name}_proj"].out_features for name in "qk")
+    width = getattr(parts["self_attn"], "head_dim", None)
+    if not width or parts["self_attn.v_proj"].out_features != keys:
+        return None
+    normed = queries + keys if of_heads <= names else 0
+    gate = parts["mlp.gate_proj"]
+    return BlockShape(gate.in_features, queries, keys, queries // width, gate.out_features, normed)
+
+
+def _computes_the_same(module: nn.Module, like: type[nn.Module]) -> bool:
+    """Whether a module's forward is that of ``like``, instruction by instruction: transformers repeats code."""
+    code, other = (cls.forward.__code__ for cls in (type(module), like))
+    return (code.co_code, code.co_names) == (other.co_code, other.co_names)
+
+
+def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpointed: bool, item: int) -> LayerMemory:
+    """The closed forms for a usual block with ``tokens`` tokens on this rank.
+
+    Args:
+        checkpointed: whether this layer is one of those that ``activation_checkpointing`` is applied to.
+        item: bytes of an element of the computation's dtype.
+    """
+    section, c = plan.activation_checkpointing, item
+    h, i, q, kv = shape.hidden, shape.intermediate, shape.queries, 2 * shape.keys
+    cp, method = plan.sizes.cp, plan.attention.method
+    own_q, own_kv, heads = q, kv, shape.heads
+    if method == "ulysses":
+        # The heads of the rank with the most of them, over the whole sequence.
+        shares = share_heads(shape.heads, shape.keys * shape.heads // q, cp)
+        share, width = max(shares, key=lambda share: len(share.query) + 2 * len(share.key)), q // shape.heads * cp
+        heads = cp * len(share.query)
+        own_q, own_kv = width * len(share.query), 2 * width * len(share.key if share.groups else share.query)
+    out = c * own_q + LSE_BYTES * heads
+    attended = c * (own_q + own_kv) + out + (c * q if method == "ulysses" else 0)  # whose output comes back anew
+    # A norm keeps its input in float32 and what it divided, and its output goes into linear layers.
+    norms = 2 * (4 + c) * h + 2 * c * h + (4 + c) * shape.norms_of_heads
+    everything = norms + attended + 4 * c * i  # gate, its activation, up, their product
+    kept, on_host, recomputed = everything, 0, 0
+    if checkpointed and section.mode != "none":
+        kept = c * h  # the layer's input
+        if section.mode == "selective":  # results of all matmuls with weights, and of attention
+            kept += c * (q + kv + h) + out + c * (2 * i + h)
+        recomputed = everything + c * h + (c * h if section.mode == "selective" else 0) - kept
+        if section.mode == "full" and section.offload and plan.device_type != "cpu":
+            kept, on_host = 0, c * h
+    exchange_forward, exchange_backward = _exchange(method, c * kv, 4 * kv, c * q, cp=cp)
+    own_kernel = plan.attention.kernel == VARLEN
+    # Our kernel adds up in float32, one block's result after the other.
+    kernel_forward = (8 + 2 * c) * q if own_kernel else 0
+    kernel_backward = (4 + 2 * c) * (q + kv) if own_kernel else c * (q + kv)
+    forward = 3 * c * i + 2 * c * h if kept < everything else c * h
+    of_attention = c * (h + q) + kernel_backward + exchange_backward - (4 * c * i + (4 + 2 * c) * h)
+    of_norm = c * h + norm_backward(c) * h - (4 * c * i + c * h)
+    return LayerMemory(
+        kept=kept * tokens,
+        kept_on_host=on_host * tokens,
+        recomputed=recomputed * tokens,
+        forward=forward * tokens,
+        mlp_backward=c * (h + 2 * i) * tokens,
+        attention_backward=max(of_attention, of_norm) * tokens,
+        attention_forward=(kernel_forward + exchange_forward) * tokens,
+        mlp_gradients=c * h * i,  # of the last of three matrices
+        attention_gradients=c * (3 * h * i + h * q),
+    )
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, by the name of its dtype."""
+    return getattr(torch, dtype).itemsize
+
+
+def norm_backward(item: int) -> int:
+    """Bytes an element that the backward of a root-mean-square norm adds to what the norm keeps.
+
+    At its peak there are five float32 tensors for the gradient of the mean of squares, and what it divided is freed.
+    """
+    return 5 * 4 - item
+
+
+def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) -> tuple[int, int]:
+    """Bytes a token that context parallelism holds in forward and in backward, beside a rank's own keys and values.
+
+    Args:
+        kv: bytes of a token's keys and values; kv_grads: of their float32 gradients; q: of its queries.
+    """
+    if method == "ring":  # its own block contiguous, the arriving one; the gradients that are summed, sent, received
+        return 2 * kv, 2 * kv + 3 * kv_grads
+    if method == "allgather":  # stacked, gathered, in the order of the sequence; all gradients, in two orders
+        return kv + 2 * cp * kv, kv + 2 * cp * kv + 3 * cp * kv_grads
+    if method == "ulysses":  # what goes out and what comes in
+        return 2 * (q + kv), 2 * (q + kv)
+    return 0, 0
+
+
+def layers_memory(
+    model: PreTrainedModel, plan: ParallelPlan, *, tokens: int, supplied: Sequence[LayerMemory] | None = None
+) -> list[LayerMemory] | None:
+    """Every decoder layer's memory in order; None where a layer is not the usual block and must be counted.
+
+    Args:
+        supplied: what was counted, used where there is no closed form.
+    """
+    item = item_bytes(plan.fsdp.param_dtype)
+    found: list[LayerMemory] = []
+    kernel = plan.attention.kernel
+    keeps_no_scores = kernel == VARLEN or kernel.startswith("flash")
+    trains = model.get_input_embeddings().weight.requires_grad
+    for number, layer in enumerate(decoder_layers(model)):
+        trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
+        shape = block_shape(layer) if keeps_no_scores else None
+        checkpointed = number % plan.activation_checkpointing.every == 0
+        if not trains:
+            found.append(LayerMemory())  # nothing before it learns: it has no backward
+        elif shape is not None:
+            found.append(layer_memory(shape, plan, tokens=tokens, checkpointed=checkpointed, item=item))
+        elif supplied is not None:
+            found.append(supplied[number])
+        else:
+            return None
+    return found

@@ -1,0 +1,283 @@
+"""All that the planner says of a run: `estimate` puts the formulae together for a config, a mesh and a device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.checks import MeshSizes, check_config
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import World
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import Traits, inspect_model
+from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
+from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
+from fsdp2kit.planner.devices import GIB, Device, this_device
+from fsdp2kit.planner.memory import (
+    CATEGORIES,
+    Moment,
+    StepMemory,
+    at_rest,
+    step_memory,
+    step_moments,
+)
+
+logger = logging.getLogger(__name__)
+
+ALLOWANCE = 3 * GIB
+"""For what is no tensor of ours: the CUDA context, buffers of NCCL, cuBLAS and compiled code, fragmentation."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs; bytes are of one rank, the one with the most."""
+
+    config: TrainingConfig
+    sizes: MeshSizes
+    device: Device | None
+    moments: tuple[Moment, ...]
+    """Of a step, in order, and "load", "save" and "export"."""
+    host: dict[str, int]
+    """Bytes of host memory of a rank, beside the process itself, by what they are for."""
+    disk: dict[str, int]
+    """Bytes of a checkpoint, of all that are kept, of the export."""
+    collectives: tuple[Collective, ...]
+    speed: Speed | None
+    activations_from: str
+    """ "formula", or "counted on one layer of each kind"."""
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have: the peak, and the allowance."""
+        return self.peak.total + ALLOWANCE
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no device is known."""
+        return None if self.device is None else self.needed <= self.device.memory
+
+    @property
+    def blame(self) -> str:
+        """The category that takes most of the peak."""
+        return max(self.peak.bytes, key=lambda name: self.peak.bytes[name])
+
+    def phase_peak(self, phase: str) -> Moment:
+        return max((moment for moment in self.moments if moment.phase == phase), key=lambda moment: moment.total)
+
+    def line(self) -> str:
+        """The plan in a line, for the start of a run."""
+        parts = sorted(((size, name) for name, size in self.peak.bytes.items() if size), reverse=True)[:3]
+        largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts)
+        text = f"memory: {self.peak.total / GIB:.1f} GiB at the peak ({self.peak.where}: {largest})"
+        if self.device is None:
+            return text
+        return f"{text}, {self.needed / GIB:.1f} with the allowance, of {self.device.memory / GIB:.1f}"
+
+    def warning(self) -> str | None:
+        """What to print before anything is loaded, if it cannot fit."""
+        if self.fits is not False or self.device is None:
+            return None
+        return (
+            f"this will probably not fit: {self.needed / GIB:.1f} GiB are needed of "
+            f"{self.device.memory / GIB:.1f}, most of them {self.blame} "
+            f"({self.peak.bytes[self.blame] / GIB:.1f} GiB); python tools/plan.py … --fit says what to change"
+        )
+
+
+Known = dict[str, tuple[PreTrainedModel, Traits]]
+"""Models that were built and inspected, by their section."""
+
+
+def plan_for(
+    config: TrainingConfig, *, world_size: int, local_world_size: int, known: Known | None = None
+) -> tuple[PreTrainedModel, ParallelPlan]:
+    """The model on meta and its plan, without network or weights.
+
+    Args:
+        known: a model that is in it is not built again; it is added to.
+
+    Raises:
+        UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
+    """
+    sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
+    known, key = {} if known is None else known, config.model.model_dump_json()
+    if key not in known:
+        built = build_model(config.model, local_files_only=True)
+        known[key] = built, inspect_model(built)
+    model, traits = known[key]
+    return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
+
+
+def estimate(
+    config: TrainingConfig,
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    *,
+    device: Device | None = None,
+    local_world_size: int = 8,
+    counted: Sequence[LayerMemory] | None = None,
+) -> Estimate:
+    """What a run of ``config`` needs.
+
+    Args:
+        model: on meta, before it is made parallel.
+        counted: memory of layers that no formula describes, if it was counted already.
+    """
+    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+    layers = layers_memory(model, plan, tokens=tokens, supplied=counted)
+    if layers is None:
+        from fsdp2kit.planner.trace import count_layers  # only then: it builds what it counts
+
+        layers = layers_memory(model, plan, tokens=tokens, supplied=count_layers(config, model, plan))
+    assert layers is not None, "what has no formula was counted"
+    step = step_memory(config, model, plan, layers)
+    sent = tuple(collectives(config, model, step, local_world_size=local_world_size))
+    outside = [
+        Moment("load", "weights", at_rest(step, state=False)),
+        Moment("save", "checkpoint", at_rest(step)),
+        Moment("export", "from the checkpoint's files", at_rest(step)),
+    ]
+    return Estimate(
+        config=config,
+        sizes=plan.sizes,
+        device=device,
+        moments=(outside[0], *step_moments(step), *outside[1:]),
+        host=_host(config, step),
+        disk=_disk(config, step),
+        collectives=sent,
+        speed=None if device is None else estimate_speed(config, step, sent, device),
+        activations_from="counted on one layer of each kind" if _is_counted(layers) else "formula",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a runner says of the plan: a line at the start, and the plan beside what was measured at the end."""
+
+    estimate: Estimate | None
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a run."""
+        return [] if self.estimate is None else [self.estimate.line()]
+
+    def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
+        """Lines for its end.
+
+        Args:
+            measured: peak of each phase in bytes (`PhaseMemory.phases`).
+        """
+        if self.estimate is None or not measured:
+            return []
+        pairs = [
+            f"{phase} {self.estimate.phase_peak(phase).total / GIB:.2f} / {size / GIB:.2f}"
+            for phase, size in measured.items()
+        ]
+        of = "" if device_type == "cuda" else " (of the whole process, with Python and its libraries)"
+        return [f"memory, GiB planned / measured{of}: {', '.join(pairs)}"]
+
+
+def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
+    """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
+    if not world.is_main:
+        return MemoryPlan(None)
+    try:
+        device = this_device(world.device)
+        found = estimate(config, model, plan, device=device, local_world_size=world.local_size)
+    except Exception:  # an architecture whose layers cannot be counted; the run does not depend on it
+        logger.debug("memory is not planned", exc_info=True)
+        return MemoryPlan(None)
+    if warning := found.warning():
+        logger.warning("%s", warning)
+    return MemoryPlan(found)
+
+
+def _is_counted(layers: Sequence[LayerMemory]) -> bool:
+    return any(layer.source == "counted" for layer in layers)
+
+
+def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
+    """Bytes of host memory of one rank, beside Python and torch themselves."""
+    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    gradients = sum(unit.trained for unit in step.units) // step.shards * step.storage
+    rows = config.train.global_batch_size // step.plan.sizes.dp * config.data.seq_len
+    found = {
+        # Ids, labels and positions, int64, of the batches that are made ahead and the one in use.
+        "batches": (config.data.prefetch + 1) * rows * 3 * 8,
+        "reading weights": 16 * 2**20,  # blocks, straight into the shards
+    }
+    if not step.on_device:
+        found["offloaded parameters and gradients"] = shard + gradients
+    if not step.state_on_device:
+        found["offloaded optimizer state"] = step.optimizer
+    if config.checkpoint.async_save:
+        found["staging of an asynchronous save"] = shard + step.optimizer
+    if offloaded := sum(layer.kept_on_host for _, layer in step.layers):
+        found["offloaded activations"] = offloaded
+    return found
+
+
+def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
+    plan = step.plan
+    weights = plan.parameters * step.storage
+    one = weights + step.optimizer * step.shards
+    return {
+        "checkpoint": one,
+        "checkpoints kept": one * config.checkpoint.keep,
+        "export": 0 if config.checkpoint.export_hf == "never" else plan.parameters * item_bytes(plan.ledger.export),
+    }
+
+
+# The rollout side of reinforcement learning
+
+
+def kv_cache_bytes(
+    model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, cp: int = 1, dtype: str = "bfloat16"
+) -> int:
+    """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
+
+    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A sequence is cut over ``cp``. A layer
+    with a sliding window keeps no more tokens than that.
+    """
+    from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
+
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = layer_windows(config)
+    tokens = sum(min(length, windows[kind] or length) for kind in layer_kinds(config))
+    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * -(-tokens // cp)
+
+
+def colocated_cycle(
+    plan: Estimate, model: PreTrainedModel, *, cache: int, tp: int, bucket: int, dtype: str = "bfloat16"
+) -> dict[str, int]:
+    """Bytes at the peak of each phase where training and rollouts take turns on the same devices.
+
+    Args:
+        cache: bytes of the KV cache (`kv_cache_bytes`).
+        tp: ranks over which the engine shards its weights.
+        bucket: bytes of weights that are synchronised at a time: gathered, and copied into the engine's.
+    """
+    weights = sum(parameter.numel() for parameter in model.parameters()) * item_bytes(dtype) // tp
+    shards = at_rest_bytes(plan)
+    return {
+        "train": plan.peak.total,
+        "sleep": shards["parameters"],  # optimizer state goes to the host
+        "sync": shards["parameters"] + weights + 2 * bucket,
+        "generate": weights + cache,  # the shards are on the host, too
+        "wake": sum(shards.values()),
+    }
+
+
+def at_rest_bytes(plan: Estimate) -> dict[str, int]:
+    """What is on the device between two steps, by category."""
+    found = next(moment for moment in plan.moments if moment.phase == "save").bytes
+    return {name: found.get(name, 0) for name in CATEGORIES if found.get(name)}

@@ -1,0 +1,450 @@
+"""Memory of a rank through one step, moment by moment, in bytes by category; docs/memory.md derives every term.
+
+What FSDP2 does between two layers is a sequence of allocations that follow from the units, the ranks that they are
+sharded over, and the prefetch depths. It is written down here in that order, and the peak is the largest sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.linear_cross_entropy import rows_at_once
+from fsdp2kit.optim.build import state_bytes, update_bytes
+from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
+from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, norm_backward
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "unsharded parameters",
+    "all-gather buffers",
+    "unsharded gradients",
+    "reduction buffers",
+    "activations",
+    "loss",
+    "attention and exchange",
+)
+"""In the order in which they are shown. "activations" are those kept, recomputed, and their gradients."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is allocated at one moment of a step."""
+
+    phase: str
+    """ "forward", "backward", "optimizer", …"""
+    where: str
+    """The module, and what it is doing."""
+    bytes: dict[str, int]
+    """By category; what is not there is 0."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Elements of one FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
+
+    name: str
+    padded: int
+    trained: int
+    """Those of parameters that are trained."""
+    tensors: int
+    """Number of its parameters that are trained."""
+    item: int
+    """Bytes of a gathered element."""
+    reshard: bool | int
+    gathers_in_backward: bool
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.padded * self.item
+
+
+def padded_elements(parameter: nn.Parameter, shards: int) -> int:
+    """Elements of a parameter with its rows padded to a multiple of ``shards``, as FSDP2 stores and sends it."""
+    rows = len(parameter) if parameter.ndim else 1
+    return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
+
+
+def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
+    """The plan's units in its order, the root first."""
+    shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
+    inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
+    sizes = []
+    for unit in units:
+        trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
+        sizes.append(
+            UnitSize(
+                name=unit.name,
+                padded=sum(padded_elements(parameter, shards) for parameter in inside[unit.name]),
+                trained=sum(padded_elements(parameter, shards) for parameter in trained),
+                tensors=len(trained),
+                item=item_bytes(unit.param_dtype),
+                reshard=unit.reshard_after_forward,
+                gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
+            )
+        )
+    return sizes
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What `step_moments` needs to know of a run, in bytes on one rank."""
+
+    plan: ParallelPlan
+    units: Sequence[UnitSize]
+    layers: Sequence[tuple[str, LayerMemory]]
+    """Decoder layers by name, in order."""
+    head: str
+    """Name of the module whose unit computes the loss; "" for a tied head, in the root's unit."""
+    hidden: int
+    """Elements of the hidden state."""
+    vocabulary: int
+    head_trained: bool
+    tokens: int
+    """Tokens of a micro-batch on this rank, each of them taken to have a target."""
+    rotary: int
+    """Bytes of what all layers share: cosines and sines of the positions."""
+    micro_batches: int
+    storage: int
+    """Bytes of an element of a shard."""
+    reduce: int
+    """Bytes of an element of a gradient while it is reduced."""
+    compute: int
+    optimizer: int
+    """Bytes of optimizer state."""
+    update: int
+    """Bytes that an update takes beside it."""
+    ignored: int
+    """Bytes of parameters that every rank keeps whole."""
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, UnitSize]:
+        return {unit.name: unit for unit in self.units}
+
+    @property
+    def shards(self) -> int:
+        return shard_ranks(self.plan.fsdp, self.plan.sizes)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether shards and gradients are on the device."""
+        return self.plan.fsdp.offload != "params" or self.plan.device_type == "cpu"
+
+    @property
+    def state_on_device(self) -> bool:
+        return self.plan.fsdp.offload == "none" or self.plan.device_type == "cpu"
+
+
+def step_memory(
+    config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, layers: Sequence[LayerMemory]
+) -> StepMemory:
+    """Read off a model on meta and its plan what a step allocates.
+
+    Args:
+        layers: memory of each decoder layer (`layers_memory`).
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
+    text = model.config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    return StepMemory(
+        plan=plan,
+        units=unit_sizes(model, plan),
+        layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
+        head="" if tied else names[id(head)],
+        hidden=head.weight.shape[1],
+        vocabulary=head.weight.shape[0],
+        head_trained=head.weight.requires_grad,
+        tokens=tokens,
+        rotary=2 * tokens * width * compute,
+        micro_batches=resolve_accumulation(
+            config.train.global_batch_size, config.train.micro_batch_size, dp=plan.sizes.dp
+        ),
+        storage=storage,
+        reduce=item_bytes(plan.fsdp.reduce_dtype),
+        compute=compute,
+        optimizer=state_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes), item_bytes=storage),
+        update=update_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes)),
+        ignored=plan.ignored_parameters * compute,
+    )
+
+
+def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
+    """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
+    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
+    found = {"parameters": (shard if step.on_device else 0) + step.ignored}
+    if state and step.state_on_device:
+        found["optimizer"] = step.optimizer
+    if gradients and step.on_device:
+        found["gradients"] = trained
+    return found
+
+
+def step_moments(step: StepMemory) -> list[Moment]:
+    """The moments of one step's last micro-batch, and of the optimizer, at which memory may be highest.
+
+    It is a later step: optimizer state is there. The last micro-batch has the most: gradients of those before it, too.
+    """
+    return [*_forward(step), *_backward(step), _optimizer(step)]
+
+
+def _base(step: StepMemory) -> dict[str, int]:
+    """What is there all through the last micro-batch, before its own gradients."""
+    base = at_rest(step)
+    if step.micro_batches > 1 and not step.plan.fsdp.reduce_every_micro_batch:
+        base["unsharded gradients"] = sum(unit.trained for unit in step.units) * step.reduce
+    elif step.micro_batches > 1:
+        base = at_rest(step, gradients=True)
+        # The buffer of the last reduction lives until this micro-batch's first one.
+        base["reduction buffers"] = step.by_name.get(_stops(step)[0][0], step.by_name[""]).trained * step.reduce
+    return base
+
+
+def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
+    """The modules that a forward pass comes to, in order: what is before the layers, the layers, the head."""
+    layers = [name for name, _ in step.layers]
+    before = [
+        unit.name
+        for unit in step.units
+        if unit.name not in ("", step.head)
+        and not any(unit.name == layer or unit.name.startswith(f"{layer}.") for layer in layers)
+        and not any(layer.startswith(f"{unit.name}.") for layer in layers)
+    ]
+    return [*((name, None) for name in before), *step.layers, (step.head, None)]
+
+
+def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
+    """Bytes of the units that are whole while the module ``name`` runs, and of the largest gather among them."""
+    around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
+    inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
+    largest = max((unit.whole for unit in inside), default=0)
+    kept = 0 if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
+    held = sum(unit.whole for unit in around) + (kept or largest)
+    own = step.by_name.get(name) if name else None  # the root was gathered long before a tied head
+    return held, max(largest, own.whole if own is not None else 0)
+
+
+def _kept_after_forward(step: StepMemory, unit: UnitSize) -> int:
+    """Bytes of a unit between its forward and its backward."""
+    if unit.reshard is False:
+        return unit.whole
+    return unit.whole // unit.reshard if type(unit.reshard) is int else 0
+
+
+def _forward(step: StepMemory) -> Iterator[Moment]:
+    base = _base(step)
+    # Under ZeRO-2 all units stay whole from the first micro-batch on.
+    stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
+    whole = sum(unit.whole for unit in step.units) if stays else 0
+    stops, kept = _stops(step), step.rotary
+    seen, last = 0, step.by_name[""].whole
+    for number, (name, layer) in enumerate(stops):
+        held, own = _gathered(step, name)
+        last = own or last
+        ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
+        # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
+        buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
+        now = {**base, "unsharded parameters": whole if stays else held + seen}
+        now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
+        if layer is not None:
+            kept += layer.kept
+            now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
+            yield Moment("forward", name, now)
+        elif number == len(stops) - 1:
+            yield from _loss_forward(step, now, kept)
+        if name and name in step.by_name:
+            seen += _kept_after_forward(step, step.by_name[name])
+
+
+def _head_activations(step: StepMemory) -> int:
+    """What the final norm keeps, and the hidden states that go into the head."""
+    return step.tokens * step.hidden * (4 + step.compute)
+
+
+def _loss_saved(step: StepMemory) -> tuple[int, int]:
+    """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
+    rows, _ = _chunk(step)
+    weight_item = 4 if rows < step.tokens else step.compute
+    weight = step.vocabulary * step.hidden * weight_item
+    hidden = step.tokens * step.hidden * step.compute
+    return (0, 0) if step.plan.loss.kernel == "own_head" else (hidden, weight)
+
+
+def _chunk(step: StepMemory) -> tuple[int, int]:
+    """Rows of a chunk of logits, and the bytes of the logits and what is made of them."""
+    device = torch.device(step.plan.device_type or "cuda")
+    rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
+    return rows, rows * step.vocabulary * (4 + (step.compute if step.compute != 4 else 0))
+
+
+def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
+    hidden, weight = _loss_saved(step)
+    rows, logits = _chunk(step)
+    selected = step.tokens * step.hidden * step.compute
+    product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
+    adds = product if rows < step.tokens and step.compute != 4 else 0
+    now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
+    yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
+    yield Moment("forward", "end", {**now, "activations": now["activations"] - selected, "loss": weight})
+
+
+def _backward(step: StepMemory) -> Iterator[Moment]:
+    base, fsdp = _base(step), step.plan.fsdp
+    accumulated = base.pop("unsharded gradients", 0)
+    gradients = base.pop("gradients", 0)
+    sums_up = gradients > 0  # into shards of gradients that are there already
+    stops = _stops(step)[::-1]
+    kept = step.rotary + sum(layer.kept for _, layer in step.layers)
+    kept_whole = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
+    hidden = step.tokens * step.hidden * step.compute
+    waiting, reduced = 0, base.pop("reduction buffers", 0)
+    # Gathered again, last to first, and ahead of the one that runs.
+    to_come = [
+        unit for unit in step.units[::-1] if _is_gathered_again(step, unit.name) or not unit.gathers_in_backward
+    ]
+    # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
+    adds_in_place = accumulated > 0 and step.reduce == step.compute
+    for number, (name, layer) in enumerate(stops):
+        unit, (held, _) = step.by_name.get(name), _gathered(step, name)
+        kept_whole.pop(name, None)
+        to_come = [unit for unit in to_come if unit.name and not f"{unit.name}.".startswith(f"{name}.")]
+        ahead = to_come[: fsdp.backward_prefetch]
+        buffers = sum(unit.whole for unit in ahead if unit.gathers_in_backward)
+        now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
+        now["reduction buffers"] = reduced  # of the unit before: kept until the next unit's reduction
+        now["unsharded parameters"] = held + sum(size for other, size in kept_whole.items() if other)
+        now["all-gather buffers"] = buffers if step.shards > 1 else 0
+        new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
+        if number == 0:
+            rest += _head_activations(step)
+            waiting, moments = _loss_backward(step, now, rest)
+            yield from moments
+        if layer is not None:
+            if number == 1:  # no layer is gathered before the final norm's backward is over
+                norm = kept + _head_activations(step) + norm_backward(step.compute) * step.tokens * step.hidden
+                whole = now["unsharded parameters"]
+                whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
+                yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+            yield from _layer_backward(step, name, layer, now, kept, new)
+            kept -= layer.kept
+            rest = kept
+        if unit is None or not name or not unit.trained:
+            continue
+        now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
+        now["unsharded parameters"] -= unit.whole
+        # Autograd still holds the head's gradient when it is reduced: that happens inside its backward.
+        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or number > 0)
+        reduced = unit.trained * step.reduce
+        accumulated -= reduced if accumulated else 0
+        gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
+    root = step.by_name[""]
+    now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
+    now["unsharded gradients"] = accumulated or root.trained * root.item
+    if waiting:  # of a tied table: the part of the embedding, before it is added to that of the head
+        yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
+    now |= {"loss": 0, "unsharded parameters": 0}
+    yield from _reduction(step, now, root, sums_up=sums_up, freed=True)
+
+
+def _reduction(
+    step: StepMemory, now: dict[str, int], unit: UnitSize, *, sums_up: bool, freed: bool
+) -> Iterator[Moment]:
+    """A unit's gradients are copied into one buffer in the dtype of the reduction, which leaves this rank's part.
+
+    Args:
+        sums_up: whether that part is added to one that is there.
+        freed: whether they are freed before the reduction begins.
+    """
+    where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // step.shards
+    copied = {**now, "reduction buffers": buffer}
+    if freed:
+        yield Moment("backward", f"{where} (copied)", dict(copied))
+        copied["unsharded gradients"] -= min(copied["unsharded gradients"], buffer)
+    if step.reduce == step.storage and not sums_up and step.on_device:  # what is received is the gradient
+        copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
+    else:
+        copied["reduction buffers"] += shard * step.reduce
+    yield Moment("backward", f"{where} (reduced)", copied)
+
+
+def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
+    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward.
+
+    It begins by gathering the last layer ahead.
+    """
+    hidden, weight = _loss_saved(step)
+    gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
+    becomes = weight == gradient  # nothing is cast, and what was kept becomes the gradient
+    waits = gradient if not step.head else 0
+    before = now["unsharded gradients"]
+    first = {
+        **now,
+        "activations": kept + hidden,
+        "all-gather buffers": now["all-gather buffers"] + now["all-gather buffers"] // step.shards,
+        "loss": weight if waits or not becomes else 0,
+        "unsharded gradients": before + (gradient if becomes and not waits else 0),
+    }
+    # The model's own head computes a chunk of logits again, and their gradients.
+    loss = (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
+    then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": before + gradient - waits}
+    return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
+
+
+def _is_gathered_again(step: StepMemory, name: str) -> bool:
+    unit = step.by_name.get(name)
+    return unit is not None and unit.reshard is not False and unit.gathers_in_backward
+
+
+def _own_gradients(step: StepMemory, name: str) -> int:
+    """Bytes of the gradients that the backward of a module leaves, before they are reduced."""
+    units = [unit for unit in step.units if unit.name == name or (name and unit.name.startswith(f"{name}."))]
+    return sum(unit.trained * unit.item for unit in units)
+
+
+def _layer_backward(
+    step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
+) -> Iterator[Moment]:
+    start = kept + layer.recomputed
+    earlier = now["unsharded gradients"]
+    hidden = step.tokens * step.hidden * step.compute
+    mlp = {"unsharded gradients": earlier + min(gradients, layer.mlp_gradients)}
+    yield Moment("backward", f"{name} (MLP)", {**now, **mlp, "activations": start + layer.mlp_backward})
+    attention = {
+        "unsharded gradients": earlier + min(gradients, layer.attention_gradients),
+        "activations": max(kept - layer.kept, start + layer.attention_backward),
+    }
+    yield Moment("backward", f"{name} (attention)", {**now, **attention})
+    end = {"unsharded gradients": earlier + gradients, "activations": kept - layer.kept + 2 * hidden}
+    yield Moment("backward", f"{name} (end)", {**now, **end})
+
+
+def _optimizer(step: StepMemory) -> Moment:
+    now = at_rest(step, gradients=True)
+    if not step.state_on_device and step.on_device:  # moments come in parts
+        elements = sum(unit.trained for unit in step.units) // step.shards
+        now["optimizer"] = step.optimizer * min(ELEMENTS_AT_ONCE, elements) // max(1, elements)
+    if step.on_device:
+        now["optimizer"] = now.get("optimizer", 0) + step.update
+    return Moment("optimizer", "step", now)

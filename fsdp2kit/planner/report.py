@@ -1,0 +1,187 @@
+"""The planner's answers as text, JSON and pictures."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from fsdp2kit.errors import UserError
+from fsdp2kit.planner.devices import GIB
+from fsdp2kit.planner.estimate import ALLOWANCE, Estimate
+from fsdp2kit.planner.memory import CATEGORIES
+from fsdp2kit.planner.search import Candidate
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
+
+
+def phases_of(plan: Estimate) -> list[str]:
+    """The phases of a plan, in order."""
+    return list(dict.fromkeys(moment.phase for moment in plan.moments))
+
+
+def renderables(plan: Estimate) -> Iterator[RenderableType]:
+    """Tables for a console: memory by phase, host and disk, communication, time."""
+    yield str(plan.sizes)
+    yield plan.line()
+    if warning := plan.warning():
+        yield warning
+    peaks = {phase: plan.phase_peak(phase) for phase in phases_of(plan)}
+    table = Table("GiB of a rank's device", *peaks, title="peak of each phase", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in CATEGORIES:
+        if any(moment.bytes.get(name) for moment in peaks.values()):
+            table.add_row(name, *(gib(moment.bytes.get(name, 0)) for moment in peaks.values()))
+    table.add_section()
+    table.add_row("sum", *(gib(moment.total) for moment in peaks.values()))
+    table.add_row("reached at", *(moment.where for moment in peaks.values()))
+    yield table
+    yield (
+        f"activations: {plan.activations_from}; allowance for the CUDA context, libraries and fragmentation: "
+        f"{gib(ALLOWANCE)} GiB; every token is taken to have a target; torch.compile keeps less than this says"
+    )
+    yield _lines("host memory of a rank, GiB", {name: gib(size) for name, size in plan.host.items()})
+    yield _lines("disk, GiB", {name: gib(size) for name, size in plan.disk.items()})
+    if plan.collectives:
+        yield _communication(plan)
+    if plan.speed is not None:
+        speed = plan.speed
+        yield (
+            f"a step: {speed.overlapped:.2f} s overlapped, {speed.serial:.2f} s one after the other (compute "
+            f"{speed.compute:.2f}, communication {speed.communication:.2f}); {speed.tokens_per_second:,.0f} tokens/s, "
+            f"MFU {speed.mfu:.0%}"
+        )
+        yield "assumed: " + "; ".join(speed.assumptions)
+
+
+def _lines(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title, "", show_header=True)
+    table.columns[1].justify = "right"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _communication(plan: Estimate) -> Table:
+    sums: dict[tuple[str, str, str, str], list[int]] = {}
+    for one in plan.collectives:
+        entry = sums.setdefault((one.dim, one.link, one.phase, one.kind), [0, 0])
+        entry[0] += one.calls
+        entry[1] += one.sent
+    table = Table("mesh dim", "link", "phase", "collective", "calls", "GiB sent", title="a step's communication")
+    for (dim, link, phase, kind), (calls, sent) in sums.items():
+        table.add_row(dim, link, phase, kind, f"{calls:,}", gib(sent))
+    return table
+
+
+def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
+    """Alternatives, one a line."""
+    table = Table("change", "ranks", "peak GiB", "needed GiB", "fits", "tokens/s", "mostly", title=title)
+    for one in candidates:
+        plan = one.estimate
+        words = ", ".join(f"{key}={value}" for key, value in one.values.items() if value != "auto") or "none"
+        fits = {True: "yes", False: "no", None: "?"}[plan.fits]
+        speed = "?" if plan.speed is None else f"{plan.speed.tokens_per_second:,.0f}"
+        table.add_row(words, str(one.world_size), gib(plan.peak.total), gib(plan.needed), fits, speed, plan.blame)
+    return table
+
+
+def as_json(plan: Estimate) -> dict[str, Any]:
+    """One object; bytes and seconds."""
+    peak = plan.peak
+    return {
+        "mesh": asdict(plan.sizes),
+        "device": None if plan.device is None else asdict(plan.device),
+        "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.total, "by_category": peak.bytes},
+        "allowance": ALLOWANCE,
+        "needed": plan.needed,
+        "fits": plan.fits,
+        "blame": plan.blame,
+        "phases": {phase: asdict(plan.phase_peak(phase)) for phase in phases_of(plan)},
+        "moments": [asdict(moment) for moment in plan.moments],
+        "host": plan.host,
+        "disk": plan.disk,
+        "collectives": [asdict(one) for one in plan.collectives],
+        "speed": None if plan.speed is None else asdict(plan.speed),
+        "activations_from": plan.activations_from,
+    }
+
+
+def candidate_json(one: Candidate) -> dict[str, Any]:
+    """A candidate without its moments."""
+    plan = {key: value for key, value in as_json(one.estimate).items() if key not in ("moments", "collectives")}
+    return {"values": one.values, "world_size": one.world_size, **plan}
+
+
+def draw(plan: Estimate, *, title: str) -> Any:
+    """A figure: memory by category through a step's moments, and at the peak of each phase.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        todo = 'install it: pip install "fsdp2kit[plot]"'
+        raise UserError("--png", "needs matplotlib, which is not installed", todo) from None
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    through, bars = figure.subplots(1, 2, width_ratios=(3, 1))
+    names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in plan.moments)]
+    step = [moment for moment in plan.moments if moment.phase in ("forward", "backward", "optimizer")]
+    values = [[moment.bytes.get(name, 0) / GIB for moment in step] for name in names]
+    through.stackplot(range(len(step)), *values, labels=names)
+    through.set(ylabel="GiB", xlabel="moments of the last micro-batch", title=title)
+    starts = {moment.phase: number for number, moment in reversed(list(enumerate(step)))}
+    through.set_xticks(list(starts.values()), list(starts))
+    phases = phases_of(plan)
+    bottoms = [0.0] * len(phases)
+    for name in names:
+        heights = [plan.phase_peak(phase).bytes.get(name, 0) / GIB for phase in phases]
+        bars.bar(phases, heights, bottom=bottoms, label=name)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    bars.tick_params(axis="x", rotation=45)
+    if plan.device is not None:
+        for axis in (through, bars):
+            axis.axhline(plan.device.memory / GIB, color="black", linestyle="--", linewidth=1)
+    bars.legend(fontsize="x-small")
+    return figure
+
+
+def write_png(plan: Estimate, path: Path, *, title: str) -> None:
+    """Write `draw`'s figure.
+
+    Raises:
+        UserError: as `draw`.
+    """
+    draw(plan, title=title).savefig(path, dpi=120, format="png")
+
+
+def write_html(plan: Estimate, path: Path, *, title: str, extra: Sequence[RenderableType] = ()) -> None:
+    """One page without anything beside it: the picture and the tables.
+
+    Raises:
+        UserError: as `draw`.
+    """
+    picture = io.BytesIO()
+    draw(plan, title=title).savefig(picture, dpi=120, format="png")
+    console = Console(record=True, width=140, file=io.StringIO())
+    for part in [*renderables(plan), *extra]:
+        console.print(part)
+    tables = console.export_text()
+    data = base64.b64encode(picture.getvalue()).decode()
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
+        f'<h1>{html.escape(title)}</h1><img src="data:image/png;base64,{data}" style="max-width:100%">'
+        f"<pre>{html.escape(tables)}</pre>\n",
+        encoding="utf-8",
+    )

@@ -1,0 +1,278 @@
+"""The formulae agree with a trace of the real modules, with real tensors of real runs, and with others' accounting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit import distributed
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import local_part
+from fsdp2kit.model.build import build_model
+from fsdp2kit.optim.build import build_optimizer, state_bytes
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.planner.devices import GIB, find_device
+from fsdp2kit.planner.estimate import at_rest_bytes, plan_memory
+from fsdp2kit.planner.memory import Moment
+from fsdp2kit.planner.trace import Allocations, trace_step
+from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
+from tests.parallel.jobs import Case
+from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, small
+from tests.reference import make_batches, tiny_model_dir
+from tests.workers import WorkerPool
+
+INVISIBLE = "attention and exchange"
+"""Memory inside operators, which a trace on fake tensors does not see."""
+
+
+def visible(moment: Moment) -> dict[str, int]:
+    return {name: size for name, size in moment.bytes.items() if name != INVISIBLE}
+
+
+def assert_agree(formula: dict[str, int], found: dict[str, int], *, within: float = 0.03) -> None:
+    """Every category above 1 % of the sum, and the sum."""
+    total = sum(found.values())
+    assert sum(formula.values()) == pytest.approx(total, rel=within)
+    for name in formula.keys() | found.keys():
+        if max(formula.get(name, 0), found.get(name, 0)) > 0.01 * total:
+            assert formula.get(name, 0) == pytest.approx(found.get(name, 0), rel=within), name
+
+
+def compare_with_trace(config: TrainingConfig, *, ranks: int) -> None:
+    plan = planned(config, ranks=ranks, device_type="cpu")
+    sizes = check_config(config, world_size=ranks, local_world_size=min(8, ranks))
+    traced = trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=cross_entropy))
+    assert set(traced) == {"forward", "backward", "optimizer"}
+    for phase, found in traced.items():
+        moments = [moment for moment in plan.moments if moment.phase == phase]
+        formula = max(map(visible, moments), key=lambda sizes: sum(sizes.values()))
+        if plan.activations_from != "formula":
+            # Two moments are all but equal: before and after autograd takes a weight's gradient over.
+            formula, found = (_together(sizes, "activations", "unsharded gradients") for sizes in (formula, found))
+        assert_agree(formula, found)
+
+
+def _together(sizes: dict[str, int], *names: str) -> dict[str, int]:
+    return {**sizes, **dict.fromkeys(names, 0), names[0]: sum(sizes.get(name, 0) for name in names)}
+
+
+def checkpointing(mode: str, every: int = 1) -> dict[str, Any]:
+    return {"activation_checkpointing": {"mode": mode, "every": every}}
+
+
+LONG = {"data": {"seq_len": 4096}}
+SHORT = {"data": {"seq_len": 256}}
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "llama, full_shard, none": (small(LLAMA_8B), 8, {**SHORT, **checkpointing("none")}),
+    "llama, long, full": (small(LLAMA_8B), 8, {**LONG, **checkpointing("full"), "rows": 16}),
+    "llama, selective, every 2": (small(LLAMA_8B, layers=3), 8, {**LONG, **checkpointing("selective", 2)}),
+    "tied, float32, shard_grad_op": (
+        small(REAL["llama1b"]),
+        4,
+        {**SHORT, "rows": 8, "fsdp": {"strategy": "shard_grad_op", "param_dtype": "float32"}},
+    ),
+    "hybrid_shard, reduce every": (
+        small(LLAMA_8B),
+        8,
+        {
+            **SHORT,
+            "rows": 16,
+            "mesh": {"dp_replicate": 2},
+            "fsdp": {"strategy": "hybrid_shard", "reduce_every_micro_batch": True},
+        },
+    ),
+    "no_shard": (small(LLAMA_8B), 2, {**SHORT, "rows": 4, "fsdp": {"strategy": "no_shard"}}),
+    "qwen3, allgather over 8": (small(QWEN3_8B), 8, {**LONG, **checkpointing("selective"), "mesh": {"cp": 8}}),
+    "llama, ulysses over 2": (
+        small(LLAMA_8B),
+        8,
+        {**LONG, "mesh": {"cp": 2}, "context_parallel": {"method": "ulysses"}},
+    ),
+    "units by size, prefetch": (
+        small(LLAMA_8B, layers=3),
+        8,
+        {**SHORT, "fsdp": {"unit": "size", "min_params": 100_000, "forward_prefetch": 2, "backward_prefetch": 3}},
+    ),
+    "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
+    "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
+    "mixtral, counted, full": (small(MIXTRAL), 8, {**LONG, **checkpointing("full")}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formulae_agree_with_the_trace(name: str) -> None:
+    model, ranks, sections = CASES[name]
+    compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [1, 2, 8])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("model", REAL)
+def test_formulae_agree_with_the_trace_of_real_shapes(model: str, strategy: str, mode: str, cp: int) -> None:
+    sections = {"fsdp": {"strategy": strategy}, "mesh": {"cp": cp}, "data": {"seq_len": 8192}, **checkpointing(mode)}
+    compare_with_trace(config_of(REAL[model], ranks=16, **sections), ranks=16)
+
+
+ROWS = 32  # enough that generator states, of which checkpointing keeps one a layer, do not matter
+
+
+def bytes_of(tensors: Any) -> int:
+    """Of this rank's parts; numbers (step counts) are left out."""
+    return sum(local_part(t).nbytes for t in tensors if isinstance(t, torch.Tensor) and t.ndim)
+
+
+def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
+    """Bytes of real tensors on this rank: between forward and backward, and when the optimizer has stepped."""
+    config = case.config(folder, steps=1, rows=ROWS)
+    sharded = Sharded(config, world=distributed.start())
+    optimizer = build_optimizer(config.optimizer, sharded.model)
+    dealt = DealtOut(
+        make_batches(1, rows=ROWS), case.micro, dp_rank=sharded.mesh.dp_rank, dp_size=sharded.mesh.sizes.dp
+    )
+    batch = next_batch(dealt, 0, mesh=sharded.mesh)
+    # Every token has a target. What is made of a batch, the host's tables of segments among it, is no activation.
+    micro_batches = (replace(micro, labels=torch.zeros_like(micro.labels)) for micro in batch.micro_batches)
+    prepared = iter([sharded.inputs(micro) for micro in micro_batches])
+    between: dict[str, int] = {}
+    with Allocations(vocabulary=sharded.model.config.vocab_size) as allocations:
+
+        def shard(_micro: Any) -> dict[str, Any]:
+            inputs = next(prepared)
+            allocations.mark(list(inputs.values()), "inputs")
+            return inputs
+
+        def end_phase(name: str) -> None:
+            if name == "forward":
+                between.update(allocations.alive())
+
+        accumulate_gradients(
+            sharded.model,
+            batch,
+            objective=cross_entropy,
+            shard=shard,
+            fsdp=config.fsdp,
+            mesh=sharded.mesh,
+            end_phase=end_phase,
+        )
+    parameters = list(sharded.model.parameters())
+    gradients = bytes_of(parameter.grad for parameter in parameters)
+    optimizer.step()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    rest = {"parameters": bytes_of(parameters), "gradients": gradients, "optimizer": bytes_of(states)}
+    return {"between": between, "rest": rest}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("cp", "method"), [(1, "auto"), (2, "allgather"), (2, "ulysses")])
+def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """A likeness of SmolLM2 (9 heads, 3 of keys, tied) on two ranks."""
+    tiny_model_dir("smollm2", tmp_path)
+    case = Case("smollm2", 2 // cp, cp, micro=ROWS // (2 // cp), checkpointing=mode, attention="varlen", method=method)
+    plan = planned(case.config(tmp_path, steps=1, rows=ROWS), ranks=2, device_type="cpu")
+    between = next(moment for moment in plan.moments if moment.where == "end").bytes
+    step = plan.phase_peak("optimizer").bytes
+    for rank, found in enumerate(pool.run(2, one_real_step, tmp_path, case)):
+        for name in ("parameters", "gradients", "optimizer"):
+            if rank == 0:  # the other may have fewer rows of what does not divide
+                assert step[name] == pytest.approx(found["rest"][name], rel=0.03), name
+        # Where heads do not divide, the first rank has most of them.
+        if rank == 0 or method != "ulysses":
+            assert between["activations"] == pytest.approx(found["between"]["activations"], rel=0.03)
+
+
+def test_zero_paper_figure_1_and_table_1() -> None:
+    """arXiv:1910.02054: 7.5 B parameters on 64 devices, 2 + 2 + 12 bytes a parameter: 120, 31.4, 16.6 and 1.9 GB."""
+    count, ranks, moments = 7.5e9, 64, 12
+    sizes = {
+        "baseline": (2 + 2 + moments) * count,
+        "os": (2 + 2) * count + moments * count / ranks,
+        "os+g": 2 * count + (2 + moments) * count / ranks,
+        "os+g+p": (2 + 2 + moments) * count / ranks,
+    }
+    assert [round(size / 1e9, 1) for size in sizes.values()] == [120, 31.4, 16.6, 1.9]
+    # Ours, read off the planner: bfloat16 shards with two moments of 2 bytes are 2 + 2 + 4 bytes a parameter, sharded.
+    bf16 = {"fsdp": {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
+    plan = planned(config_of(LLAMA2_7B, ranks=ranks, rows=64, **bf16), ranks=ranks)
+    found = plan.phase_peak("optimizer").bytes
+    parameters = plan_parameters(LLAMA2_7B)
+    assert found["parameters"] == found["gradients"] == pytest.approx(2 * parameters / ranks, rel=1e-3)
+    assert found["optimizer"] == pytest.approx(4 * parameters / ranks, rel=1e-3)
+    # What ZeRO-2 keeps gathered comes on top of the shards here, which the paper's 2Ψ replaces.
+    zero2 = {"fsdp": {"strategy": "shard_grad_op", **bf16["fsdp"]}}
+    kept = planned(config_of(LLAMA2_7B, ranks=ranks, rows=128, **zero2), ranks=ranks).phase_peak("backward").bytes
+    assert kept["unsharded parameters"] == pytest.approx(2 * parameters, rel=1e-3)
+
+
+def plan_parameters(model: dict[str, Any]) -> int:
+    h, i, v = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
+    keys = h * model["num_key_value_heads"] // model["num_attention_heads"]
+    return model["num_hidden_layers"] * (2 * h * h + 2 * h * keys + 3 * h * i + 2 * h) + 2 * v * h + h
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(LLAMA2_7B, 4), (LLAMA_8B, 4), (LLAMA_8B, 8)])
+def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
+    """16 bytes a parameter over the ranks: 7 B on 4 are 28 GB."""
+    plan = planned(config_of(model, ranks=ranks), ranks=ranks)
+    found = plan.phase_peak("optimizer").total
+    assert found == pytest.approx(16 * plan_parameters(model) / ranks, rel=1e-4)
+    assert 16 * 7e9 / 4 == 28e9
+    assert at_rest_bytes(plan)["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
+
+
+def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
+    device = find_device("h100")
+    plan = planned(config_of(LLAMA_8B, ranks=1, data={"seq_len": 2048}), ranks=1, device=device)
+    assert plan.fits is False
+    assert plan.blame == "optimizer"
+    assert "most of them optimizer" in str(plan.warning())
+    fits = planned(config_of(LLAMA_8B, data={"seq_len": 2048}, **checkpointing("full")), device=device)
+    assert fits.fits is True
+    assert fits.warning() is None
+    assert fits.needed - fits.peak.total == 3 * GIB
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "adamw_8bit", "muon"])
+def test_optimizer_state_is_what_a_real_one_keeps(name: str) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    config = config_of(small(LLAMA_8B), ranks=1, optimizer={"name": name})
+    model: Any = build_model(config.model)
+    model.to_empty(device="cpu")
+    optimizer = build_optimizer(config.optimizer, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if name != "adamw_8bit":  # whose state is made at once
+        optimizer.step()
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    parts = [part for value in kept for part in (getattr(value, k, None) for k in ("codes", "scale", "qmap"))]
+    found = bytes_of(parts if any(part is not None for part in parts) else [])
+    found += bytes_of(value for value in kept if not hasattr(value, "codes"))
+    assert state_bytes(config.optimizer, model, shards=1, item_bytes=4) == found
+
+
+def test_the_runner_says_the_plan_and_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(small(LLAMA_8B), ranks=1)
+    model = build_model(config.model)
+    plan = plan_parallel(model, config, check_config(config, world_size=1, local_world_size=1), "cpu")
+    world = distributed.World(0, 1, 0, 1, torch.device("cpu"))
+    memory = plan_memory(config, model, plan, world=world)
+    assert memory.describe()[0].startswith("memory: ")
+    assert not caplog.messages
+    (line,) = memory.compare({"forward": 2 * GIB}, device_type="cuda")
+    assert line.startswith("memory, GiB planned / measured: forward ")
+    assert line.endswith(" / 2.00")
+    assert memory.compare({}, device_type="cpu") == []
+
+    monkeypatch.setattr("fsdp2kit.planner.estimate.this_device", lambda _: find_device(None, memory_gib=1))
+    plan_memory(config, model, plan, world=world)
+    assert "will probably not fit" in caplog.messages[0]
+    assert plan_memory(config, model, plan, world=replace(world, rank=1)).describe() == []

@@ -1,0 +1,175 @@
+"""tools/plan.py: what it prints, what it proposes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.planner.communication import COMPUTE_EFFICIENCY
+from fsdp2kit.planner.devices import DEVICES, find_device
+from fsdp2kit.planner.estimate import kv_cache_bytes
+from fsdp2kit.planner.search import changed, options
+from tests.planner.likeness import LLAMA_8B, LLAMA_70B, config_of, planned
+from tools import plan as tool
+
+TOML = """
+recipe = "pretrain"
+[model]
+weights = "random"
+config = {{ {fields} }}
+[data]
+format = "synthetic"
+seq_len = 8192
+[train]
+steps = 1
+global_batch_size = 1024
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Any:
+    def write(model: dict[str, Any]) -> str:
+        fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in model.items())
+        path = tmp_path / "x.toml"
+        path.write_text(TOML.format(fields=fields))
+        return str(path)
+
+    return write
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = tool.main(list(arguments))
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", ["64", "1024"])
+def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.process_time()  # of this process: other tests share the machine
+    code, text = run(capsys, toml(LLAMA_70B), "--world-size", ranks, "--device", "h100", "--json")
+    assert time.process_time() - started < 5
+    found = json.loads(text)
+    assert found["mesh"] == {"dp_replicate": 1, "dp_shard": int(ranks), "cp": 1}
+    assert code == (0 if found["fits"] else 1)
+    assert found["speed"]["overlapped"] <= found["speed"]["serial"]
+
+
+def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = toml(LLAMA_8B)
+    given = (path, "--world-size", "8", "--device", "h100", "--json", "train.micro_batch_size=4")
+    code, text = run(capsys, *given, "--fit")
+    found = json.loads(text)
+    assert code == 1
+    assert found["fits"] is False
+    assert found["blame"] == "activations"
+    proposed = found["fit"]
+    assert all(one["fits"] for one in proposed)
+    # One is not enough, and the two cheapest are.
+    assert proposed[0]["values"] == {"train.micro_batch_size": 1, "activation_checkpointing.mode": "selective"}
+
+
+def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon's updates stay on the device, and so must parameters and gradients: 8 bytes a parameter."""
+    arguments = ("--world-size", "4", "--device", "h100", "--fit", "--json", "optimizer.name=muon")
+    _, text = run(capsys, toml(LLAMA_70B), *arguments)
+    (proposed,) = json.loads(text)["fit"]
+    assert proposed["fits"]
+    assert proposed["world_size"] > 4
+    assert proposed["values"]["train.global_batch_size"] == 1024 * proposed["world_size"] // 4
+
+
+def test_the_longest_sequence_fits_and_the_next_one_does_not(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--world-size", "8", "--device", "h100", "--longest", "--json", "activation_checkpointing.mode=full")
+    _, text = run(capsys, toml(LLAMA_8B), *arguments)
+    (best,) = json.loads(text)["longest"]
+    assert best["fits"]
+    config = config_of(LLAMA_8B, data={"seq_len": best["values"]["data.seq_len"] + 2048}, rows=1024)
+    longer = changed(config, {"activation_checkpointing.mode": "full"})
+    assert planned(longer, device=find_device("h100")).fits is False
+
+
+def test_a_sweep_has_every_combination_that_is_possible(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = run(capsys, toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "2", "--sweep", "--json")
+    found = json.loads(text)["sweep"]
+    assert len(found) == 2 * 3 * 3
+    peaks = {tuple(one["values"].values())[:3]: one["peak"]["bytes"] for one in found}
+    assert peaks[1, "full", 1] < peaks[1, "selective", 1] < peaks[1, "none", 1] < peaks[1, "none", 2]
+    assert peaks[2, "none", 1] < peaks[1, "none", 1]
+
+
+def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    png, page = tmp_path / "x.png", tmp_path / "x.html"
+    arguments = ("--device", "h100", "--png", str(png), "--html", str(page), "--kv-cache", "32", "4096")
+    _, text = run(capsys, toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "8", *arguments)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in page.read_text()
+    for words in ("peak of each phase", "unsharded parameters", "reduce_scatter", "allowance", "tokens/s", "KV cache"):
+        assert words in text
+    assert f"{COMPUTE_EFFICIENCY:.0%} of 989" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--device", "h1000"], "--device: 'h1000' is not a device that the planner knows; did you mean h100?"),
+        (["--world-size", "0"], "--world-size: 0 is no number of ranks"),
+        (["--fit"], "--fit: needs to know what must fit into"),
+        (["--world-size", "6", "mesh.cp=4"], "mesh.cp: 4 does not divide the world size 6"),
+        (["model.config={}"], "neither model.path nor model.config.model_type is given"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    arguments: list[str], what: str, toml: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([toml({**LLAMA_8B, "num_hidden_layers": 2}), *arguments]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert what in line
+    assert not captured.out
+
+
+def test_a_model_without_a_config_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(
+        f'recipe = "pretrain"\n[model]\npath = "{tmp_path}"\n[data]\nformat = "synthetic"\n[train]\nsteps = 1\n'
+    )
+    assert tool.main([str(path)]) == 2
+    assert "is not a model directory (no config.json)" in capsys.readouterr().err
+
+
+def test_devices() -> None:
+    assert all(device.peak_flops for device in DEVICES.values())
+    given = find_device("a100", memory_gib=40)
+    assert given is not None
+    assert given.memory == 40 * 2**30
+    assert find_device(None, memory_gib=80).peak_flops is None  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(UserError, match="not a device"):
+        find_device("abacus")
+
+
+def test_kv_cache() -> None:
+    """2 × layers × heads × width × bytes × tokens; a window bounds the tokens of its layers."""
+    model = build_model(ModelConfig(weights="random", config={**LLAMA_8B, "num_hidden_layers": 4}))
+    whole = kv_cache_bytes(model, rows=3, length=1000)
+    assert whole == 2 * 4 * 8 * 128 * 2 * 3 * 1000
+    assert kv_cache_bytes(model, rows=3, length=1000, tp=2) == whole / 2
+    assert kv_cache_bytes(model, rows=3, length=1000, tp=16) == whole / 8  # no rank has less than a head
+    assert kv_cache_bytes(model, rows=3, length=1000, cp=2, dtype="float32") == whole
+    sliding = {"model_type": "mistral", "sliding_window": 100, "head_dim": 128}
+    shape = {name: LLAMA_8B[name] for name in LLAMA_8B if name != "model_type"}
+    windowed = build_model(ModelConfig(weights="random", config={**shape, **sliding, "num_hidden_layers": 4}))
+    assert kv_cache_bytes(windowed, rows=3, length=1000) == whole / 10
+
+
+def test_every_option_is_a_change_that_its_config_takes() -> None:
+    """And none saves nothing of what it says it saves, on some config."""
+    config = config_of(LLAMA_8B, train={"micro_batch_size": 2}, fsdp={"strategy": "hybrid_shard_zero2"})
+    for option in options(config):
+        assert changed(config, option.values) != config, option

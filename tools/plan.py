@@ -1,0 +1,129 @@
+"""Plan a run before a device is rented: memory by phase, bytes sent, time, and what to change so that it fits.
+
+python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
+    [--fit | --sweep | --longest] [--trace] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.errors import UserError, in_one_line
+
+
+@in_one_line
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 if it does not fit, or 2 after a user's mistake."""
+    options = _parse(arguments)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
+    from rich.console import Console
+
+    from fsdp2kit.planner import report
+    from fsdp2kit.planner.devices import find_device
+    from fsdp2kit.planner.estimate import estimate, plan_for
+    from fsdp2kit.run import load
+
+    for name in ("world_size", "local_world_size"):
+        if getattr(options, name) < 1:
+            raise UserError(
+                f"--{name.replace('_', '-')}", f"{getattr(options, name)} is no number of ranks", "give 1 or more"
+            )
+    device = find_device(options.device, memory_gib=options.device_memory)
+    _, config = load(options.toml, options.overrides)
+    local = min(options.local_world_size, options.world_size)
+    model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
+    found = estimate(config, model, plan, device=device, local_world_size=local)
+    parts, extra = list(report.renderables(found)), {}
+    for title, candidates in _alternatives(options, config, device):
+        parts.append(report.candidates_table(candidates, title=title))
+        extra[title] = [report.candidate_json(one) for one in candidates]
+    if options.kv_cache:
+        from fsdp2kit.planner.estimate import colocated_cycle, kv_cache_bytes
+
+        rows, length = options.kv_cache
+        cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
+        cycle = colocated_cycle(found, model, cache=cache, tp=options.tp, bucket=2**30)
+        extra["kv_cache"], extra["colocated"] = cache, cycle
+        parts.append(
+            f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {report.gib(cache)} GiB a rank"
+        )
+        parts.append("colocated, GiB: " + ", ".join(f"{phase} {report.gib(size)}" for phase, size in cycle.items()))
+    if options.trace:
+        extra["trace"] = traced = _trace(config, plan.sizes)
+        words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
+        parts.append("traced on the real modules, GiB: " + ", ".join(words))
+    title = f"{options.toml} on {options.world_size} ranks"
+    if options.png is not None:
+        report.write_png(found, options.png, title=title)
+    if options.html is not None:
+        report.write_html(found, options.html, title=title, extra=parts[len(list(report.renderables(found))) :])
+    if options.json:
+        print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        for part in parts:
+            console.print(part)
+    return 1 if found.fits is False else 0
+
+
+def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> list[tuple[str, list[Any]]]:
+    """What --fit, --sweep and --longest ask for, each under its name."""
+    from fsdp2kit.planner.search import evaluator, find_fit, longest, sweep
+
+    if not (options.fit or options.sweep or options.longest):
+        return []
+    if device is None and not options.sweep:
+        flag = "--fit" if options.fit else "--longest"
+        raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")
+    given: dict[str, Any] = {
+        "world_size": options.world_size,
+        "evaluate": evaluator(device, local_world_size=options.local_world_size),
+    }
+    found: list[tuple[str, list[Any]]] = []
+    if options.fit:
+        found.append(("fit", find_fit(config, **given)))
+    if options.sweep:
+        found.append(("sweep", list(sweep(config, **given))))
+    if options.longest:
+        best = longest(config, **given)
+        found.append(("longest", [best] if best else []))
+    return found
+
+
+def _trace(config: Any, sizes: Any) -> dict[str, dict[str, int]]:
+    from fsdp2kit.planner.trace import trace_step
+    from fsdp2kit.train.step import accumulate_gradients, cross_entropy
+
+    return trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=cross_entropy))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="plan", description=__doc__.splitlines()[0])
+    parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for a run")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (8)")
+    parser.add_argument("--local-world-size", type=int, default=8, metavar="N", help="ranks of a node (8)")
+    parser.add_argument("--device", metavar="NAME", help="h100, a100, h200, b200, l40s, …")
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="instead of the device's own")
+    parser.add_argument("--fit", action="store_true", help="the cheapest changes that fit")
+    parser.add_argument("--sweep", action="store_true", help="a table of cp × checkpointing × micro-batch")
+    parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
+    parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
+    parser.add_argument(
+        "--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts, and the colocated cycle"
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
+    parser.add_argument("--html", type=Path, metavar="FILE", help="a page with picture and tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
