@@ -43,8 +43,7 @@ class Config(TrainingConfig):
 def main(config: Config) -> None:
     """Train as ``config`` says; every rank calls this."""
     with start_job(config) as job:
-        # Nothing is allocated yet. A config that would silently train something else is refused here.
-        # Synthetic tokens need no tokenizer; the export has one if the model does.
+        # Nothing is allocated yet; what would go wrong is refused. Synthetic tokens need a tokenizer for the export alone.
         is_kept = (config.model.tokenizer or config.model.path) and config.checkpoint.export_hf != "never"
         tokenizer = build_tokenizer(config.model) if is_kept or config.data.format != "synthetic" else None
         model = build_model(config.model)
@@ -56,7 +55,6 @@ def main(config: Config) -> None:
         # Text → tokens → packs → global batches → this rank's share.
         data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
         say(*data.describe())
-
         # The sharded model, with weights from a checkpoint, from its source, or random ones.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")

@@ -42,7 +42,6 @@ def main(config: Config) -> None:
         # Text → tokens → packs → global batches → this rank's share.
         data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
         say(*data.describe())
-
         # The sharded model, with weights from a checkpoint, from its source, or random ones.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
