@@ -43,7 +43,7 @@ class Config(TrainingConfig):
 def main(config: Config) -> None:
     """Train as ``config`` says; every rank calls this."""
     with start_job(config) as job:
-        # Nothing is allocated yet; what would go wrong is refused. Synthetic tokens need a tokenizer for the export alone.
+        # Nothing is allocated yet. Synthetic tokens need no tokenizer; the export has one if the model does.
         is_kept = (config.model.tokenizer or config.model.path) and config.checkpoint.export_hf != "never"
         tokenizer = build_tokenizer(config.model) if is_kept or config.data.format != "synthetic" else None
         model = build_model(config.model)
