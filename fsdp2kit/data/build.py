@@ -256,6 +256,7 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         sets = [*training_sets(config.data), *(held_out_sets(config) if evaluates else [])]
     bytes_left = _BYTES_COUNTED
     for section, key, _ in sets:
+        assert tokenizer is not None, "synthetic data are no sets"
         source = source_of_set(section, key)
         size = sum(Path(file).stat().st_size * (1 if source.is_text else 4) for file in source.files)
         if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, row_format(section), tokenizer)):
