@@ -79,6 +79,16 @@ def test_rate_and_remaining_time_are_arithmetic(monkeypatch: pytest.MonkeyPatch)
     assert str(bar) == "tokenising a.jsonl: 12,000 rows, 1,200 rows/s"
 
 
+def test_a_noun_agrees_with_its_number() -> None:
+    assert [console.counted(number, "row") for number in (0, 1, 2, 1000)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "1,000 rows",
+    ]
+    assert [console.counted(number, "micro-batch") for number in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+
+
 def test_what_is_over_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("verifying", total=1) as bar:
         bar.advance(1)

@@ -23,6 +23,7 @@ from fsdp2kit.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
+from fsdp2kit.console import counted
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, source_of
@@ -89,7 +90,7 @@ class ParallelPlan:
         units = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         lines = [
             f"parameters: {self.parameters:,}",
-            f"fsdp: {section.strategy} over {shard_ranks(section, self.sizes)} ranks; units: {units}; "
+            f"fsdp: {section.strategy} over {counted(shard_ranks(section, self.sizes), 'rank')}; units: {units}; "
             f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward",
         ]
         if self.frozen_parameters:

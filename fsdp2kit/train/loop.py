@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.console import counted
 from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
@@ -201,8 +202,9 @@ class _Run:
             line |= {"tokens_total": self.progress.tokens_total, **throughput.record()}
             self._log(line, evaluates=evaluates)
         if self.progress.nonfinite_steps >= config.train.max_nonfinite:
+            steps = counted(self.progress.nonfinite_steps, "step")
             raise RunFailure(
-                f"step {step}: the loss or gradient of {self.progress.nonfinite_steps} steps in a row was not finite "
+                f"step {step}: the loss or gradient of {steps} in a row was not finite "
                 "(train.max_nonfinite); the last checkpoint is untouched. Lower the learning rate, or look at the data"
             )
         is_best = config.eval.keeps_best and self.progress.best_step == step
