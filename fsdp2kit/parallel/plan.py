@@ -98,6 +98,12 @@ class ParallelPlan:
         if self.ignored_parameters:
             kept = f"{self.ignored_parameters:,} parameters, stored in {section.param_dtype}"
             lines.append(f"kept whole on every rank: {kept}")
+        checkpointed = self.activation_checkpointing
+        if checkpointed.mode != "none":
+            layers = "each decoder layer" if checkpointed.every == 1 else f"one decoder layer in {checkpointed.every}"
+            lines.append(f"activation checkpointing: {checkpointed.mode}, {layers}")
+        if self.compile.enabled:
+            lines.append("torch.compile: each decoder layer")
         if self.device_type == "cpu":
             offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
             offloaded += ["activation_checkpointing.offload"] if self.activation_checkpointing.offload else []

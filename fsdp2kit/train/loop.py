@@ -226,7 +226,10 @@ class _Run:
         how = "done" if self.is_over else "stopped, and goes on when it is started again"
         epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
         seconds = timedelta(seconds=round(seconds_alive()))
-        lines = [f"{how}: step {step} of {self.total}{epoch}, {tokens:,} supervised tokens, in {seconds}"]
+        trained = (
+            f"step {step} of {self.total}{epoch}, {tokens:,} supervised tokens" if self.total else "nothing to train"
+        )
+        lines = [f"{how}: {trained}, in {seconds}"]
         lines.append(f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}")
         return [*lines, *self.checkpoints.describe_end(is_over=self.is_over)]
 
