@@ -159,7 +159,9 @@ class _Run:
         if self.total == 0 and self.evaluate is not None:
             self._log({"step": self.progress.step}, evaluates=True)
         elif self.is_over:
-            self.metrics.message(f"nothing left to train: step {self.progress.step} of {self.total} is done")
+            step = f"step {self.progress.step} of {self.total}"
+            done = f"{step} is done" if self.progress.step >= self.total else f"the run stopped early, after {step}"
+            self.metrics.message(f"nothing left to train: {done}")
         self.metrics.throughput.restart()
 
     def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
@@ -215,7 +217,7 @@ class _Run:
         """What comes after the last step."""
         if self.is_over and self.first < self.progress.step < self.total:
             loss, best = self.progress.best_eval_loss, self.progress.best_step
-            lowest = "was never finite" if loss is None else f"was lowest ({loss:.4f}) at {best}"
+            lowest = "was never finite" if loss is None else f"was lowest ({loss:.4f}) at step {best}"
             self.metrics.message(f"stopped early: eval_loss {lowest}")
         if self.saved_at != self.progress.step:
             self._save()
