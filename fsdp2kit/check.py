@@ -9,6 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.console import counted
 from fsdp2kit.data.build import count_steps
 from fsdp2kit.data.row_sets import check_first_rows
 from fsdp2kit.errors import UserError
@@ -41,8 +42,9 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     lines.append(
-        f"a step: {train.global_batch_size} rows of {data.seq_len:,} tokens, in {accumulation} micro-batches of "
-        f"{train.micro_batch_size} on each of {sizes.dp} data-parallel ranks"
+        f"a step: {counted(train.global_batch_size, 'row')} of {data.seq_len:,} tokens, in "
+        f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
+        f"{counted(sizes.dp, 'data-parallel rank')}"
     )
     if data.format != "synthetic" and data.path is None and not data.sources:
         return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked

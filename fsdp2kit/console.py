@@ -114,6 +114,12 @@ def size_text(number: float) -> str:
     return decimal(int(number))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 rank``, ``2,000 ranks``, ``4 micro-batches``."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 class _Screen:
     """The terminal. rich shows one group of bars at a time, so all of them are in one."""
 

@@ -23,6 +23,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.load import parse_override, read_toml
+from fsdp2kit.console import counted
 from fsdp2kit.errors import UserError
 
 
@@ -191,7 +192,7 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    print(f"ok: {toml} on {world_size} ranks, checked in {time.perf_counter() - started:.1f} s")
+    print(f"ok: {toml} on {counted(world_size, 'rank')}, checked in {time.perf_counter() - started:.1f} s")
     print(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
     print("weights and memory unchecked: the start reads and takes them")
     return 0

@@ -79,6 +79,16 @@ def test_rate_and_remaining_time_are_arithmetic(monkeypatch: pytest.MonkeyPatch)
     assert str(bar) == "tokenising a.jsonl: 12,000 rows, 1,200 rows/s"
 
 
+def test_a_noun_agrees_with_its_number() -> None:
+    assert [console.counted(number, "row") for number in (0, 1, 2, 1000)] == [
+        "0 rows",
+        "1 row",
+        "2 rows",
+        "1,000 rows",
+    ]
+    assert [console.counted(number, "micro-batch") for number in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+
+
 def test_what_is_over_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("verifying", total=1) as bar:
         bar.advance(1)
@@ -226,12 +236,8 @@ def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
     checkpoint = run_dir / "checkpoints" / "step-000002"
     expected = ["mesh: ", "data: 600 documents", "an epoch: ", "step 1/2  epoch 0.0", f"saved {run_dir}/checkpoints/"]
     expected += ["step 2/2  epoch 0.0", "> What is wet?", f"saved {checkpoint} (", "exported step-000002 to "]
-    expected += [
-        "done: step 2 of 2 (epoch 0.0",
-        f"checkpoint: {checkpoint}",
-        f"model: {run_dir / 'hf'} (of step-000002)",
-    ]
-    expected += [f"metrics: {run_dir / 'metrics.jsonl'}"]
+    expected += ["done: step 2 of 2 (epoch 0.0", f"metrics: {run_dir / 'metrics.jsonl'}"]
+    expected += [f"checkpoint: {checkpoint}", f"model: {run_dir / 'hf'}, of step-000002"]
     lines = iter(out.splitlines())
     for beginning in expected:
         assert any(line.startswith(beginning) for line in lines), (beginning, out)

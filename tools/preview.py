@@ -33,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from fsdp2kit.config.checks import check_data, resolve_warmup
+from fsdp2kit.console import counted
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
@@ -300,7 +301,7 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
             body += [_border(f"document {at}: {total:,} tokens, {learnt:,} learnt"), _document(pieces, most_tokens)]
         if padding:
             body.append(_border(f"padding: {padding:,} tokens"))
-        title = f"row {number}: {len(documents)} documents in {preview.seq_len:,} tokens"
+        title = f"row {number}: {counted(len(documents), 'document')} in {preview.seq_len:,} tokens"
         console.print(Panel(Group(*body), title=title, title_align="left", border_style="cyan"))
     for name, statistics in preview.statistics.items():
         console.print(_table(preview, name, statistics), _histogram(statistics))

@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.console import counted
 from fsdp2kit.data.documents import Document, Documents, Tokens, build_documents, read_tokens, require_tokenizer
 from fsdp2kit.data.formats import key_border, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
@@ -136,8 +137,8 @@ class Data:
             lines.append(f"data{of_mix}: {part.documents.report}")
         return [
             *lines,
-            f"an epoch: {self.loader.rows_per_epoch:,} rows of {seq_len:,} tokens, "
-            f"{self.loader.packing_efficiency:.1%} full, in {self.loader.steps_per_epoch:,} steps",
+            f"an epoch: {counted(self.loader.rows_per_epoch, 'row')} of {seq_len:,} tokens, "
+            f"{self.loader.packing_efficiency:.1%} full, in {counted(self.loader.steps_per_epoch, 'step')}",
             *self._notes(),
         ]
 
@@ -263,7 +264,7 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
             return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
         bytes_left -= min(size, bytes_left)
     data = build_data(config, tokenizer=tokenizer, model=model)
-    return [*data.describe(), f"train: {data.total_steps:,} steps"]
+    return [*data.describe(), f"train: {counted(data.total_steps, 'step')}"]
 
 
 def _hold_out(

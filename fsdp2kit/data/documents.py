@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig, Overlong
+from fsdp2kit.console import counted
 from fsdp2kit.data.formats import row_format
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source, find_source
@@ -50,7 +51,7 @@ class Report:
         lost.append(("without a target", self.unsupervised))
         notes = "".join(f", {count:,} {what}" for what, count in lost if count)
         return (
-            f"{self.documents:,} documents of {self.rows:,} rows{notes}; {self.tokens:,} tokens, "
+            f"{counted(self.documents, 'document')} of {counted(self.rows, 'row')}{notes}; {self.tokens:,} tokens, "
             f"{self.supervised_tokens / self.tokens:.0%} supervised"
         )
 
@@ -322,7 +323,7 @@ def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
         return UserError(where, f"all {report.rows} rows are longer than data.seq_len = {seq_len}", "raise it")
     return UserError(
         where,
-        f"no document holds a token to learn ({report.rows} rows)",
+        f"no document holds a token to learn ({counted(report.rows, 'row')})",
         'chat rows need messages with the role "assistant" within the first data.seq_len tokens, and chat templates '
         "with {% generation %} markers need them around the assistant's text",
     )

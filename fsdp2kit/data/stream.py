@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.console import counted
 from fsdp2kit.data.documents import Document, Tokens, check_vocabulary, cut_rows, largest_id, read_piece
 from fsdp2kit.data.formats import row_format, row_key
 from fsdp2kit.data.loader import Batch, PackedRow, Share
@@ -81,7 +82,7 @@ def packed_rows(
             # Allow one empty pass: a resume may start near its end.
             empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
             if empty_passes == 2:
-                what = f"no document holds a token to learn ({rows_read} rows)"
+                what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
                 raise UserError(where, what, "look at the data with tools/preview.py")
 
 

@@ -23,6 +23,7 @@ from fsdp2kit.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
+from fsdp2kit.console import counted
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, source_of
@@ -89,7 +90,7 @@ class ParallelPlan:
         units = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         lines = [
             f"parameters: {self.parameters:,}",
-            f"fsdp: {section.strategy} over {shard_ranks(section, self.sizes)} ranks; units: {units}; "
+            f"fsdp: {section.strategy} over {counted(shard_ranks(section, self.sizes), 'rank')}; units: {units}; "
             f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward",
         ]
         if self.frozen_parameters:
@@ -97,6 +98,12 @@ class ParallelPlan:
         if self.ignored_parameters:
             kept = f"{self.ignored_parameters:,} parameters, stored in {section.param_dtype}"
             lines.append(f"kept whole on every rank: {kept}")
+        checkpointed = self.activation_checkpointing
+        if checkpointed.mode != "none":
+            layers = "each decoder layer" if checkpointed.every == 1 else f"one decoder layer in {checkpointed.every}"
+            lines.append(f"activation checkpointing: {checkpointed.mode}, {layers}")
+        if self.compile.enabled:
+            lines.append("torch.compile: each decoder layer")
         if self.device_type == "cpu":
             offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
             offloaded += ["activation_checkpointing.offload"] if self.activation_checkpointing.offload else []

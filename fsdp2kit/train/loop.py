@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.console import counted
 from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
@@ -163,7 +164,9 @@ class _Run:
         if self.total == 0 and self.evaluate is not None:
             self._log({"step": self.progress.step}, evaluates=True)
         elif self.is_over:
-            self.metrics.message(f"nothing left to train: step {self.progress.step} of {self.total} is done")
+            step = f"step {self.progress.step} of {self.total}"
+            done = f"{step} is done" if self.progress.step >= self.total else f"the run stopped early, after {step}"
+            self.metrics.message(f"nothing left to train: {done}")
         self.metrics.throughput.restart()
 
     def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
@@ -206,8 +209,9 @@ class _Run:
             line |= {"tokens_total": self.progress.tokens_total, **throughput.record()}
             self._log(line, evaluates=evaluates)
         if self.progress.nonfinite_steps >= config.train.max_nonfinite:
+            steps = counted(self.progress.nonfinite_steps, "step")
             raise RunFailure(
-                f"step {step}: the loss or gradient of {self.progress.nonfinite_steps} steps in a row was not finite "
+                f"step {step}: the loss or gradient of {steps} in a row was not finite "
                 "(train.max_nonfinite); the last checkpoint is untouched. Lower the learning rate, or look at the data"
             )
         is_best = config.eval.keeps_best and self.progress.best_step == step
@@ -218,7 +222,7 @@ class _Run:
         """What comes after the last step."""
         if self.is_over and self.first < self.progress.step < self.total:
             loss, best = self.progress.best_eval_loss, self.progress.best_step
-            lowest = "was never finite" if loss is None else f"was lowest ({loss:.4f}) at {best}"
+            lowest = "was never finite" if loss is None else f"was lowest ({loss:.4f}) at step {best}"
             self.metrics.message(f"stopped early: eval_loss {lowest}")
         if self.saved_at != self.progress.step:
             self._save()
@@ -229,7 +233,10 @@ class _Run:
         how = "done" if self.is_over else "stopped, and goes on when it is started again"
         epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
         seconds = timedelta(seconds=round(seconds_alive()))
-        lines = [f"{how}: step {step} of {self.total}{epoch}, {tokens:,} supervised tokens, in {seconds}"]
+        trained = (
+            f"step {step} of {self.total}{epoch}, {tokens:,} supervised tokens" if self.total else "nothing to train"
+        )
+        lines = [f"{how}: {trained}, in {seconds}"]
         lines.append(f"metrics: {Path(self.config.run.dir) / 'metrics.jsonl'}")
         return [*lines, *self.checkpoints.describe_end(is_over=self.is_over)]
 

@@ -113,7 +113,7 @@ class Metrics:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the model's answers after a step to ``samples.jsonl`` and a table in wandb, and show them."""
         for sample in samples:
-            self.message(f"> {sample['prompt']}\n{sample['answer']}")
+            self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
         if samples and self._wandb is not None:

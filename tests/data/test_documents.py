@@ -189,7 +189,7 @@ def test_rows_of_another_format(tmp_path: Path) -> None:
 
 
 def test_nothing_to_learn(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no document holds a token to learn \(1 rows\)"):
+    with pytest.raises(UserError, match=r"no document holds a token to learn \(1 row\)"):
         chat(write(tmp_path / "a.jsonl", CHAT[2:]))
 
 

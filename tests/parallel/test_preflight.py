@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
+    CompileConfig,
     ContextParallelConfig,
     DataConfig,
     MeshConfig,
@@ -73,6 +74,18 @@ def test_ordinary_models_pass(model_type: str) -> None:
 def test_what_would_train_something_else_is_refused(model_type: str, overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         check(model_type, **overrides)
+
+
+def test_the_plan_says_what_is_recomputed_and_compiled() -> None:
+    section = ModelConfig(config={"vocab_size": 128, "model_type": "llama"}, weights="random")
+    config = TrainingConfig(
+        recipe="x",
+        model=section,
+        activation_checkpointing=ActivationCheckpointingConfig(mode="full", every=2),
+        compile=CompileConfig(enabled=True),
+    )
+    lines = plan_parallel(build_model(section), config, MeshSizes(1, 1, 1)).describe()
+    assert {"activation checkpointing: full, one decoder layer in 2", "torch.compile: each decoder layer"} <= {*lines}
 
 
 def test_results_that_are_changed_in_place_cannot_be_kept() -> None:

@@ -185,7 +185,7 @@ def test_a_nonfinite_step_is_skipped(pool: WorkerPool, models: Path) -> None:
 def test_too_many_nonfinite_steps_in_a_row_stop(pool: WorkerPool, models: Path) -> None:
     for records, shards, message in pool.run(2, _train_poisoned, models, "skip", 1):
         assert message.startswith(
-            "step 3: the loss or gradient of 1 steps in a row was not finite (train.max_nonfinite)"
+            "step 3: the loss or gradient of 1 step in a row was not finite (train.max_nonfinite)"
         )
         assert [record["step"] for record in records] == [1, 2, 3]
         assert shards[-1] == shards[1], "the parameters of step 2 are untouched"

@@ -109,9 +109,11 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None
 
 def test_answers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = build(tmp_path)
-    metrics.log_samples(3, [{"prompt": "What is wet?", "answer": "Water.\nAnd rain."}])
+    metrics.log_samples(
+        3, [{"prompt": "What is wet?", "answer": "Water.\nAnd rain."}, {"prompt": "And?", "answer": ""}]
+    )
     metrics.close(ok=True)
-    assert capsys.readouterr().out == "> What is wet?\nWater.\nAnd rain.\n"
+    assert capsys.readouterr().out == "> What is wet?\nWater.\nAnd rain.\n> And?\n(an empty answer)\n"
 
 
 def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
