@@ -43,7 +43,7 @@ from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
-from fsdp2kit.run import load
+from fsdp2kit.run import load, parse_with_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -433,7 +433,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (2)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
-    return parser.parse_intermixed_args(arguments)
+    return parse_with_overrides(parser, arguments)
 
 
 if __name__ == "__main__":
