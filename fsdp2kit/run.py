@@ -175,7 +175,7 @@ def _parse(arguments: Sequence[str] | None) -> Any:
 
 
 def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line that ends in overrides. An unknown option is among them: `load` refuses it, on all ranks."""
+    """Parse a command line that ends in overrides. `load` refuses unknown options, on every rank."""
     options, unknown = parser.parse_known_intermixed_args(arguments)
     options.overrides += unknown
     return options

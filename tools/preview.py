@@ -74,7 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.html is not None:
         page = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
         print_preview(preview, page, most_tokens=options.tokens)
-        page.save_html(str(options.html), theme=MONOKAI)
+        try:
+            page.save_html(str(options.html), theme=MONOKAI)
+        except OSError as error:
+            what = f"cannot be written ({error.strerror})"
+            raise UserError(f"--html {options.html}", what, "give a file in a folder that is there") from None
         print(f"wrote {options.html}")
     else:
         print_preview(preview, Console(width=None if sys.stdout.isatty() else WIDTH), most_tokens=options.tokens)

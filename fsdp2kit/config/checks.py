@@ -276,14 +276,15 @@ def check_data(config: TrainingConfig) -> None:
 def _check_columns(config: TrainingConfig) -> None:
     """A column that is named is one that some format of these rows reads."""
     data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
-    shared: set[DataFormat] = {data.format, *(part.format or data.format for part in parts if part.columns is None)}
-    for columns, formats in [(data.columns, shared)] + [
-        (part.columns, {part.format or data.format}) for part in parts if part.columns is not None
-    ]:
+    shared: dict[DataFormat, None] = dict.fromkeys(
+        [data.format, *(part.format or data.format for part in parts if part.columns is None)]
+    )
+    own = [(part.columns, {part.format or data.format: None}) for part in parts if part.columns is not None]
+    for columns, formats in [(data.columns, shared), *own]:
         read = {name for one in formats for name in COLUMNS[one]}
         for name, called in columns.model_dump(exclude_none=True).items():
             if name not in read:
-                what = f"{called!r} with data.format = {data.format!r}, which reads no {name}"
+                what = f"{called!r} with data.format = {next(iter(formats))!r}, which reads no {name}"
                 fitting = next(one for one, names in COLUMNS.items() if name in names)
                 raise UserError(f"data.columns.{name}", what, f'leave it out, or set data.format = "{fitting}"')
 

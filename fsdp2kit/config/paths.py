@@ -108,7 +108,8 @@ def kind_of(path: Path) -> Kind | None:
         return "model"
     if "adapter_config.json" in names:
         return "adapter"
-    return "gguf" if any(name.endswith(".gguf") for name in names) else None
+    kinds = {_SUFFIXES.get(Path(name).suffix.lower()) for name in names}
+    return "gguf" if "gguf" in kinds and "rows" not in kinds else None
 
 
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:

@@ -75,8 +75,8 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
     for field in _UNLEARNT:
         if message["role"] == "assistant" and field in message and not message[field]:
-            what = f"{name}.{field} is {json.dumps(message[field])}, which nothing here reads: the turn would be learnt"
-            todo = 'cut the row into rows that end in a turn to learn, with data.train_on = "last", or take the field out'
+            what = f"{name}.{field} is {json.dumps(message[field])}, which is not read here: the turn would be learnt"
+            todo = 'end rows in a turn to learn and set data.train_on = "last", or take the field out'
             raise UserError(where, what, todo)
     return message
 
