@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from collections.abc import Callable
@@ -13,6 +14,13 @@ CHUNK_BYTES = 1 << 22
 def user_path(text: str) -> Path:
     """A path from a command line, with ``~`` expanded: a shell leaves it in ``--out=~/x``."""
     return Path(text).expanduser()
+
+
+def positive(text: str) -> int:
+    """A whole number above 0 from a command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

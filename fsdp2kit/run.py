@@ -172,7 +172,14 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
     )
     parser.add_argument("--check", action="store_true", help="validate only: no process group, no weights, no network")
-    return parser.parse_intermixed_args(arguments)
+    return parse_with_overrides(parser, arguments)
+
+
+def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line that ends in overrides. `load` refuses unknown options, on every rank."""
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options.overrides += unknown
+    return options
 
 
 def _check(toml: str, overrides: Sequence[str]) -> int:

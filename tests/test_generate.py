@@ -56,3 +56,11 @@ def test_a_bad_path_is_one_line(missing: str, says: str, model_dir: Path, capsys
     assert generate.main([str(model_dir), "Hello?"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {model_dir}: {says}")
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_tokens_to_generate(count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        generate.main([str(tmp_path), "Hello?", "--max-new-tokens", count])
+    assert caught.value.code == 2
+    assert f"--max-new-tokens: {count} is not positive" in capsys.readouterr().err

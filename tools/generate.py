@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.files import positive, user_path
 
 
 @in_one_line
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
     parser.add_argument("directory", type=user_path, help="a Hugging Face model directory, e.g. runs/x/hf")
     parser.add_argument("questions", nargs="+", help="user messages, or beginnings of texts, each by itself")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens to generate at most")
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
     tokenizer, model = load(options.directory)

@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from fsdp2kit.distributed import end_process
 from fsdp2kit.errors import UserError
-from fsdp2kit.run import load_and_start
+from fsdp2kit.run import load_and_start, parse_with_overrides
 
 if TYPE_CHECKING:
     from fsdp2kit.parity.check import Row
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--full", action="store_true", help="the model and sequence length as they are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse_with_overrides(parser, arguments)
 
     from fsdp2kit import distributed
     from fsdp2kit.parity.check import check_parity

@@ -45,7 +45,7 @@ from fsdp2kit.files import user_path
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
-from fsdp2kit.run import load
+from fsdp2kit.run import load, parse_with_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.html is not None:
         page = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
         print_preview(preview, page, most_tokens=options.tokens)
-        page.save_html(str(options.html), theme=MONOKAI)
+        try:
+            page.save_html(str(options.html), theme=MONOKAI)
+        except OSError as error:
+            what = f"cannot be written ({error.strerror})"
+            raise UserError(f"--html {options.html}", what, "give a file in a folder that is there") from None
         print(f"wrote {options.html}")
     else:
         print_preview(preview, Console(width=None if sys.stdout.isatty() else WIDTH), most_tokens=options.tokens)
@@ -442,7 +446,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (2)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
-    return parser.parse_intermixed_args(arguments)
+    return parse_with_overrides(parser, arguments)
 
 
 if __name__ == "__main__":

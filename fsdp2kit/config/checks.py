@@ -8,10 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp2kit.config.data_schema import COLUMNS
 from fsdp2kit.config.paths import check_paths
 from fsdp2kit.config.schema import (
     CheckpointConfig,
     DataConfig,
+    DataFormat,
     EvalConfig,
     FSDPConfig,
     LRScheduleConfig,
@@ -164,6 +166,10 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     if checkpointing.offload and checkpointing.mode != "full":
         what = f"with mode = {checkpointing.mode!r}, which keeps more than the layers' inputs"
         raise UserError("activation_checkpointing.offload", what, 'set activation_checkpointing.mode = "full"')
+    if checkpointing.every != 1 and checkpointing.mode == "none":
+        what = f"{checkpointing.every} with mode = 'none', which checkpoints no layer"
+        todo = 'leave it out, or set activation_checkpointing.mode = "full" or "selective"'
+        raise UserError("activation_checkpointing.every", what, todo)
     _check_optimizer(config.optimizer, config.fsdp)
     check_wandb(config.wandb)
     _check_float8(config)
@@ -171,6 +177,9 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         what = f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}"
         todo = "use name = 'cosine' or 'wsd', which have a floor, or leave it out"
         raise UserError("lr_schedule.min_lr_ratio", what, todo)
+    if config.lr_schedule.decay_steps is not None and config.lr_schedule.name != "wsd":
+        what = f"{config.lr_schedule.decay_steps} with name = {config.lr_schedule.name!r}, which has no such phase"
+        raise UserError("lr_schedule.decay_steps", what, "leave it out, or set lr_schedule.name = 'wsd'")
     return sizes
 
 
@@ -255,12 +264,29 @@ def check_data(config: TrainingConfig) -> None:
     if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
         what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
         raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')
+    _check_columns(config)
     if data.format == "preference" and any(part.format for part in data.sources):
         raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
     _check_sources(data)
     if data.streaming:
         _check_streaming(config)
     _check_evaluation(config)
+
+
+def _check_columns(config: TrainingConfig) -> None:
+    """A column that is named is one that some format of these rows reads."""
+    data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
+    shared: dict[DataFormat, None] = dict.fromkeys(
+        [data.format, *(part.format or data.format for part in parts if part.columns is None)]
+    )
+    own = [(part.columns, {part.format or data.format: None}) for part in parts if part.columns is not None]
+    for columns, formats in [(data.columns, shared), *own]:
+        read = {name for one in formats for name in COLUMNS[one]}
+        for name, called in columns.model_dump(exclude_none=True).items():
+            if name not in read:
+                what = f"{called!r} with data.format = {next(iter(formats))!r}, which reads no {name}"
+                fitting = next(one for one, names in COLUMNS.items() if name in names)
+                raise UserError(f"data.columns.{name}", what, f'leave it out, or set data.format = "{fitting}"')
 
 
 def _check_sources(data: DataConfig) -> None:

@@ -11,6 +11,18 @@ from fsdp2kit.config.section import InputPath, Section
 DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 
+_OPTIONS = ("tools", "chat_template_kwargs")
+# What each format reads of a row.
+COLUMNS: dict[DataFormat, tuple[str, ...]] = {
+    "chat": ("messages", "conversations", *_OPTIONS),
+    "prompt_completion": ("prompt", "completion", *_OPTIONS),
+    "alpaca": ("instruction", "input", "output", "system", "history", *_OPTIONS),
+    "text": ("text",),
+    "tokens": ("input_ids", "labels"),
+    "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
+    "synthetic": (),
+}
+
 
 class ColumnsConfig(Section):
     """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""

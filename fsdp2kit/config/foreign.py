@@ -126,7 +126,7 @@ NAMES = {
     "save strategy": "save_strategy",
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints keep_checkpoints",
     "checkpoint.export_hf": "save_final save_final_model save_model save_full_model save_full_state_dict",
-    "reports": "report_to logger tracker",
+    "reports": "report_to logger tracker wandb.enabled wandb.enable wandb.disabled",
     "wandb.mode": "wandb wandb_enabled",
     "wandb.project": "wandb_project project_name project wandb.project",
     "wandb.name": "run_name wandb_run_name wandb_name wandb.name experiment_name",
@@ -274,6 +274,11 @@ def snake_case(key: str) -> str:
 def plain_name(key: str) -> str:
     """A key in `snake_case`, without a beginning that says nothing: ``fsdp_offload`` → ``offload``."""
     return _PREFIXES.sub("", snake_case(key))
+
+
+def advise_on_path(location: Sequence[str], known: Collection[str]) -> str | None:
+    """What to write instead of a key that other tools have in this very section; None: no tool that we know of."""
+    return _reason(".".join(map(snake_case, location)), location[-1], known) if len(location) > 1 else None
 
 
 def advise_on_key(location: Sequence[str], value: Any, known: Collection[str]) -> str | None:

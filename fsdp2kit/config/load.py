@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fsdp2kit.config.foreign import SECTION_OF, advise_on_key, advise_on_value, snake_case
+from fsdp2kit.config.foreign import SECTION_OF, advise_on_key, advise_on_path, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
 from fsdp2kit.errors import UserError
 
@@ -120,6 +120,11 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     Raises:
         UserError: the text is not of that form.
     """
+    if override.startswith("-"):
+        plain = override.lstrip("-")
+        is_whole = re.fullmatch(r"[\w-]+\.[\w.-]+=.*", plain, re.DOTALL)
+        todo = f"write {plain}" if is_whole else "--help shows the options; write overrides as train.steps=100"
+        raise UserError(f"option {override!r}", "there is none of that name", todo)
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in path):
@@ -278,6 +283,10 @@ def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
     if not isinstance(given, (str, int, float)) or isinstance(given, bool):
         return None
     kinds = {problem["type"] for problem in problems}
+    if kinds & {"list_type", "tuple_type"}:
+        is_numbers = re.fullmatch(r"[\d.,\seE+-]*", str(given))
+        items = [item.strip() if is_numbers else f'"{item.strip()}"' for item in str(given).split(",")]
+        return f"write [{', '.join(items)}]"
     expected = " ".join(problem.get("ctx", {}).get("expected", "") for problem in problems)
     if option := advise_on_value(given, re.findall(r"'([^']*)'", expected)):
         return f'write "{option}"'
@@ -299,6 +308,8 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     is_section = isinstance(given, Mapping)
     # The same name in another section, before similar names; [tokenizer] is not the key model.tokenizer.
     elsewhere = [one for one in known if one.rpartition(".")[2] == name and is_section == _has_keys(one, known)]
+    if advice := advise_on_path(location, known):
+        return advice
     if elsewhere:
         return f"did you mean {elsewhere[0].replace('.*', '')}?"
     is_foreign = is_section and snake_case(name) in SECTION_OF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _NAMES: dict[Kind, str] = {
     "checkpoint": "a distributed checkpoint",
     "run": "a run directory",
     "weights": "a file of weights",
-    "gguf": "a GGUF file",
+    "gguf": "GGUF",
     "rows": "a data file",
 }
 _SUFFIXES: dict[str, Kind] = {
@@ -68,10 +69,12 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "gguf": "give rows here (JSONL, parquet, …)",
     },
 }
+# What the keys that take a checkpoint take besides.
+_WORDS = {"model.weights": ("pretrained", "random"), "run.resume": ("auto", "never")}
 
 
 def check_paths(config: TrainingConfig) -> None:
-    """Refuse a path on this machine that is of another kind than its key wants.
+    """Refuse a path on this machine that is of another kind than its key wants, and a checkpoint that is not there.
 
     Raises:
         UserError: naming the key that the path belongs to.
@@ -80,6 +83,13 @@ def check_paths(config: TrainingConfig) -> None:
         instead = _INSTEAD["data" if key.startswith(("data.", "eval.")) else key]
         if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
             raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text))
+    for key, text in (("model.weights", config.model.weights), ("run.resume", config.run.resume)):
+        if text in _WORDS[key] or "://" in text or os.path.exists(text):  # noqa: PTH110 (as below)
+            continue
+        meant = difflib.get_close_matches(Path(text).name.lower(), _WORDS[key], n=1)
+        words = " or ".join(f'"{word}"' for word in meant or _WORDS[key])
+        todo = f"write {words}" if meant else f"give the path of a checkpoint, or {words}"
+        raise UserError(key, f"{text}: no such directory", todo)
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -96,7 +106,10 @@ def kind_of(path: Path) -> Kind | None:
         return "run"
     if "config.json" in names and _is_hf_config(path / "config.json"):
         return "model"
-    return "adapter" if "adapter_config.json" in names else None
+    if "adapter_config.json" in names:
+        return "adapter"
+    kinds = {_SUFFIXES.get(Path(name).suffix.lower()) for name in names}
+    return "gguf" if "gguf" in kinds and "rows" not in kinds else None
 
 
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:

@@ -8,12 +8,13 @@ prompt is the assistant's, which is verified to be a piece of the whole text. Bo
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.data.template import REASONING, ROLES, MessageFit, check_calls
@@ -28,6 +29,8 @@ Span = tuple[int, int]  # characters [start, end)
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 
 _SPOKEN = ("tool_calls", *REASONING)  # what a turn may hold beside its content
+# By which other tools (OpenAI's, axolotl's, mistral's) take a turn out of the loss where they are 0 or false.
+_UNLEARNT = ("weight", "train", "training", "loss", "trainable")
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -70,6 +73,11 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
         raise UserError(where, f"{name} has no content", _TODO)
     if content is not None and not isinstance(content, (str, list)):
         raise UserError(where, f"{name}.content is {_kind(content)}, not text", _TODO)
+    for field in _UNLEARNT:
+        if message["role"] == "assistant" and field in message and not message[field]:
+            what = f"{name}.{field} is {json.dumps(message[field])}, which is not read here: the turn would be learnt"
+            todo = 'end rows in a turn to learn and set data.train_on = "last", or take the field out'
+            raise UserError(where, what, todo)
     return message
 
 
@@ -282,6 +290,9 @@ class Chat:
                 add_generation_prompt=prompt,
                 **self._variables,
             )
+        except TemplateSyntaxError as error:
+            what = f"is no Jinja template: line {error.lineno}: {error.message}"
+            raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UserError(
                 self.where,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp2kit.config.data_schema import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
 from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
 from fsdp2kit.data.rows import Row, without_none
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WRAPPED = ("prompt_completion", "preference")  # formats whose plain texts `data.wrap` is about
-_OPTIONS = ("tools", "chat_template_kwargs")
-# What each format reads of a row.
-_COLUMNS = {
-    "chat": ("messages", "conversations", *_OPTIONS),
-    "prompt_completion": ("prompt", "completion", *_OPTIONS),
-    "alpaca": ("instruction", "input", "output", "system", "history", *_OPTIONS),
-    "text": ("text",),
-    "tokens": ("input_ids", "labels"),
-    "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
-}
 
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
 
@@ -68,7 +59,7 @@ def row_format(section: DataConfig) -> RowFormat:
 
 def row_key(row: Mapping[str, Any], how: RowFormat) -> int:
     """64 bits that a row's content decides, alike for copies of it: those columns that its format reads."""
-    content = {name: row[called] for name in _COLUMNS[how.format] if (called := how.column(name)) in row}
+    content = {name: row[called] for name in COLUMNS[how.format] if (called := how.column(name)) in row}
     text = json.dumps(without_none(content), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -177,6 +168,9 @@ def _encode_pairs(
     ):
         alike = list(group)
         if kinds == (True, True):
+            if silent := next((where for _, answer, _, where in alike if not answer.strip()), None):
+                what = "the completion is empty, so the model would learn to end the text at once"
+                raise UserError(silent, what, "drop the row")
             texts = [prompt + answer for prompt, answer, *_ in alike]
             starts = [0 if how.train_on == "all" else len(prompt) for prompt, *_ in alike]
             spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.section import OverrideText
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_model_dir
@@ -101,10 +102,12 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
             config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # transformers validates configs with exceptions of many types
         where = f"model.path {section.path}" if section.path else "model.config"
-        what = f"not a usable model config: {textwrap.shorten(str(error), 200, placeholder=' …')}"
+        reason = str(error).replace(OverrideText.__name__, "str")
+        what = f"not a usable model config: {textwrap.shorten(reason, 200, placeholder=' …')}"
         raise UserError(where, what, "check it and the overrides") from None
     if not runs_own_code:
         _check_decoder(config, where=where)
+    _check_heads(config, where=where)
     if complaints and _names_rope(overrides):
         raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
     for complaint in complaints:
@@ -133,6 +136,20 @@ def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
     if kind is not None:
         todo = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
         raise UserError(where, f"{architecture or config.model_type} is {kind}", todo)
+
+
+def _check_heads(config: PretrainedConfig, *, where: str) -> None:
+    """Refuse key and value heads that the query heads cannot share evenly: some attention kernels do not mind.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    heads, kv_heads = (
+        getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        what = f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")
 
 
 def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedModel:
@@ -329,8 +346,12 @@ def _merge(
     return merged
 
 
+# What older versions of transformers called a key.
+_RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters", "torch_dtype": "dtype"}
+
+
 def _check_known(key: str, known: Mapping[str, Any], *, where: str) -> None:
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
+        near = difflib.get_close_matches(_RENAMED.get(key, key), known, n=1)
         todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
         raise UserError(f"{where}.{key}", "not a key of this model's config", todo)

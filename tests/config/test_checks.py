@@ -154,6 +154,19 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_steps": 5, "decay_steps": 5}},
             "lr_schedule.decay_steps: 5 after 5 steps of warm-up, but the whole run has 9 steps",
         ),
+        (
+            {"lr_schedule": {"decay_steps": 5}},
+            "lr_schedule.decay_steps: 5 with name = 'cosine', which has no such phase; leave it out",
+        ),
+        (
+            {"activation_checkpointing": {"every": 2}},
+            "activation_checkpointing.every: 2 with mode = 'none', which checkpoints no layer; leave it out",
+        ),
+        (
+            {"model": {"path": "gpt2", "weights": "/no/Random"}},
+            "model.weights: /no/Random: no such directory; write",
+        ),
+        ({"run": {"resume": "/no/last"}}, "run.resume: /no/last: no such directory; give the path of a checkpoint"),
         ({"train": {"steps": 9, "max_nonfinite": 3}}, "train.max_nonfinite: 3 with train.on_nonfinite = 'stop'"),
         (
             {"checkpoint": {"export": "best"}},

@@ -46,6 +46,14 @@ CASES = {
     "share of a stream": ({"data": {**A, "streaming": True}, "eval": {"every": 1, "split": 0.1}}, "set eval.steps"),
     "slice of a stream": ({"data": {**A, "streaming": True, "split": "train[:9]"}}, "set data.limit"),
     "wrapped chats": ({"data": {**A, "wrap": "chat"}}, "data.wrap: \"chat\" with data.format = 'chat'"),
+    "column of another format": (
+        {"data": {**A, "columns": {"prompt": "q"}}},
+        "data.columns.prompt: 'q' .* reads no prompt; leave it out, or set data.format = \"prompt_completion\"",
+    ),
+    "column of another format in a part": (
+        {"data": {"sources": [{**A, "format": "text", "columns": {"messages": "m"}}, B]}},
+        "data.columns.messages: 'm' with data.format = 'text', which reads no messages",
+    ),
     "patience without": ({"data": A, "eval": {"patience": 2}}, "set eval.every"),
 }
 
@@ -55,6 +63,12 @@ def test_contradictions(name: str, tmp_path: Path) -> None:
     sections, what = CASES[name]
     with pytest.raises(UserError, match=what):
         check_config(config_of(tmp_path, **sections), world_size=1, local_world_size=1)
+
+
+def test_a_column_that_a_part_reads_may_be_named_for_all(tmp_path: Path) -> None:
+    columns = {"messages": "m", "text": "t"}
+    config = config_of(tmp_path, data={"columns": columns, "sources": [A, {**B, "format": "text"}]})
+    check_config(config, world_size=1, local_world_size=1)
 
 
 @pytest.mark.parametrize("split", [0.02, 500, "train[95%:]"])

@@ -94,6 +94,9 @@ KEYS = {
     # what none of them shares
     "lora.r=8": "adapters are not offered",
     "lora.something=8": "adapters",
+    "wandb.enabled=false": "wandb.mode",
+    "--optimizer.lr=1e-5": "write optimizer.lr=1e-5",
+    "--lr": "write overrides as train.steps=100",
     "mesh.tp=2": "tensor parallelism is not offered",
     "mesh.pp=2": "pipeline parallelism is not offered",
     "mesh.ep=2": "expert parallelism is not offered",
@@ -130,6 +133,8 @@ VALUES = {
     "train.steps=1000.0": "write 1000",
     "train.steps='1,000'": "write 1000",
     "optimizer.lr='1e-5'": "write 1e-05",
+    "eval.prompts=hi": 'write ["hi"]',
+    "optimizer.betas=0.9,0.95": "write [0.9, 0.95]",
 }
 
 
@@ -173,7 +178,9 @@ def test_a_line_of_another_language_is_answered_with_toml(line: str, todo: str, 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
     """One of each kind of thing that a path may name."""
-    places = {name: tmp_path / name for name in ("model", "checkpoint", "run", "adapter", "rows", "empty")}
+    places = {
+        name: tmp_path / name for name in ("model", "checkpoint", "run", "adapter", "rows", "quantised", "empty")
+    }
     for place in places.values():
         place.mkdir()
     (places["model"] / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -181,6 +188,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     for name in ("config.toml", "metrics.jsonl"):
         (places["run"] / name).write_text("")
     (places["adapter"] / "adapter_config.json").write_text("{}")
+    (places["quantised"] / "model.Q4_K_M.gguf").write_text("")
     for name in ("a.jsonl", "model.safetensors", "full.pt", "model.gguf"):
         (places["rows"] / name).write_text("")
         places[name] = places["rows"] / name
@@ -193,6 +201,7 @@ MISPLACED = [
     ("model.path", "adapter", "merge"),
     ("model.path", "model.safetensors", "directory"),
     ("model.path", "model.gguf", "GGUF"),
+    ("model.path", "quantised", "GGUF"),
     ("model.path", "a.jsonl", "data.path"),
     ("model.weights", "model", "model.path"),
     ("model.weights", "run", "checkpoints"),

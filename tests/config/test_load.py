@@ -150,8 +150,8 @@ def test_override_syntax(override: str, path: list[str], value: object) -> None:
 )
 def test_bad_override_forms(override: str) -> None:
     if override == "--x=3":
-        error = error_of({}, override)  # of the right form, but no such key
-        assert error.where == "override --x"
+        error = error_of({}, override)  # neither an option nor a key
+        assert error.where == "option '--x=3'"
     else:
         with pytest.raises(UserError, match=r"not of the form section\.key=value; write e\.g\."):
             parse_override(override)

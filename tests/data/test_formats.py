@@ -80,6 +80,13 @@ def test_a_prompt_and_its_completion_as_text(tokenizer) -> None:
     assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, RowFormat("prompt_completion"))
 
 
+@pytest.mark.parametrize("cell", ['""', '" "'])
+def test_an_empty_completion_is_refused(cell: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f'prompt,completion\n"Is it\nwet?",{cell}\n')
+    with pytest.raises(UserError, match=r"a\.csv:2: the completion is empty, .*; drop the row"):
+        documents_of(str(tmp_path / "a.csv"), format="prompt_completion")
+
+
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
     tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
@@ -227,9 +234,9 @@ def test_the_key_that_named_the_data_is_named() -> None:
         documents_of("/missing.jsonl", key="eval.path")
 
 
-@pytest.mark.parametrize("cell", ["NA", "null", "", "None", "nan", "1"])
+@pytest.mark.parametrize("cell", ["NA", "null", "None", "nan", "1"])
 def test_cells_of_a_csv_are_text(cell: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(f'prompt,completion\n"Is it\nwet?",{cell or chr(34) * 2}\n')
+    (tmp_path / "a.csv").write_text(f'prompt,completion\n"Is it\nwet?",{cell}\n')
     documents = documents_of(str(tmp_path / "a.csv"), format="prompt_completion")
     ids, mask = documents[0]
     assert make_tokenizer(None).decode(ids[mask]) == f"{cell}<|im_end|>"

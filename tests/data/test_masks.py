@@ -149,6 +149,20 @@ def test_malformed_messages_name_the_row(messages, what: str) -> None:
         encode_chat(messages, make_tokenizer(templates.CHATML), where="chat.jsonl:7")
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_an_answer_that_another_tool_would_not_learn_is_refused(mark: dict) -> None:
+    question, answer = QUESTIONS[0], {"role": "assistant", "content": "yes"}
+    (name,) = mark
+    with pytest.raises(UserError, match=rf"^chat.jsonl:7: messages\[1\]\.{name} is (0|false), .*take the field out"):
+        encode_chat([question, {**answer, **mark}], make_tokenizer(templates.CHATML), where="chat.jsonl:7")
+    encode_chat([question, {**answer, name: 1}], make_tokenizer(templates.CHATML))
+
+
+def test_a_template_that_is_no_jinja_is_named_itself() -> None:
+    with pytest.raises(UserError, match=r"^model\.chat_template: is no Jinja template: line 2: .*; mend that line"):
+        encode_chat(QUESTIONS, make_tokenizer("{{ bos_token }}\n{% for m in messages %}{{ m.content }"))
+
+
 def test_what_a_template_raises_is_the_users_to_mend() -> None:
     with pytest.raises(UserError, match="System role not supported"):
         encode_chat(SYSTEM + QUESTIONS, make_tokenizer(templates.GEMMA))

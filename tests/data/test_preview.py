@@ -107,6 +107,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([str(DEMO), "--json", "--rows", "1", "data.streaming=true"]) == 0
     assert json.loads(capsys.readouterr().out)["statistics"][""]["rows"] == 600
     assert main([str(DEMO), "--html", str(tmp_path / "x.html")]) == 0
+    assert main([str(DEMO), "--html", str(tmp_path)]) == 2
+    assert "cannot be written (Is a directory); give a file" in capsys.readouterr().err
     page = (tmp_path / "x.html").read_text()
     assert "document 1" in page
     assert "<style>" in page

@@ -109,6 +109,14 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
         ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a directory"),
         ({"config": {"model_type": "vit"}}, r"model\.config\.model_type: vit is no language model"),
+        (
+            {"config": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}},
+            "num_key_value_heads 3 does not divide num_attention_heads 4; set model.config.num_key_value_heads",
+        ),
+        (
+            {"config": {"model_type": "llama", "rope_scaling": {"factor": 2.0}}},
+            r"model\.config\.rope_scaling: .*did you mean rope_parameters\?",
+        ),
         ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
     ],
 )
