@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from fsdp2kit.config.checks import check_data, resolve_warmup
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import Data, build_data
+from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import RowReader
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STREAM_ROWS = 5000
+_load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is shown as a warning
 SAMPLE = 2000  # documents that are read for what lengths alone do not tell
 WIDTH = 110  # characters a line, where there is no terminal
 # By whether a token is special, and whether it is learnt.
@@ -162,7 +164,7 @@ def compare_lengths(config: Any, loader: Loader, *, tokenizer: PreTrainedTokeniz
     for seq_len in sorted({loader.share.seq_len, *choices}):
         data = config.data.model_copy(update={"seq_len": seq_len})
         with contextlib.suppress(UserError):
-            loaders[seq_len] = _load(config.model_copy(update={"data": data}), tokenizer).loader
+            loaders[seq_len] = _load(config.model_copy(update={"data": data}), tokenizer=tokenizer).loader
     reports = {seq_len: [part.documents.report for part in one.parts] for seq_len, one in loaders.items()}
     kept = {seq_len: sum(report.tokens for report in some) for seq_len, some in reports.items()}
     total = max(kept.values())
@@ -397,7 +399,7 @@ def _preview(options: argparse.Namespace) -> Preview:
         stops_at_long_rows = config.data.overlong == "error"
         if stops_at_long_rows:
             config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
-        data = _load(config, tokenizer)
+        data = _load(config, tokenizer=tokenizer)
         loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
         too_long = sum(part.documents.report.truncated for part in loader.parts)
@@ -417,10 +419,6 @@ def _preview(options: argparse.Namespace) -> Preview:
             choices=compare_lengths(config, loader, tokenizer=tokenizer),
             warnings=warnings,
         )
-
-
-def _load(config: Any, tokenizer: PreTrainedTokenizerBase) -> Data:
-    return build_data(config, tokenizer=tokenizer, vocab_size=2**31)  # one that is too small is shown as a warning
 
 
 def _beginning_of(config: Any, folder: Path) -> Any:
