@@ -394,8 +394,7 @@ def _preview(options: argparse.Namespace) -> Preview:
         if config.data.streaming:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
         train = config.train.model_copy(update={"micro_batch_size": 1, "steps": 1, "epochs": None})
-        quiet_eval = config.eval.model_copy(update={"every": 0})
-        config = config.model_copy(update={"train": train, "eval": quiet_eval})
+        config = config.model_copy(update={"train": train, "eval": config.eval.model_copy(update={"every": 0})})
         stops_at_long_rows = config.data.overlong == "error"
         if stops_at_long_rows:
             config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
