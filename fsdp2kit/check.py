@@ -8,7 +8,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
-from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import count_steps
 from fsdp2kit.data.row_sets import check_first_rows
@@ -35,10 +34,14 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             raise
         unchecked.append("model")
     else:
-        model, is_replaced = _build_model(config.model)
-        if is_replaced:
-            unchecked.append(f"model.attention {config.model.attention!r}")
-        lines = plan_parallel(model, config, sizes).describe()
+        adapter = Path(config.model.adapter or "/")
+        if adapter.is_absolute() or adapter.is_dir():
+            model, is_replaced = _build_model(config)
+            if is_replaced:
+                unchecked.append(f"model.attention {config.model.attention!r}")
+            lines = plan_parallel(model, config, sizes).describe()
+        else:  # of the hub
+            unchecked.append("model.adapter")
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     lines.append(
@@ -54,15 +57,16 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     return lines, [*unchecked, *missing]
 
 
-def _build_model(section: ModelConfig) -> tuple[PreTrainedModel, bool]:
+def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
     """The model on meta, and whether a flash attention that this machine lacks had to be left out of it."""
+    section, lora = config.model, config.lora
     try:
-        return build_model(section, local_files_only=True), False
+        return build_model(section, lora=lora, local_files_only=True), False
     except UserError:
         name = section.attention
         if not name.startswith("flash_attention") or name not in AttentionInterface().valid_keys():
             raise
-        model = build_model(section.model_copy(update={"attention": "eager"}), local_files_only=True)
+        model = build_model(section.model_copy(update={"attention": "eager"}), lora=lora, local_files_only=True)
         if not model._supports_flash_attn:
             raise
         return model, True

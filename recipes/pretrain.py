@@ -34,7 +34,7 @@ def main(config: Config) -> None:
         # Nothing is allocated yet. A config that would silently train something else is refused here.
         # Synthetic tokens need no tokenizer, and the export then has none.
         tokenizer = None if config.data.format == "synthetic" else build_tokenizer(config.model)
-        model = build_model(config.model)
+        model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         job.open_run_dir(dtypes=plan.ledger)

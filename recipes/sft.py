@@ -33,7 +33,7 @@ def main(config: Config) -> None:
     with start_job(config) as job:
         # Nothing is allocated yet. A config that would silently train something else is refused here.
         tokenizer = build_tokenizer(config.model)
-        model = build_model(config.model)
+        model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         job.open_run_dir(dtypes=plan.ledger)

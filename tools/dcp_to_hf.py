@@ -1,6 +1,7 @@
 """Convert a distributed checkpoint to a Hugging Face directory, in one process and without a GPU.
 
 python tools/dcp_to_hf.py runs/x/checkpoints/step-000200 out/ --dtype bfloat16
+python tools/dcp_to_hf.py runs/lora/checkpoints/step-000200 out/ --merge   # an adapter, merged into its model
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import sys
 from fsdp2kit.checkpoint.from_hf import compare_logits
 from fsdp2kit.checkpoint.hf import DTYPES, MAX_SHARD_BYTES, dcp_to_hf
 from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
-from fsdp2kit.errors import in_one_line
+from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
+from fsdp2kit.model.adapters import CONFIG_NAME
 
 
 @in_one_line
@@ -31,9 +33,19 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="HF_DIR",
         help="config and tokenizer from here; default: the checkpoint's own",
     )
+    parser.add_argument(
+        "--merge",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="add the checkpoint's adapter to the model it was trained on (directory or hub id; default: as it was)",
+    )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
     checkpoint, out = to_path(options.checkpoint), to_path(options.out)
+    if options.verify and (options.merge is not None or (checkpoint / "hf" / CONFIG_NAME).is_file()):
+        what = "compares a whole model's checkpoint with its export, and this one holds an adapter"
+        raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     if not is_remote(out):
         check_writable(out.parent, where="out")
     dcp_to_hf(
@@ -42,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=options.dtype,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
         config_dir=options.config,
+        merge=options.merge is not None,
+        base=options.merge or None,
     )
     print(f"{out}: written")
     if options.verify:

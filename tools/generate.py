@@ -1,4 +1,6 @@
-"""Answer questions with a Hugging Face model, by plain transformers; one without a chat template continues texts.
+"""Answer questions with a Hugging Face model, or an adapter and its model, by plain transformers (and peft).
+
+One without a chat template continues texts.
 
 python tools/generate.py DIR "question" ...
 """
@@ -6,21 +8,25 @@ python tools/generate.py DIR "question" ...
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
 
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import positive, user_path
+from fsdp2kit.model.adapters import CONFIG_NAME
 
 
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Print each question with the model's greedy answer. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(description="Answer questions with a Hugging Face model.")
-    parser.add_argument("directory", type=user_path, help="a Hugging Face model directory, e.g. runs/x/hf")
+    parser.add_argument(
+        "directory", type=user_path, help="a Hugging Face model directory, or an adapter's, e.g. runs/x/hf"
+    )
     parser.add_argument("questions", nargs="+", help="user messages, or beginnings of texts, each by itself")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens to generate at most")
     options = parser.parse_args(arguments)
@@ -47,14 +53,31 @@ def load(directory: Path) -> tuple[Any, Any]:
         UserError: it holds no model with a tokenizer.
     """
     todo = "give the export of a run, e.g. runs/x/hf"
-    if not (directory / "config.json").is_file():
+    is_adapter = (directory / CONFIG_NAME).is_file()
+    if is_adapter and importlib.util.find_spec("peft") is None:
+        what = "is an adapter, and peft is not installed"
+        raise UserError(str(directory), what, "install it: pip install 'fsdp2kit[lora]'")
+    if not is_adapter and not (directory / "config.json").is_file():
         raise UserError(str(directory), "is not a model directory (no config.json)", todo)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = AutoModelForCausalLM.from_pretrained(directory)
+        model = load_adapted(directory) if is_adapter else AutoModelForCausalLM.from_pretrained(directory)
     except Exception as error:  # transformers raises errors of many kinds for files that are missing or damaged
         raise UserError(str(directory), f"cannot be loaded ({str(error).partition(chr(10))[0]})", todo) from error
     return tokenizer, model
+
+
+def load_adapted(directory: Path) -> Any:
+    """An adapter and its model, by peft; transformers' own loading of adapters leaves DoRA's magnitudes out."""
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(str(directory)).base_model_name_or_path
+    if base is None:
+        raise ValueError("its adapter_config.json names no model")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(directory))
+    if (directory / "generation_config.json").is_file():  # it stops at what ended the turns that were trained
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
 
 
 if __name__ == "__main__":

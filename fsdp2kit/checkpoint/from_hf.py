@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.hf import copy_assets, model_on_meta
+from fsdp2kit.checkpoint.hf import copy_assets
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
@@ -21,7 +21,7 @@ from fsdp2kit.checkpoint.store import on_disk
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
-from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.build import model_on_meta, tied_names
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
 

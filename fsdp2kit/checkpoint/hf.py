@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
+from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, adapter_names, find_base, holds_adapter
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
@@ -36,12 +36,15 @@ from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_re
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import replace_file, sha256, sync, sync_tree
+from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
+from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.names import conversion_groups, tied_names, to_file_names
+from fsdp2kit.model.weights import open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-RECORD = ".fsdp2kit-export.json"
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
 
@@ -75,7 +78,14 @@ class ExportPlan:
     manifest: Manifest | None
     """The checkpoint's; None for one that is not ours."""
     model: PreTrainedModel | None
-    """On meta; None for one that transformers does not know itself."""
+    """On meta; None for one that transformers does not know itself, and for an adapter."""
+    base: Path | None = None
+    """The directory of the model that the checkpoint's adapter is merged into; None: nothing is merged."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is exported, without the model that it belongs to."""
+        return self.base is None and holds_adapter(self.config_dir)
 
     @property
     def staging(self) -> Path:
@@ -96,10 +106,13 @@ def dcp_to_hf(
     config_dir: Path | None = None,
     group: dist.ProcessGroup | None = None,
     check: bool = True,
+    merge: bool = False,
+    base: str | None = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
-    A rank holds a block of 16 MiB in memory, or a whole tensor where its pieces are no ranges of rows or where
+    A checkpoint of adapters becomes a directory as peft writes it, or with `merge` a model's. A rank
+    holds a block of 16 MiB in memory, or a whole tensor where its pieces are no ranges of rows or where
     transformers stores the model in other pieces than it runs it (fused experts).
 
     Args:
@@ -109,6 +122,8 @@ def dcp_to_hf(
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
         group: of all ranks. Default: the default group.
         check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
+        merge: add the checkpoint's adapter to the weights that it was trained on; in one process.
+        base: where those are now. Default: where they were.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -121,7 +136,15 @@ def dcp_to_hf(
         with settle():
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
-            plan = plan_export(checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir)
+            plan = plan_export(
+                checkpoint,
+                out,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                config_dir=config_dir,
+                merge=merge,
+                base=base,
+            )
         with settle():
             if rank == 0:
                 begin_export(plan)
@@ -159,6 +182,8 @@ def plan_export(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config_dir: Path | None = None,
+    merge: bool = False,
+    base: str | None = None,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
 
@@ -173,13 +198,25 @@ def plan_export(
         what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
         todo = "give a complete checkpoint, or for one written by torch alone --config HF_DIR"
         raise UserError(str(checkpoint), what, todo)
+    config_dir = config_dir or checkpoint / "hf"
+    if merge and not holds_adapter(config_dir):
+        raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
+    found: Path | None = None
+    if merge:
+        found = find_base(config_dir, manifest, base)
+        dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     if dtype not in DTYPES:
         raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
-    config_dir = config_dir or checkpoint / "hf"
     out = out.absolute()
     check_replaceable(out)
+    if holds_adapter(config_dir) and not merge:
+        files = {ADAPTER_WEIGHTS: _adapter_groups(checkpoint, DTYPES[dtype])}
+        return ExportPlan(checkpoint, out, config_dir, dtype, files=files, manifest=manifest, model=None)
     model = model_on_meta(config_dir)
+    if model is None and merge:
+        what = "the model runs code of its own, so the adapter cannot be put into it here"
+        raise UserError(str(config_dir), what, "export the adapter, and merge it with peft's merge_and_unload")
     if model is None and manifest is None:
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
@@ -188,41 +225,19 @@ def plan_export(
         out,
         config_dir,
         dtype,
-        files=_pack(_groups(checkpoint, model, DTYPES[dtype]), max_shard_bytes),
+        files=_pack(_groups(_shapes(checkpoint, model, found), model, DTYPES[dtype]), max_shard_bytes),
         manifest=manifest,
         model=model,
+        base=found,
     )
 
 
-def model_on_meta(config_dir: Path) -> PreTrainedModel | None:
-    """The model of ``config_dir/config.json`` without storage; None where transformers does not know the class itself.
-
-    Raises:
-        UserError: there is no config, or transformers cannot build the model from it.
-    """
-    path = config_dir / "config.json"
-    todo = "give a directory with the model's config.json as --config"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(str(path), f"cannot be read ({error})", todo) from error
-    architecture = next(iter(raw.get("architectures") or ()), None)
-    if "auto_map" in raw and not hasattr(transformers, architecture or ""):
-        return None
-    try:
-        config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
-        build: Callable[..., PreTrainedModel] = getattr(
-            transformers, architecture or "", AutoModelForCausalLM.from_config
-        )
-        with torch.device("meta"):
-            return build(config)
-    except Exception as error:  # transformers raises nearly anything on a config it does not like
-        what = f"transformers cannot build the model ({type(error).__name__}: {error})"
-        raise UserError(str(path), what, todo) from error
-
-
-def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
-    """Every tensor of the model, in the model's order, in groups that can be converted by themselves."""
+def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
+    """Every tensor of the model, by name and in its order: its key in the checkpoint, and a meta tensor like it."""
+    if base is not None and model is not None:
+        with open_pretrained(model, base, allow_unexpected=True) as tensors:
+            metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+        return {name: (name, metas[name]) for name in model.state_dict() if name in metas}
     stored = SafeReader(checkpoint).stored_tensors()
     if model is None:
         keys = {key.removeprefix(MODEL_PREFIX): key for key in stored if key.startswith(MODEL_PREFIX)}
@@ -230,10 +245,23 @@ def _groups(checkpoint: Path, model: PreTrainedModel | None, dtype: torch.dtype)
         tied = tied_names(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
-    tensors = {
-        name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
-        for name, key in keys.items()
-    }
+    return {name: (key, _meta(stored[key])) for name, key in keys.items()}
+
+
+def _adapter_groups(checkpoint: Path, dtype: torch.dtype) -> list[Group]:
+    stored = SafeReader(checkpoint).stored_tensors()
+    names = adapter_names(stored)
+    return [Group({name: key}, {name: _meta(stored[key]).to(dtype)}, True) for name, key in names.items()]
+
+
+def _meta(stored: Any) -> Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+
+
+def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
+    """The tensors of `_shapes` in groups that can be converted by themselves."""
+    keys = {name: key for name, (key, _) in shapes.items()}
+    tensors = {name: tensor for name, (_, tensor) in shapes.items()}
     groups = []
     for names in conversion_groups(model, tensors):
         converted = to_file_names(model, {name: tensors[name] for name in names})
@@ -287,15 +315,18 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
             checked.callback(share.result)
             if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
                 share.result()
-        stored = StoredTensors(SafeReader(plan.checkpoint))
+        reader: StoredTensors | MergedTensors = StoredTensors(SafeReader(plan.checkpoint))
+        if plan.base is not None and plan.model is not None:
+            base = checked.enter_context(open_pretrained(plan.model, plan.base, allow_unexpected=True))
+            reader = MergedTensors(plan.config_dir, base, reader)
         forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
         with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
             for file, tensors in forms.items():
-                path, blocks = plan.staging / file, _tensors_of(plan, file, stored)
+                path, blocks = plan.staging / file, _tensors_of(plan, file, reader)
                 write_safetensors(path, tensors, blocks, advance=bar.advance)
 
 
-def _tensors_of(plan: ExportPlan, file: str, stored: StoredTensors) -> Iterator[Iterable[Tensor]]:
+def _tensors_of(plan: ExportPlan, file: str, stored: StoredTensors | MergedTensors) -> Iterator[Iterable[Tensor]]:
     """The tensors of a file as flat blocks."""
     for group in plan.files[file]:
         if group.is_copied:
@@ -323,6 +354,8 @@ def publish_export(plan: ExportPlan) -> None:
         "step": plan.manifest.step if plan.manifest else None,
         "manifest": _manifest_digest(plan.checkpoint),
         "dtype": plan.dtype,
+        # Told by which an adapter knows its model again.
+        **({"base": plan.manifest.identity.get("model.weights")} if plan.is_adapter and plan.manifest else {}),
     }
     if is_remote(plan.out):
         for stale in _recorded_files(plan.out) - written:
@@ -343,6 +376,10 @@ def publish_export(plan: ExportPlan) -> None:
 def _write_assets(plan: ExportPlan, folder: Path) -> None:
     """Config, tokenizer, …, where the config says what the weights are; and the index where they are several files."""
     copy_assets(plan.config_dir, folder)
+    if plan.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
+        (folder / "config.json").unlink(missing_ok=True)
+        return
+    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # A model of several parts has configs within its config.
     for part in (config, *(value for value in config.values() if isinstance(value, dict) and "model_type" in value)):

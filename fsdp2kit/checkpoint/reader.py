@@ -199,6 +199,7 @@ class StoredTensors:
     def __init__(self, reader: SafeReader) -> None:
         self._reader = reader
         self._stored = reader.stored_tensors()
+        self.keys = self._stored.keys()
 
     def blocks(self, key: str) -> Iterator[Tensor]:
         """The elements of a tensor in order, as flat tensors of at most 16 MiB.

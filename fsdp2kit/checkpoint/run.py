@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.checkpoint.hf import RECORD
+from fsdp2kit.checkpoint.adapter import RECORD, check_same_base
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.state import load_weights
@@ -23,10 +23,11 @@ from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.model.adapters import Adapter, adapter_of
 from fsdp2kit.model.assets import config_digest, generation_config, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
-from fsdp2kit.model.weights import initialize, load_pretrained
+from fsdp2kit.model.weights import fill_adapter, initialize, load_pretrained
 from fsdp2kit.progress import Progress
 
 
@@ -58,14 +59,17 @@ def build_checkpoints(
         stops |= turn_ends(tokenizer)
     assets = {"config": source.config, "tokenizer": tokenizer, "source": source.directory, "stops": stops}
     with agreement():
-        identity = run_identity(config, source, data=data.fingerprint)
+        adapter = adapter_of(model)
+        identity = run_identity(config, source, data=data.fingerprint, adapter=adapter)
+        if adapter is not None and adapter.directory is not None:
+            check_same_base(adapter.directory, identity["model.weights"])
     # `fully_shard` puts a class of its own in front of the model's.
     architecture = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
     manager = CheckpointManager(
         config.checkpoint,
         run_dir=job.run_dir,
         identity=identity,
-        write_assets=partial(save_assets, architecture=architecture, **assets),
+        write_assets=partial(save_assets, architecture=architecture, adapter=adapter, **assets),
         export_dtype=source.dtype,
         environment=job.environment,
         tell=say,
@@ -116,9 +120,10 @@ class Checkpoints:
             UserError: the checkpoint or the weights cannot be used; the error says what differs.
         """
         self.resumed = self.manager.resolve(self.config.run.resume)
+        if self.resumed is None or adapter_of(self.model) is not None:  # checkpoints of adapters hold nothing else
+            fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         if self.resumed:
             return self.manager.restore(self.resumed, self.model, self.optimizer)
-        fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         return Progress()
 
     def describe(self) -> list[str]:
@@ -147,7 +152,8 @@ class Checkpoints:
         if newest:
             lines.append(f"checkpoint: {newest}")
         if exported:
-            lines.append(f"model: {self.manager.out}, of {self._describe_step(exported)}")
+            kind = "model" if adapter_of(self.model) is None else "adapter"
+            lines.append(f"{kind}: {self.manager.out}, of {self._describe_step(exported)}")
             if self.can_answer:
                 lines.append(f'try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"')
         if exported and is_over and (repository := self.config.checkpoint.push_to_hub):
@@ -251,7 +257,9 @@ def push_to_hub(directory: Path, repository: str) -> str:
 
 
 def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:
-    """Give a materialised (sharded) model the values that ``model.weights`` names. Collective.
+    """Give a materialised (sharded) model the values that ``model.weights`` names, and its adapters theirs.
+
+    Collective.
 
     Args:
         seed: for "random".
@@ -271,21 +279,30 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
         with agreement():
             path = to_path(section.weights)
         load_weights(path, model)
+    with agreement():
+        fill_adapter(model, seed=seed)
 
 
-def run_identity(config: TrainingConfig, source: ModelSource, *, data: str) -> dict[str, str]:
+def run_identity(
+    config: TrainingConfig, source: ModelSource, *, data: str, adapter: Adapter | None = None
+) -> dict[str, str]:
     """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
 
     Args:
         source: where the model comes from.
         data: digest of the data.
+        adapter: the adapters that are trained, if any are.
     """
     weights = config.model.weights
     if weights == "pretrained" and source.directory is not None:
         weights = f"pretrained {weights_digest(source.directory)}"
+    of_adapter = {} if adapter is None else adapter.identity()
+    if adapter is not None and adapter.directory is not None:
+        of_adapter["model.adapter"] = weights_digest(adapter.directory)
     return {
         "model": config_digest(source.config),
         "model.weights": weights,
+        **of_adapter,
         "optimizer.name": config.optimizer.name,
         "run.seed": str(config.run.seed),
         # Before the data's digest, which depends on where documents were cut.

@@ -25,7 +25,9 @@ from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.names import base_name
 from fsdp2kit.model.weights import fill_vocabulary, grown_tensors
 from fsdp2kit.torch_compat import FsspecWriter
 
@@ -37,6 +39,8 @@ _SAME_MODEL = "give a checkpoint of this model, or the model.path and model.conf
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by Hugging Face name, a tied parameter once, under its first name.
 
+    With adapters, only what is trained, under the names of its modules: the rest is where the model came from.
+
     The tensors are detached and share the model's storage: loading into them loads the model. Sharded parameters are
     DTensors of the global shape.
     """
@@ -44,12 +48,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
+    everything = adapter_of(model) is None
+    parameters = {name: p.detach() for name, p in model.named_parameters() if everything or p.requires_grad}
+    return parameters | persistent_buffers(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to the model's state, by name, detached."""
-    saved = model.state_dict().keys()
+    """Buffers that belong to the model's state, by name, detached; none with adapters."""
+    saved = model.state_dict().keys() if adapter_of(model) is None else ()
     return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
 
 
@@ -197,6 +203,9 @@ def load_weights(path: Path, model: Any) -> None:
         with agreement():
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
+            if any(base_name(key) is None for key in shapes):
+                todo = "export it (tools/dcp_to_hf.py) and give that as model.adapter, or with --merge as model.path"
+                raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
             smaller = {
                 name: torch.empty(shape, device="meta")

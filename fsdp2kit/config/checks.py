@@ -161,6 +161,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         what = f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}"
         raise UserError("data.seq_len", what, f"use {below} or {below + sizes.cp}")
     _check_model(config)
+    _check_lora(config)
     _check_fsdp(config.fsdp, sizes)
     checkpointing = config.activation_checkpointing
     if checkpointing.offload and checkpointing.mode != "full":
@@ -243,6 +244,32 @@ def _check_model(config: TrainingConfig) -> None:
         # torch does not see what Triton's kernels write, so its own checks would not notice.
         what = "true with mode = 'selective': Liger's RoPE changes in place the results that are kept for backward"
         raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
+
+
+def _check_lora(config: TrainingConfig) -> None:
+    section, model = config.lora, config.model
+    if not config.trains_adapter:
+        for name in section.model_fields_set - {"rank"}:
+            raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
+        return
+    if importlib.util.find_spec("peft") is None:
+        key = "lora.rank" if model.adapter is None else "model.adapter"
+        raise UserError(key, "needs peft, which is not installed", "install it: pip install 'fsdp2kit[lora]'")
+    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout"})):
+        what = "is given beside model.adapter, whose adapter_config.json says it"
+        raise UserError(f"lora.{given[0]}", what, "leave one of the two out")
+    if model.freeze:
+        raise UserError("model.freeze", "is set with adapters, which freeze the whole model", "leave it out")
+    if model.weights not in ("pretrained", "random"):
+        what = "is a checkpoint: an adapter is kept by itself, and peft could not load the model that it belongs to"
+        todo = "convert it (tools/dcp_to_hf.py) and give the directory as model.path"
+        raise UserError("model.weights", what, todo)
+    if model.weights == "random" and config.checkpoint.export_hf != "never":
+        what = "'random' with adapters, whose export would be of no use without those random weights"
+        raise UserError("model.weights", what, "use 'pretrained', or set checkpoint.export_hf = 'never'")
+    if config.float8.recipe != "none":
+        what = f"{config.float8.recipe!r} with adapters is not supported"
+        raise UserError("float8.recipe", what, "set it to 'none'")
 
 
 def check_data(config: TrainingConfig) -> None:

@@ -31,6 +31,18 @@ NAMES = {
     "flash attention": "flash_attention_2 flash_attention flash_attn flash_attn_2",
     "model.trust_remote_code": "trust_remote_code model.trust_remote_code",
     "model.liger": "liger liger_kernel",
+    "model.adapter": "adapter_name_or_path lora_model_dir",
+    "lora.rank": "lora_rank lora_r lora.r lora.rank lora.lora_r lora_config.r peft_config.r",
+    "lora.alpha": "lora_alpha lora.alpha lora.lora_alpha lora_config.lora_alpha peft_config.lora_alpha",
+    "lora.dropout": "lora_dropout lora.dropout lora.lora_dropout lora_config.lora_dropout peft_config.lora_dropout",
+    "lora.target_modules": "lora_target lora_target_modules lora_attn_modules lora.target_modules "
+    "lora.lora_target_modules lora_config.target_modules peft_config.target_modules",
+    "lora.modules_to_save": "lora_modules_to_save lora.modules_to_save lora_config.modules_to_save",
+    "lora.rslora": "rslora lora_use_rslora peft_use_rslora lora.use_rslora",
+    "lora.dora": "dora peft_use_dora lora.use_dora",
+    "all linear layers": "lora_target_linear",
+    "adapter switch": "lora peft",
+    "adapter method": "adapter finetuning_type peft_method",
     "mesh.cp": "cp cp_size context_parallel_size context_parallel_degree sequence_parallel_degree "
     "sequence_parallel_size",
     "mesh.dp_shard": "sharding_group_size dp_shard_size dp_shard data_parallel_shard_degree",
@@ -157,10 +169,6 @@ WITHOUT_KEY = {
     'model.attention = "auto" is the default': "fast_kernels",
     "columns that the format does not name are not read": "remove_unused_columns",
     "float32 matmuls keep torch's own setting": "tf32",
-    "adapters are not offered: every parameter that model.freeze does not name is trained": "peft_method lora_rank "
-    "lora_alpha adapter lora_r lora_dropout lora_target lora_target_modules lora_target_linear lora_modules_to_save "
-    "lora_attn_modules use_peft use_lora peft_config lora_config finetuning_type qlora use_dora adapter_name_or_path "
-    "lora.r lora.alpha lora.lora_alpha lora.rank lora.dropout lora.lora_dropout lora.target_modules",
     "train.log_every, eval.every and checkpoint.every count steps": "logging_strategy logging_first_step "
     "evals_per_epoch saves_per_epoch",
     "evaluation runs in batches of train.micro_batch_size": "per_device_eval_batch_size eval_batch_size "
@@ -183,7 +191,7 @@ WITHOUT_KEY = {
 
 # Fields without which something else is trained, of which `migrate` warns: what becomes of them, and their names.
 NOT_OFFERED = {
-    "neither adapters nor quantised weights are offered": "lora peft quantization load_in_4bit load_in_8bit",
+    "quantised weights are not offered": "quantization load_in_4bit load_in_8bit qlora",
 }
 
 # What to write instead of what has no key to itself, by the word that `NAMES` has for it.
@@ -194,6 +202,9 @@ _INSTEAD = {
     "host": "torchrun says it: --rdzv-endpoint HOST:PORT",
     "port": "torchrun says it: --rdzv-endpoint HOST:PORT",
     "frozen layers": 'write model.freeze = ["*.layers.[0-7].*"]',
+    "all linear layers": 'write lora.target_modules = "all-linear", which is the default',
+    "adapter switch": "write lora.rank, which trains LoRA adapters",
+    "adapter method": "write lora.rank, which trains LoRA adapters; other kinds are not offered",
     "flash attention": 'write model.attention = "flash_attention_2", or leave "auto"',
     "offload of the optimizer": 'write fsdp.offload = "optimizer"',
     "fsdp": "FSDP2 is always on; fsdp.strategy says how it shards",
@@ -231,6 +242,7 @@ _SECTIONS = {
     "activation_checkpointing": "activation_checkpoint gradient_checkpointing",
     "optimizer": "optim",
     "lr_schedule": "lr_scheduler scheduler schedule",
+    "lora": "lora_config peft_config peft",
     "eval": "evaluation validation",
     "checkpoint": "checkpointing checkpointer ckpt",
     "wandb": "logging logger metrics metric_logger",

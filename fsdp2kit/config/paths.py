@@ -29,7 +29,7 @@ _SUFFIXES: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow"), "rows"),
 }
 _A_MODEL = "give the directory that holds config.json and the safetensors"
-_MERGE = "merge it into its base model (peft: merge_and_unload, save_pretrained) and give that directory"
+_BOTH = "give it as model.adapter, and its model as model.path"
 _ROWS = "set data.path to it"
 
 # What to do about what lies at a path, by the field that the path was given for.
@@ -39,7 +39,7 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "run": "give its export, model.path = '{path}/hf', or model.weights = one of '{path}/checkpoints/'",
         "weights": _A_MODEL,
         "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
-        "adapter": _MERGE,
+        "adapter": _BOTH,
         "rows": _ROWS,
     },
     "model.weights": {
@@ -47,12 +47,19 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "run": "give one of its checkpoints, in '{path}/checkpoints/'",
         "weights": "convert it first: tools/hf_to_dcp.py '{path}' OUT --config HF_DIR",
         "gguf": "GGUF is not read: set model.path to the directory of the original",
-        "adapter": _MERGE,
+        "adapter": _BOTH,
         "rows": _ROWS,
     },
     "model.tokenizer": {
         "checkpoint": "give '{path}/hf'",
         "run": "give '{path}/hf'",
+        "rows": _ROWS,
+    },
+    "model.adapter": {
+        "checkpoint": "give the export of a run with [lora], or make one: tools/dcp_to_hf.py",
+        "run": "give its export, '{path}/hf'",
+        "weights": "give the directory that holds adapter_config.json",
+        "gguf": "give the directory that holds adapter_config.json",
         "rows": _ROWS,
     },
     "run.resume": {
@@ -115,6 +122,7 @@ def kind_of(path: Path) -> Kind | None:
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
     model, data, evaluation = config.model, config.data, config.eval
     yield from (("model.path", model.path), ("model.weights", model.weights), ("model.tokenizer", model.tokenizer))
+    yield "model.adapter", model.adapter
     yield from (("run.resume", config.run.resume), ("data.path", data.path), ("eval.path", evaluation.path))
     yield from ((f"data.sources.{at}.path", part.path) for at, part in enumerate(data.sources))
     yield from ((f"eval.sets.{name}.path", part.path) for name, part in evaluation.sets.items())

@@ -19,12 +19,14 @@ from fsdp2kit.config.data_schema import Overlong as Overlong
 from fsdp2kit.config.data_schema import PreferenceDataConfig as PreferenceDataConfig
 from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
 from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
+from fsdp2kit.config.optimization import LoraConfig as LoraConfig
+from fsdp2kit.config.optimization import LRScheduleConfig as LRScheduleConfig
+from fsdp2kit.config.optimization import OptimizerConfig as OptimizerConfig
 from fsdp2kit.config.section import Duration, InputPath, LocalPath, OutputPath, TrainingDType, seconds_of
 from fsdp2kit.config.section import Section as Section
 from fsdp2kit.config.section import TemplatePath as TemplatePath
 
 DType = Literal["float32", "bfloat16", "float16"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -73,6 +75,8 @@ class ModelConfig(Section):
     """Run the model repository's own Python code. Leave it off unless you have read that code."""
     freeze: list[str] = []
     """Name patterns of parameters that are not trained: `["model.embed_tokens.*", "*.layers.[0-7].*"]`."""
+    adapter: InputPath | None = None
+    """Train this LoRA adapter further: a directory as peft writes it (such as an earlier run's `hf`), or a hub id."""
 
 
 class MeshConfig(Section):
@@ -229,40 +233,6 @@ class TrainConfig(Section):
         return self.steps if self.steps is not None else (self.epochs or 0) * steps_per_epoch
 
 
-class OptimizerConfig(Section):
-    """The optimizer; docs/optimizers.md compares them."""
-
-    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
-    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (moments in bfloat16; they, and parameters that
-    `fsdp.storage_dtype` stores in bfloat16, are rounded stochastically), "adamw_8bit" (torchao's; extra `lowbit`),
-    or "muon" (torch's, for weights of linear layers; AdamW for the others)."""
-    lr: NonNegativeFloat = 2e-5
-    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so both use the same one."""
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
-    """Decay rates of AdamW's first and second moments."""
-    muon_momentum: Beta = 0.95
-    """muon only: decay rate of its Nesterov momentum."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; norms and biases (parameters of fewer than two dimensions) are exempt."""
-
-
-class LRScheduleConfig(Section):
-    """The learning rate over the steps; transformers' schedules."""
-
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant, linear to 0, half a cosine, or warm-up-stable-decay."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up, fewer than the run has; the first step has lr = 0 / warmup_steps."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The warm-up as a share of the run's steps, instead of `warmup_steps`."""
-    decay_steps: PositiveInt | None = None
-    """wsd only: steps of the final decay. Default: a tenth of the run, or what the warm-up leaves of it."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final learning rate ÷ peak (cosine and wsd)."""
-
-
 class CheckpointConfig(Section):
     """Checkpoints and the Hugging Face export."""
 
@@ -342,6 +312,7 @@ class TrainingConfig(Section):
     """A name under `recipes/`, or the path of a `.py` file."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     fsdp: FSDPConfig = FSDPConfig()
     context_parallel: ContextParallelConfig = ContextParallelConfig()
@@ -357,3 +328,8 @@ class TrainingConfig(Section):
     preflight: PreflightConfig = PreflightConfig()
     wandb: WandbConfig = WandbConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether adapters are trained, beside a frozen model."""
+        return self.lora.rank is not None or self.model.adapter is not None

@@ -15,8 +15,8 @@ from fsdp2kit.migrate.fields import Field, Told
 from fsdp2kit.migrate.names import OF_FSDP1, defaults_of
 
 _SECTIONS = (
-    *("run", "model", "model.config", "mesh", "fsdp", "activation_checkpointing", "compile", "data", "data.columns"),
-    *("train", "optimizer", "lr_schedule", "eval", "checkpoint", "wandb", "profile"),
+    *("run", "model", "model.config", "lora", "mesh", "fsdp", "activation_checkpointing", "compile"),
+    *("data", "data.columns", "train", "optimizer", "lr_schedule", "eval", "checkpoint", "wandb", "profile"),
 )
 _WIDTH = 120
 

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp2kit.config.foreign import NOT_OFFERED
 from fsdp2kit.migrate.fields import SWITCH, Field, as_float, as_words
 
-(_ADAPTERS,) = NOT_OFFERED
+(_QUANTISED,) = NOT_OFFERED
 
 # Fields without which something else is trained: names, what becomes of them, when that is warned of, the warning.
 WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
@@ -23,10 +23,10 @@ WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
         "set model.freeze; every parameter would be trained",
     ),
     (
-        NOT_OFFERED[_ADAPTERS],
-        _ADAPTERS,
+        NOT_OFFERED[_QUANTISED],
+        _QUANTISED,
         lambda field: field.word not in ("false", "no", "none"),
-        "not offered; the whole model would be trained",
+        "not offered; weights would be stored unquantised",
     ),
     (
         "datasets.roles_to_train datasets.train_on_eos",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from fsdp2kit.config.foreign import DTYPE_WORDS, STRATEGY_WORDS, spellings
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
     SWITCH,
+    Field,
     Told,
     as_bool,
     as_float,
@@ -71,6 +74,45 @@ def set_frozen(draft: Draft) -> None:
     elif frozen is not None and as_bool(frozen):
         layers = [f"*.layers.{index}.*" for index in range(as_int(number) if number else 1)]
         draft.was("model.freeze", layers, frozen, number)
+
+
+def set_adapters(draft: Draft) -> None:
+    """``[lora]``, where a switch or the method turns adapters on, or where nothing but a rank is said of them."""
+    switch, method = draft.take("adapter switch"), draft.take("adapter method", "the whole model is trained")
+    kind = method.word if method else "lora"
+    rank = draft.take("lora.rank", _NO_ADAPTERS)
+    details = [(key, draft.take(key, _NO_ADAPTERS), convert) for key, convert in _OF_ADAPTERS]
+    everywhere = draft.take("all linear layers", "the default" if rank else _NO_ADAPTERS)
+    if not (as_bool(switch) if switch else rank if method is None else kind not in ("full", "freeze", "none")):
+        return
+    if kind not in ("lora", "qlora"):
+        draft.warnings.append(f"{method}: not offered; the whole model would be trained")
+        return
+    draft.was("lora.rank", 8 if rank is None else as_int(rank), rank or switch or method)
+    draft.note(switch if rank else None, "lora.rank")
+    draft.note(method, "lora.rank")
+    for key, field, convert in details:
+        if field is not None:
+            draft.was(key, convert(field), field)
+    if everywhere is not None and as_bool(everywhere):
+        draft.was("lora.target_modules", "all-linear", everywhere)
+    if kind == "qlora":
+        draft.warnings.append(f"{method}: the model is not quantised; plain LoRA was written")
+
+
+def _as_targets(field: Field) -> str | list[str]:
+    return "all-linear" if field.word in ("all", "all_linear") else as_words(field)
+
+
+_NO_ADAPTERS = "no adapters are trained"
+_OF_ADAPTERS: tuple[tuple[str, Callable[[Field], Any]], ...] = (
+    ("lora.alpha", as_int),
+    ("lora.dropout", as_float),
+    ("lora.target_modules", _as_targets),
+    ("lora.modules_to_save", as_words),
+    ("lora.rslora", as_bool),
+    ("lora.dora", as_bool),
+)
 
 
 def set_resharding(draft: Draft) -> None:

@@ -116,6 +116,7 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     Row("model.trust_remote_code", as_bool),
     Row("model.liger", as_bool, "norms, RoPE, MLPs; of the loss: model.loss_kernel"),
     rules.set_frozen,
+    rules.set_adapters,
     data.set_data,
     data.set_train_on,
     Row("data.seq_len", as_int),

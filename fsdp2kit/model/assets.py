@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import Adapter
 
 # Keys of a config that say nothing about which model it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -69,6 +70,7 @@ def save_assets(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path | None,
     stops: Collection[int] = (),
+    adapter: Adapter | None = None,
 ) -> None:
     """Write everything but weights into ``directory``.
 
@@ -76,12 +78,15 @@ def save_assets(
         architecture: the model's class in transformers, by name (`fully_shard` puts one of its own in front).
         source: the model directory that training started from; its generation config is kept.
         stops: tokens that end what is trained; generation stops at them, too.
+        adapter: the adapters that are trained, if any are; their config is written beside the model's.
     """
     config = copy.deepcopy(config)
     config.architectures = [architecture]
     config.save_pretrained(directory)
     generation, _ = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
     generation.save_pretrained(directory)
+    if adapter is not None:
+        adapter.save(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

@@ -6,10 +6,11 @@ import contextlib
 import copy
 import difflib
 import fnmatch
+import json
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.assets import find_model_dir
+from fsdp2kit.model.adapters import adapter_of, apply_lora
+from fsdp2kit.model.assets import find_hf_dir, find_model_dir
 from fsdp2kit.model.names import tied_names
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 
@@ -52,10 +54,15 @@ class ModelSource:
     """Ids of tokens that the chat template brought: their rows begin as the mean of the others."""
     stored_vocab: int = 0
     """Rows of the embedding without them; 0 where there are none."""
+    has_adapter: bool = False
+    """Whether adapters are trained, and exported, in place of the model."""
 
     @property
     def dtype(self) -> str:
-        """The dtype an export takes by default: the source model's; float32 for a model from a config alone."""
+        """The dtype an export takes by default: the source model's; float32 for adapters (they are small), and for a
+        model from a config alone."""
+        if self.has_adapter:
+            return "float32"
         dtype = getattr(self.config, "dtype", None)
         return str(dtype).removeprefix("torch.") if self.path is not None and dtype is not None else "float32"
 
@@ -152,7 +159,9 @@ def _check_heads(config: PretrainedConfig, *, where: str) -> None:
         raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")
 
 
-def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedModel:
+def build_model(
+    section: ModelConfig, *, lora: LoraConfig | None = None, local_files_only: bool = False
+) -> PreTrainedModel:
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
     Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds). A hub model is
@@ -161,14 +170,18 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
 
     Args:
         section: the ``[model]`` section.
+        lora: the ``[lora]`` section; with it, or with ``model.adapter``, the model has adapters and is itself frozen.
         local_files_only: look in the hub's cache, but never ask the hub; weights are not looked for.
 
     Raises:
         UserError: as `load_hf_config`; transformers has no causal language model for this config, or not with this
-            attention; or a pattern to freeze that names no parameter.
+            attention; a pattern to freeze that names no parameter; layers to adapt that the model does not have.
     """
     directory = None if local_files_only else find_model_dir(section)
     new = _new_tokens(section, local_files_only=local_files_only)
+    start = Path(section.adapter) if section.adapter else None
+    if section.adapter and not local_files_only:
+        start = find_hf_dir(section.adapter, key="model.adapter", with_weights=True)
     with agreement():
         hf_config = load_hf_config(section, local_files_only=local_files_only)
         stored_vocab = 0
@@ -182,8 +195,14 @@ def build_model(section: ModelConfig, *, local_files_only: bool = False) -> PreT
         if new and not all(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
             what = f"freezes the embedding, to which model.chat_template adds {len(new)} tokens"
             raise UserError("model.freeze", what, "train the embedding, or use a template without new tokens")
+        apply_lora(model, lora or LoraConfig(), directory=start, base=section.path)
+        if new and adapter_of(model) is not None:
+            what = f"adds {len(new)} tokens, for which the model that is frozen beside adapters has no rows"
+            todo = "use a template without new tokens, or give a model and tokenizer that have them"
+            raise UserError("model.chat_template", what, todo)
     # By `vars`, since a module types its attributes as tensors.
-    vars(model)["_fsdp2kit_source"] = ModelSource(section.path, directory, hf_config, new, stored_vocab)
+    source = ModelSource(section.path, directory, hf_config, new, stored_vocab, adapter_of(model) is not None)
+    vars(model)["_fsdp2kit_source"] = source
     return model.train()
 
 
@@ -196,6 +215,33 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
         if not local_files_only:
             raise
         return ()  # not on this machine, or what whoever reads the data will say
+
+
+def model_on_meta(config_dir: Path) -> PreTrainedModel | None:
+    """The model of ``config_dir/config.json`` without storage; None where transformers does not know the class itself.
+
+    Raises:
+        UserError: there is no config, or transformers cannot build the model from it.
+    """
+    path = config_dir / "config.json"
+    todo = "give a directory with the model's config.json as --config"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"cannot be read ({error})", todo) from error
+    architecture = next(iter(raw.get("architectures") or ()), None)
+    if "auto_map" in raw and not hasattr(transformers, architecture or ""):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(config_dir, local_files_only=True, trust_remote_code=False)
+        build: Callable[..., PreTrainedModel] = getattr(
+            transformers, architecture or "", AutoModelForCausalLM.from_config
+        )
+        with torch.device("meta"):
+            return build(config)
+    except Exception as error:  # transformers raises nearly anything on a config it does not like
+        what = f"transformers cannot build the model ({type(error).__name__}: {error})"
+        raise UserError(str(path), what, todo) from error
 
 
 def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -3,7 +3,8 @@
 FLOPs are those of the model, not of the hardware: what activation checkpointing recomputes does not count.
 
 - Matrices: 2 FLOPs a token for each parameter that multiplies in forward, and twice that in backward (gradients of
-  inputs and of weights): 6 × parameters × tokens (arXiv:2001.08361, section 2.1). Embedding look-ups multiply
+  inputs and of weights): 6 × parameters × tokens (arXiv:2001.08361, section 2.1). A frozen one has no gradient of its
+  own, and counts 4; of a module trained whole beside adapters only the copy counts. Embedding look-ups multiply
   nothing; an output head does, and counts once when it is tied to the embedding. Norm scales and biases are left out.
 - Experts: the share that one token visits, ``num_experts_per_tok`` ÷ number of experts. Shared experts count in full.
 - Attention: QKᵀ and AV are 2 FLOPs each for every query-key pair, head and channel; causality leaves half of the
@@ -69,7 +70,8 @@ class ModelFlops:
     """What a model's FLOPs depend on, read off it once: a step then costs a multiplication.
 
     Attributes:
-        parameters: parameters that multiply each token, experts by their active share (NaN if that is unknown).
+        parameters: parameters that multiply each token, experts by their active share (NaN if that is unknown), frozen
+            ones by two thirds.
         attention_per_pair: forward FLOPs of all layers' attention for one query-key pair.
     """
 
@@ -122,16 +124,17 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
         looked_up.discard(id(head.weight))  # tied: it is looked up and multiplies
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     experts = _first(config, _EXPERT_COUNT)
-    dense, routed = 0, 0
+    dense, routed = 0.0, 0.0
     for name, parameter in model.named_parameters():  # names a tied parameter once
-        if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in looked_up:
+        if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in looked_up or ".original_module." in name:
             continue
+        multiplications = parameter.numel() * (1.0 if parameter.requires_grad else 2 / 3)
         # Fused experts are one parameter (experts, out, in); some models keep them outside a module called "experts".
         fused = parameter.ndim == 3 and parameter.shape[0] == experts and id(parameter) not in convolutions
         if fused or "experts" in name.split("."):
-            routed += parameter.numel()
+            routed += multiplications
         else:
-            dense += parameter.numel()
+            dense += multiplications
     if not routed:
         return dense
     visited = _first(config, _EXPERTS_PER_TOKEN)

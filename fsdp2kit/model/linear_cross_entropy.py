@@ -79,7 +79,7 @@ def liger_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        needs_grad, trains_head = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
         grad_weight = weight.new_empty(0) if len(hidden) else torch.zeros_like(weight)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -96,7 +96,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 grad_logits = probabilities.to(weight.dtype)
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
-                if start == 0:
+                if not trains_head:
+                    pass
+                elif start == 0:
                     grad_weight = grad_logits.t() @ chunk
                     if rows < len(hidden):
                         # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
@@ -108,14 +110,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del grad_logits
             del logits, probabilities  # or this chunk would live on while the next one is made
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype = weight.dtype if trains_head else None
         # Else backward is handed zeros for the outputs that have no gradient, as large as the head.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(losses, grad_hidden, grad_weight)
         return losses.sum(), losses, grad_hidden, grad_weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        if ctx.weight_dtype is None:
+            return grad_hidden * grads[0], None, None
         # In place: a second gradient of the head's size would be gigabytes. A second backward raises.
         return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None

@@ -8,6 +8,7 @@ group, so that no whole model need be in memory.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,43 @@ from transformers.core_model_loading import (
 
 from fsdp2kit.errors import UserError
 
+ADAPTER = "default"
+"""peft's name for the one adapter of a model; it stands in the names of modules, and not in an adapter's file."""
+
+_OWN = re.compile(rf"\.lora_\w+\.{ADAPTER}(?=\.|$)")
+_AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.)")
+
+
+def base_name(name: str) -> str | None:
+    """What a tensor of a model with adapters is called without them; None for a tensor of an adapter's own.
+
+    A module that peft trains whole is there twice, and both have the same name here.
+    """
+    return None if _OWN.search(name) else _AROUND.sub("", name)
+
+
+def adapter_file_name(name: str) -> str:
+    """What a trained tensor of a model with adapters is called in peft's ``adapter_model.safetensors``."""
+    inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)
+    return f"base_model.model.{inner}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def base_module(module: nn.Module) -> nn.Module:
+    """The model's own module where peft put an adapter, or a copy that is trained whole, around it."""
+    for inner, beside in (("base_layer", "lora_A"), ("original_module", "modules_to_save")):
+        if {inner, beside} <= module._modules.keys():
+            return module.get_submodule(inner)
+    return module
+
+
+def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Parameters and persistent buffers by their names without adapters; two of a module that is trained whole."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        if (inner := base_name(name)) is not None:
+            found.setdefault(inner, []).append(tensor)
+    return found
+
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """``{alias: canonical name}`` for every parameter that is known under more than one name."""
@@ -39,6 +77,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
     """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
 
+    Adapters inside the module are left out: their layers are those of the model without them.
     Non-persistent buffers, which hold computed values, are copied. A tensor under two names becomes two tensors, as
     it is in transformers before ties are made; a module in two places stays one.
     """
@@ -56,7 +95,9 @@ def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = 
         name: b if b is None else (b.clone() if name in module._non_persistent_buffers_set else _meta(b))
         for name, b in module._buffers.items()
     }
-    twin._modules = {name: child and build_skeleton(child, made) for name, child in module._modules.items()}
+    twin._modules = {
+        name: child and build_skeleton(base_module(child), made) for name, child in module._modules.items()
+    }
     return twin
 
 
@@ -106,11 +147,12 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
         model: on any device, sharded or not.
         stored: all names in its files.
     """
-    mapping = get_model_conversion_mapping(build_skeleton(model))  # some entries go by the class, which FSDP changes
+    skeleton = build_skeleton(model)  # some entries go by the class, which FSDP changes
+    mapping = get_model_conversion_mapping(skeleton)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    targets = model.state_dict()
+    targets = skeleton.state_dict()
     found: dict[str, Source] = {}
     unexpected = []
     for key in sorted(stored, key=_natural):

@@ -29,7 +29,17 @@ from transformers import PreTrainedModel
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.names import Source, build_skeleton, find_sources, tied_names
+from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.names import (
+    ADAPTER,
+    Source,
+    adapter_file_name,
+    base_tensors,
+    build_skeleton,
+    find_sources,
+    tied_names,
+)
 from fsdp2kit.torch_compat import local_slices, tree_leaves
 
 _BLOCK = 1 << 22  # elements
@@ -47,23 +57,26 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
     Raises:
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
-    targets = model.state_dict()  # aliases of the parameters and persistent buffers
+    targets = base_tensors(model)  # aliases of the parameters and persistent buffers
+    skeleton = build_skeleton(model)  # in which conversions find the names of the files' own model
     grown, new = grown_tensors(model)
-    size = sum(local_part(targets[name]).nbytes for name in targets.keys() - tied_names(model).keys())
-    with _open_safetensors(directory) as slices, progress_bar("reading weights", total=size) as bar:
+    size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - tied_names(model).keys())
+    paths = _safetensors_files(directory)
+    with _open_safetensors(paths) as slices, progress_bar("reading weights", total=size) as bar:
         for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
-            for name, value in source.tensors(model, slices):
+            for name, value in source.tensors(skeleton, slices):
                 where = f"{directory}: {source.name}"
                 stored = grown.get(name)
-                _check_shape(value, targets[name].shape if stored is None else stored, where=where)
+                _check_shape(value, targets[name][0].shape if stored is None else stored, where=where)
                 try:
-                    if stored is None:
-                        _copy_part(targets[name], value)
-                    else:
-                        fill_vocabulary(targets[name], _row_blocks(value, stored), new_tokens=new)
+                    for target in targets[name]:
+                        if stored is None:
+                            _copy_part(target, value)
+                        else:
+                            fill_vocabulary(target, _row_blocks(value, stored), new_tokens=new)
                 except SafetensorError as error:
                     raise UserError(where, f"cannot be read ({error})", "fetch the file again") from None
-                bar.advance(local_part(targets[name]).nbytes)
+                bar.advance(local_part(targets[name][0]).nbytes)
 
 
 @dataclass(frozen=True)
@@ -76,16 +89,19 @@ class StoredTensor:
 
 
 @contextlib.contextmanager
-def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[str, StoredTensor]]:
+def open_pretrained(
+    model: PreTrainedModel, directory: Path, *, allow_unexpected: bool = False
+) -> Iterator[dict[str, StoredTensor]]:
     """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while this lasts.
 
     Args:
         model: may be on meta.
+        allow_unexpected: as for `load_pretrained`.
 
     Raises:
         UserError: as `load_pretrained`.
     """
-    with _open_safetensors(directory) as slices:
+    with _open_safetensors(_safetensors_files(directory)) as slices:
         shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
 
         def read(source: Source, name: str) -> Tensor:
@@ -93,7 +109,7 @@ def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[st
             _check_shape(tensor, shapes[name], where=f"{directory}: {name}")
             return tensor
 
-        for source in _checked_sources(model, directory, slices, allow_unexpected=False):
+        for source in _checked_sources(model, directory, slices, allow_unexpected=allow_unexpected):
             piece = slices[source.stored[0][0]]
             dtype = piece[:0].dtype if piece.get_shape() else piece[...].dtype
             for name in sorted(source.targets(shapes)):
@@ -101,16 +117,37 @@ def open_pretrained(model: PreTrainedModel, directory: Path) -> Iterator[dict[st
         yield found
 
 
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place.
+
+    Raises:
+        UserError: a missing, truncated or corrupt file; one of another model, or with other layers.
+    """
+    wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    path, todo = directory / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
+    if not path.is_file():
+        raise UserError("model.adapter", f"{directory} has no {ADAPTER_WEIGHTS}", todo)
+    with _open_safetensors([path]) as slices:
+        for where, names in (("the model", wanted.keys() - slices), ("the adapter", slices.keys() - wanted)):
+            if names:
+                raise UserError("model.adapter", f"{_some(sorted(names))} only in {where} ({path})", todo)
+        for name, target in wanted.items():
+            if (shape := slices[name].get_shape()) != list(target.shape):
+                what = f"{path}: {name} has shape {shape}, and the model wants {list(target.shape)}"
+                raise UserError("model.adapter", what, todo)
+            _copy_part(target.detach(), slices[name])
+
+
 @contextlib.contextmanager
-def _open_safetensors(directory: Path) -> Iterator[dict[str, Any]]:
+def _open_safetensors(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     """A slice object of every stored tensor by name: ``get_shape()``, and indexing reads just that part.
 
     Raises:
-        UserError: no weights in the directory, a missing, truncated or corrupt file.
+        UserError: a missing, truncated or corrupt file.
     """
     slices: dict[str, Any] = {}
     with contextlib.ExitStack() as files:
-        for path in _safetensors_files(directory):
+        for path in paths:
             try:
                 file = files.enter_context(safe_open(str(path), framework="pt"))
             except FileNotFoundError:
@@ -143,7 +180,7 @@ def _checked_sources(
 ) -> list[Source]:
     """`find_sources`, where nothing is missing and nothing is left over."""
     sources, unexpected = find_sources(model, stored)
-    targets = model.state_dict().keys()
+    targets = base_tensors(model).keys()
     missing = targets - tied_names(model).keys()
     for source in sources:
         missing -= source.targets(targets)
@@ -250,7 +287,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     Raises:
         UserError: the architecture's initialisation leaves a parameter out.
     """
-    skeleton, targets = build_skeleton(model), model.state_dict()
+    skeleton, targets = build_skeleton(model), base_tensors(model)
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
     for name, recurse in _parts(skeleton, calls):
@@ -262,17 +299,22 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for call in calls:
                 if call.name == name or (recurse and call.name.startswith(prefix)):
-                    digest = hashlib.sha256(f"{seed}:{call.name}".encode()).digest()
-                    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                    _seed_by_name(seed, call.name)
                     call.owner._init_weights(call.module)
         values = _tensors_of(part, prefix, recurse=recurse)
         for key in sorted(wanted & values.keys()):
             if values[key].isnan().any():
                 what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
                 raise UserError("model.weights", what, "start from a checkpoint of this architecture")
-            _copy_part(targets[key], values[key])
+            for target in targets[key]:
+                _copy_part(target, values[key])
         done = {id(value) for value in values.values()}
         part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor, recurse=recurse)
+
+
+def _seed_by_name(seed: int, name: str) -> None:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def _tensors_of(part: nn.Module, prefix: str, *, recurse: bool) -> dict[str, Tensor]:
@@ -286,6 +328,38 @@ def _unset(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
     return torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+
+
+@torch.no_grad()
+def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
+    """Give the adapters of a materialised (sharded) model their first values; without adapters nothing happens.
+
+    Those of ``model.adapter``; else peft's initialisation of each layer, which depends on the seed and the layer's
+    name alone, and for DoRA the lengths of the weight's rows. The weights must have their values.
+
+    Raises:
+        UserError: as `load_adapter`.
+    """
+    adapter, tensors = adapter_of(model), model.state_dict()
+    if adapter is not None and adapter.directory is not None:
+        load_adapter(model, adapter.directory)
+        return
+    for name in () if adapter is None else adapter.layers:
+        layer = build_skeleton(model.get_submodule(name))  # of an adapted layer itself, all is kept
+        for part in (layer.lora_A, layer.lora_B):
+            part._apply(_unset)
+        with torch.random.fork_rng(devices=[]):
+            _seed_by_name(seed, name)
+            layer.reset_lora_parameters(ADAPTER, True)
+        for part in ("lora_A", "lora_B"):
+            key = f"{part}.{ADAPTER}.weight"
+            _copy_part(tensors[f"{name}.{key}"], layer.get_parameter(key))
+        lengths = tensors.get(f"{name}.lora_magnitude_vector.{ADAPTER}.weight")
+        if lengths is not None:
+            weight = tensors[f"{name}.base_layer.weight"]
+            rows, held = local_slices(lengths)[0], local_slices(weight)[0]  # its rows may be whole on every rank
+            part = local_part(weight)[rows.start - held.start : rows.stop - held.start]
+            local_part(lengths).copy_(torch.linalg.norm(part.float(), dim=1))
 
 
 class _InitCall(NamedTuple):

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits, inspect_model
+from fsdp2kit.model.names import base_module
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,13 @@ def apply_fsdp(
     whole = {
         p for name in ignored_modules(section, model) for p in model.get_submodule(name).parameters(recurse=False)
     }
-    for parameter in model.parameters():
+    computes, is_adapted = {unit.name: unit.param_dtype for unit in units}, adapter_of(model) is not None
+    for name, parameter in model.named_parameters():
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
         dtype = section.param_dtype if parameter in whole else section.storage_dtype
+        if is_adapted and not parameter.requires_grad and parameter not in whole:
+            # No optimizer adds to it, and no checkpoint keeps it: it is cast once instead of in every gather.
+            dtype = computes[_unit_of(name, set(computes))]
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # On a CPU mesh shards are on the host already, and torch refuses to offload them.
     on_host = section.offload == "params" and mesh.device_type != "cpu"
@@ -172,7 +178,7 @@ def apply_fsdp(
             offload_policy=offload,
             ignored_params=whole or None,
         )
-        if isinstance(module, FSDPModule) and isinstance(module, nn.Embedding):
+        if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not depend on its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
 

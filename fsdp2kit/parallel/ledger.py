@@ -54,6 +54,8 @@ class DtypeLedger:
     """The Hugging Face directory."""
     rounding: str = "nearest"
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
+    frozen: str | None = None
+    """Shards of what is frozen beside adapters; None: frozen parameters are stored as the others."""
     matmuls: str | None = None
     """Inputs of the decoder layers' linear layers, where that is not ``compute``."""
 
@@ -91,6 +93,9 @@ def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
         output=section.output_dtype or section.param_dtype,
         export=export,
         rounding=rounding,
+        frozen=" or ".join(sorted({section.param_dtype, *section.class_dtypes.values()}))
+        if config.trains_adapter
+        else None,
         matmuls=_FLOAT8_MATMULS[config.float8.recipe],
     )
 
@@ -120,7 +125,8 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
     def watch_update(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         note("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))
 
-    note("storage", (p for p in model.parameters() if isinstance(p, DTensor)))
+    for parameter in (p for p in model.parameters() if isinstance(p, DTensor)):
+        note("frozen" if ledger.frozen and not parameter.requires_grad else "storage", [parameter])
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # Around units, not inside: what is inside may be compiled.
     hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]

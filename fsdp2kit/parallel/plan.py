@@ -26,6 +26,7 @@ from fsdp2kit.config.schema import (
 from fsdp2kit.console import counted
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import Adapter, adapter_of
 from fsdp2kit.model.build import decoder_layers, source_of
 from fsdp2kit.model.flops import ModelFlops, count_model_flops
 from fsdp2kit.model.inspect import (
@@ -73,6 +74,8 @@ class ParallelPlan:
     """How many of them every rank keeps whole."""
     note: str | None
     """What the user should know of the model with these rows, if anything."""
+    adapter: Adapter | None
+    """The adapters that are trained; None: parameters of the model itself are."""
     model: ModelConfig
     fsdp: FSDPConfig
     activation_checkpointing: ActivationCheckpointingConfig
@@ -93,7 +96,9 @@ class ParallelPlan:
             f"fsdp: {section.strategy} over {counted(shard_ranks(section, self.sizes), 'rank')}; units: {units}; "
             f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward",
         ]
-        if self.frozen_parameters:
+        if self.adapter is not None:
+            lines.append(self._describe_adapter(self.adapter))
+        elif self.frozen_parameters:
             lines.append(f"frozen: {self.frozen_parameters:,} of {self.parameters:,} parameters")
         if self.ignored_parameters:
             kept = f"{self.ignored_parameters:,} parameters, stored in {section.param_dtype}"
@@ -109,6 +114,16 @@ class ParallelPlan:
             offloaded += ["activation_checkpointing.offload"] if self.activation_checkpointing.offload else []
             lines += [f"{key} has no effect on a CPU run: everything is in host memory already" for key in offloaded]
         return lines
+
+    def _describe_adapter(self, adapter: Adapter) -> str:
+        config, trained = adapter.config, self.parameters - self.frozen_parameters
+        kinds = Counter(name.rpartition(".")[2] for name in adapter.layers)
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        start = f"of {adapter.directory}" if adapter.directory else "new"
+        words = [*(["rslora"] * config.use_rslora), *(["dora"] * config.use_dora)]
+        words += [f"{', '.join(config.modules_to_save)} trained whole"] if config.modules_to_save else []
+        kind = ", ".join([start, f"rank {config.r}", f"alpha {config.lora_alpha}", *words])
+        return f"lora: {kind}; on {layers}; trained: {trained:,} of {self.parameters:,} parameters"
 
 
 def plan_parallel(
@@ -154,6 +169,7 @@ def plan_parallel(
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             ignored_parameters=sum(p.numel() for p in ignored),
             note=beyond_positions(model.config, seq_len=config.data.seq_len),
+            adapter=adapter_of(model),
             model=config.model,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
@@ -171,6 +187,7 @@ def _check_model(
     ``preflight.allow``.
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
+    _check_adapter(model, config, traits)
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
         key = "model.config.output_router_logits"
@@ -200,6 +217,23 @@ def _check_model(
         raise UserError("data.pack", what, "set data.pack = false")
 
 
+def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Traits) -> None:
+    """Refuse adapters that the recipe did not build, and those that nothing would call."""
+    adapter = adapter_of(model)
+    if adapter is None and config.trains_adapter:
+        where = "lora.rank" if config.model.adapter is None else "model.adapter"
+        what = f"is given, but recipe {config.recipe!r} built the model without adapters"
+        raise UserError(
+            where, what, "leave it out, or write build_model(config.model, lora=config.lora) in the recipe"
+        )
+    if adapter is not None and adapter.config.use_dora and config.compile.enabled:
+        what = "true with DoRA: torch.compile cannot trace peft's layers for it, and would leave everything uncompiled"
+        raise UserError("compile.enabled", what, "set it to false, or train without lora.dora")
+    if adapter is not None and (idle := sorted(traits.uncalled_modules & set(adapter.layers))):
+        what = f"{idle[0]} is never called (the module around it reads its weight), so its adapter would do nothing"
+        raise UserError("lora.target_modules", what, "name other layers")
+
+
 def _check_selective(twin: Any, section: ActivationCheckpointingConfig, *, name: str) -> None:
     """Refuse to keep results that the model later changes in place; tried on a tiny copy, if one can be made."""
     if twin is None:
@@ -219,12 +253,15 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
         return
     # Configs also name dropouts of heads that this model lacks: the modules decide, the config gives the names.
     keys = [
-        key for key, value in config.to_dict().items() if _is_noise(key) and isinstance(value, float) and value > 0
+        f"model.config.{key}"
+        for key, value in config.to_dict().items()
+        if _is_noise(key) and isinstance(value, float) and value > 0
     ]
+    keys += ["lora.dropout"] if (adapter := adapter_of(model)) and adapter.config.lora_dropout else []
     raise UserError(
-        "model.config",
+        "model.config" if keys[:1] != ["lora.dropout"] else "lora.dropout",
         f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
-        f'set {" and ".join(f"model.config.{key} = 0.0" for key in keys)}, or preflight.allow = ["dropout"]',
+        f'set {" and ".join(f"{key} = 0.0" for key in keys)}, or preflight.allow = ["dropout"]',
     )
 
 

@@ -100,8 +100,11 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
         full: the model and sequence length as they are, not a small likeness.
 
     Raises:
-        UserError: the model cannot be built.
+        UserError: the model cannot be built, or adapters are trained.
     """
+    if config.trains_adapter:
+        what = "adapters are not compared here, only whole models"
+        raise UserError("lora", what, "take [lora] and model.adapter out of the TOML that is compared")
     length = config.data.seq_len if full else likeness_length(world.size)
     with TemporaryDirectory(ignore_cleanup_errors=True) if world.is_main else nullcontext("") as mine:
         model = Path(gather_objects(mine)[0])  # every rank of this machine knows it

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp2kit.checkpoint.run import fill_weights
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.weights import load_pretrained
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
@@ -68,11 +67,11 @@ class Sharded:
         """
         self.config = config
         self.mesh: Mesh = build_mesh(config.mesh, config.fsdp, world=world)
-        self.model: Any = build_model(config.model)
+        self.model: Any = build_model(config.model, lora=config.lora)
         self.plan: ParallelPlan = plan_parallel(self.model, config, self.mesh.sizes, self.mesh.device.type)
         self.layers = named_layers(self.model)
         parallelize_model(self.model, self.plan, mesh=self.mesh)
-        load_pretrained(self.model, Path(str(config.model.path)))
+        fill_weights(config.model, self.model, seed=config.run.seed)
         self.inputs = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
@@ -105,6 +104,8 @@ class Sharded:
         )
         gradients = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad and self.plan.adapter is not None:
+                continue
             gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
             if self.mesh.rank == 0:
                 gradients[name] = gradient.float().cpu().numpy()

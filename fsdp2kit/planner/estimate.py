@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
@@ -108,6 +109,9 @@ def plan_for(
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
+    if config.trains_adapter:
+        what = "the memory of adapters beside a frozen model is not planned, only that of whole models"
+        raise UserError("lora", what, "leave [lora] and model.adapter out to plan full fine-tuning")
     known, key = {} if known is None else known, config.model.model_dump_json()
     if key not in known:
         built = build_model(config.model, local_files_only=True)
@@ -186,7 +190,7 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
-    if not world.is_main:
+    if not world.is_main or plan.adapter is not None:  # the formulas know one dtype of storage, and no adapters
         return MemoryPlan(None)
     try:
         device = this_device(world.device)

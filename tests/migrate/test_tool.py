@@ -225,3 +225,37 @@ def test_a_missing_file_and_a_bad_world_size(tmp_path: Path, capsys: pytest.Capt
     assert migrate_fsdp1.main([str(tmp_path / "none.json")]) == 2
     assert migrate_fsdp1.main([str(CONFIGS[0]), "--world-size", "0"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "TRL": (
+        {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "all-linear"},
+        {"rank": 16, "alpha": 32, "target_modules": "all-linear"},
+        "",
+    ),
+    "TRL, off": ({"use_peft": False, "lora_r": 16}, None, ""),
+    "axolotl": (
+        {"adapter": "qlora", "lora_r": 8, "lora_dropout": 0.05, "lora_target_linear": True, "load_in_4bit": True},
+        {"rank": 8, "dropout": 0.05, "target_modules": "all-linear"},
+        "quantised",
+    ),
+    "llama-factory": (
+        {"finetuning_type": "lora", "lora_target": "q_proj,v_proj"},
+        {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
+        "",
+    ),
+    "whole": ({"finetuning_type": "full"}, None, ""),
+    "another kind": ({"use_peft": True, "peft_method": "prefix"}, None, "the whole model would be trained"),
+}
+
+
+@pytest.mark.parametrize("tool", ADAPTERS)
+def test_adapters_are_translated(tool: str, tmp_path: Path) -> None:
+    fields, section, warning = ADAPTERS[tool]
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({"model_name_or_path": "org/model", "num_processes": 1, **fields}))
+    draft = translate(path, toml="x.toml")
+    assert tomli.loads(draft.toml).get("lora") == section
+    assert not draft.unknown
+    assert warning in " ".join(draft.warnings)
+    assert bool(warning) == any("adapter" in one or "peft" in one or "quantised" in one for one in draft.warnings)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.run import fill_weights
-from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError
 from fsdp2kit.model import weights
@@ -148,6 +148,15 @@ def test_a_frozen_embedding_cannot_learn_new_tokens(tmp_path: Path) -> None:
     section = ModelConfig(path=str(path), chat_template="chatml", freeze=["model.embed_tokens.*"])
     with pytest.raises(UserError, match=r"model.freeze: freezes the embedding, to which .* adds 2 tokens"):
         build_model(section)
+
+
+@pytest.mark.parametrize("saved", [[], ["embed_tokens", "lm_head"]])
+def test_adapters_beside_new_tokens_are_refused(saved: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    section = ModelConfig(path=str(save_base(tmp_path, "llama3")), chat_template="chatml")
+    with pytest.raises(UserError, match=r"model.chat_template: adds 2 tokens, .* frozen") as caught:
+        build_model(section, lora=LoraConfig(rank=2, modules_to_save=saved))
+    assert "that have them" in caught.value.todo
 
 
 def _run_recipe(toml: str, overrides: Sequence[str]) -> str:

@@ -45,6 +45,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     loss_kernel: str = "auto"
     liger: bool = False
+    adapter: str | None = None
+    """The adapter that is trained, in the folder ``kind-adapter``."""
 
     @property
     def world(self) -> int:
@@ -61,6 +63,7 @@ class Case:
                 *([self.method] * (self.method != "auto")),
                 *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
                 *(["liger"] * self.liger),
+                *([self.adapter] * (self.adapter is not None)),
             ]
         )
 
@@ -76,6 +79,7 @@ class Case:
                     "freeze": list(self.frozen),
                     "loss_kernel": self.loss_kernel,
                     "liger": self.liger,
+                    "adapter": self.adapter and str(folder / f"{self.kind}-{self.adapter}"),
                 },
                 "context_parallel": {"method": self.method},
                 "data": {"seq_len": self.seq_len, "pack": self.pack},

@@ -61,7 +61,7 @@ def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, tmp_path: Pa
     assert "WARNING: parameters and moments are stored in bfloat16" in text
 
 
-def compiled_step(folder: Path, checkpointing: bool) -> dict[str, Any]:
+def compiled_step(folder: Path, case: Case) -> dict[str, Any]:
     """What the compiler did in the step that the ledger watches."""
     from torch._dynamo.utils import counters
 
@@ -70,7 +70,7 @@ def compiled_step(folder: Path, checkpointing: bool) -> dict[str, Any]:
     counters.clear()
     torch.nn.Module.compile = lambda self: original(self, backend="aot_eager")
     try:
-        config = Case("llama3", checkpointing=checkpointing).config(folder, steps=1, rows=4)
+        config = case.config(folder, steps=1, rows=4)
         config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
         sharded = Sharded(config, world=distributed.start())
         optimizer = build_optimizer(config.optimizer, sharded.model)
@@ -86,4 +86,5 @@ def compiled_step(folder: Path, checkpointing: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir("llama3", tmp_path)
-    assert pool.run(1, compiled_step, tmp_path, checkpointing) == [{"graphs": 1, "breaks": {}}]
+    case = Case("llama3", checkpointing=checkpointing)
+    assert pool.run(1, compiled_step, tmp_path, case) == [{"graphs": 1, "breaks": {}}]

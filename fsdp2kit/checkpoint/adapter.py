@@ -1,0 +1,114 @@
+"""Exports of checkpoints that hold adapters: a directory as peft writes it, or the model with the adapter merged in.
+
+What is exported is read a tensor at a time, either from the checkpoint alone, or from the checkpoint and from the
+safetensors of the model that the adapter was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsdp2kit.checkpoint.manifest import Manifest
+from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
+from fsdp2kit.checkpoint.state import MODEL_PREFIX
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
+from fsdp2kit.model.assets import find_hf_dir, weights_digest
+from fsdp2kit.model.build import model_on_meta
+from fsdp2kit.model.names import ADAPTER, adapter_file_name, base_name
+from fsdp2kit.model.weights import StoredTensor
+
+RECORD = ".fsdp2kit-export.json"
+_IDENTITY = "model.weights"
+
+
+def holds_adapter(config_dir: Path) -> bool:
+    """Whether a checkpoint with these assets holds adapters instead of a model."""
+    return (config_dir / CONFIG_NAME).is_file()
+
+
+def check_same_base(directory: Path, weights: str) -> None:
+    """Refuse an adapter that an export of ours says was trained on other weights.
+
+    Args:
+        directory: of the adapter.
+        weights: as `run_identity` has the weights of the model at hand.
+
+    Raises:
+        UserError: they differ.
+    """
+    try:
+        trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
+    except (OSError, ValueError, AttributeError):
+        return  # not an export of ours; names and shapes are compared in any case
+    if trained_on not in (None, weights):
+        what = f"{directory} was trained on another model than model.path is (its weights are {trained_on})"
+        raise UserError("model.adapter", what, "give the model.path that it was trained on")
+
+
+def adapter_names(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Name in peft's file → key in the checkpoint, of every tensor of the model's part."""
+    keys = [key for key in stored if key.startswith(MODEL_PREFIX)]
+    return {adapter_file_name(key.removeprefix(MODEL_PREFIX)): key for key in keys}
+
+
+def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> Path:
+    """The directory of the model that a checkpoint's adapter was trained on.
+
+    Args:
+        config_dir: the checkpoint's assets.
+        base: where it is now; None: where it was.
+
+    Raises:
+        UserError: it is not there, or other weights are.
+    """
+    name = json.loads((config_dir / CONFIG_NAME).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if base is None and not name:
+        raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
+    found = find_hf_dir(str(base or name), key="--merge", with_weights=True)
+    trained_on = manifest.identity.get(_IDENTITY) if manifest else None
+    if trained_on not in (None, f"pretrained {weights_digest(found)}"):
+        what = f"{found} holds other weights than the adapter was trained on ({name})"
+        raise UserError("--merge", what, "give the directory of that model: --merge DIR")
+    return found
+
+
+class MergedTensors:
+    """A model's tensors by name, with an adapter merged into them; each is made when it is read."""
+
+    def __init__(self, config_dir: Path, base: Mapping[str, StoredTensor], adapter: StoredTensors) -> None:
+        """Read nothing yet.
+
+        Args:
+            config_dir: with the configs of model and adapter.
+            base: the model's tensors by name.
+            adapter: the checkpoint's.
+        """
+        # On meta; its layers know their scaling.
+        self._model: Any = model_on_meta(config_dir)
+        inject(self._model, read_adapter_config(config_dir, "--merge"))
+        self._base, self._adapter = base, adapter
+        names = [key.removeprefix(MODEL_PREFIX) for key in adapter.keys if key.startswith(MODEL_PREFIX)]
+        self._trained = set(names)
+        self._copies = {inner: name for name in names if (inner := base_name(name)) is not None}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor: in float32 where something was merged or trained, else as the model has it."""
+        if name in self._copies:
+            return self._adapter.read(MODEL_PREFIX + self._copies[name])
+        module, _, leaf = name.rpartition(".")
+        keys = [f"{module}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
+        tensor = self._base[name].read()
+        if leaf != "weight" or keys[0] not in self._trained:
+            return tensor
+        values = [self._adapter.read(MODEL_PREFIX + key) for key in keys if key in self._trained]
+        return merged_weight(tensor, self._model.get_submodule(module), *values)
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """Its elements in order, as flat tensors of at most 16 MiB."""
+        yield from in_blocks(self.read(name))

@@ -1,0 +1,295 @@
+"""LoRA adapters (arXiv:2106.09685), by peft: built into a model, and merged into its weights.
+
+peft decides what an adapter is and computes: layers, scaling, rslora, DoRA, modules that are trained whole. It builds
+them into the meta model before anything is planned, and the model keeps its class, so whatever is done to a model
+(sharding, recomputation, compiling) is done to its adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import hashlib
+import json
+import re
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdp2kit.config.schema import LoraConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+
+# What an adapter_config.json may say otherwise than peft's defaults do. All else (adapters of fused experts, trained
+# biases or tokens, …) is refused, rather than trained, exported or merged as something else.
+_KNOWN = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+}
+_INCIDENTAL = {"task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of a model; see `adapter_of`."""
+
+    config: Any
+    """peft's ``LoraConfig``, its layers by name."""
+    layers: tuple[str, ...]
+    """Names of the linear layers that have an adapter."""
+    directory: Path | None
+    """Of the adapter that is trained further; None: they start from peft's initialisation."""
+
+    def identity(self) -> dict[str, str]:
+        """What may not change when a run is resumed, by the TOML's keys: not dropout, nor the model."""
+        config = self.config
+        layers = json.dumps([self.layers, config.rank_pattern, config.alpha_pattern])
+        return {
+            "lora.rank": str(config.r),
+            "lora.alpha": str(config.lora_alpha),
+            "lora.rslora": str(config.use_rslora).lower(),
+            "lora.dora": str(config.use_dora).lower(),
+            "lora.modules_to_save": ", ".join(sorted(config.modules_to_save or ())),
+            "lora.target_modules": f"{len(self.layers)} layers {hashlib.sha256(layers.encode()).hexdigest()[:8]}",
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write ``adapter_config.json``, as peft does for an adapter that is to be used."""
+        text = json.dumps({**self.config.to_dict(), "inference_mode": True}, indent=2, sort_keys=True, default=sorted)
+        (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """The adapters that `apply_lora` built into a model; None where there are none."""
+    return vars(model).get("_fsdp2kit_adapter")
+
+
+def apply_lora(
+    model: PreTrainedModel, section: LoraConfig, *, directory: Path | None = None, base: str | None = None
+) -> None:
+    """Freeze a meta model and build adapters into it, in place; without ``lora.rank`` or ``directory`` do nothing.
+
+    Args:
+        directory: of the adapter that is trained further; its config decides what ``section`` else would.
+        base: what the adapter's config names as its model: a directory or hub id.
+
+    Raises:
+        UserError: layers that the model does not have, or that cannot have an adapter; not an adapter of LoRA.
+    """
+    if section.rank is None and directory is None:
+        return
+    config = read_adapter_config(directory, "model.adapter") if directory else _new_config(section)
+    config.lora_dropout, config.base_model_name_or_path = section.dropout, base
+    config.inference_mode = False  # as it is written, which would freeze the adapter
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config.target_modules = _all_linear(model, config)
+    try:
+        inject(model, config, directory)
+    except UserError as error:
+        if directory is None:
+            raise
+        what = f"{directory} does not fit the model: {error.what}"
+        raise UserError("model.adapter", what, "give an adapter that was trained on this very model") from None
+
+
+def _all_linear(model: PreTrainedModel, config: Any) -> list[str]:
+    """Names of the linear layers but the output head, and but those whose weight is read past the layer.
+
+    Left out are names that peft takes for those of experts (`_as_converted`).
+    """
+    head = model.get_output_embeddings()
+    kinds = (nn.Linear, Conv1D)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
+    names = [name for name in names if not _is_read_past(model, name)]
+    converted = copy.copy(config)
+    converted.target_modules = set(names)
+    converted = _as_converted(converted, model)
+    return [name for name in names if name in converted.target_modules]
+
+
+def _as_converted(config: Any, model: PreTrainedModel) -> Any:
+    """What peft makes of a config: where transformers fused experts into one tensor, it takes the names that their
+    layers once had (and others have) for that tensor, as ``target_parameters``."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model, None)
+    return converted
+
+
+def _is_read_past(model: nn.Module, name: str) -> bool:
+    """Whether a layer is Mamba's output projection: its fast kernels take the weight and would skip an adapter."""
+    around, _, leaf = name.rpartition(".")
+    return leaf == "out_proj" and {"A_log", "D"} <= model.get_submodule(around)._parameters.keys()
+
+
+def _new_config(section: LoraConfig) -> Any:
+    return _peft().LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=section.target_modules,
+        modules_to_save=section.modules_to_save or None,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def read_adapter_config(directory: Path, where: str) -> Any:
+    """peft's ``LoraConfig`` of an adapter's directory.
+
+    Raises:
+        UserError: it is none, or of a kind that is not supported here; ``where`` is the TOML's key.
+    """
+    path = directory / CONFIG_NAME
+    todo = "give the directory of a LoRA adapter, with adapter_config.json and adapter_model.safetensors"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kind = values["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(where, f"{path} is not an adapter's config ({error!r})", todo) from None
+    if kind != "LORA":
+        raise UserError(where, f"{directory} is an adapter of type {kind}", todo)
+    peft = _peft()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of keys that a newer peft wrote: below, those it knows are looked at
+        config = peft.LoraConfig.from_pretrained(str(directory))
+    plain = asdict(peft.LoraConfig())
+    for name, value in asdict(config).items():
+        harmless = name == "init_lora_weights" and value in (True, False, "gaussian")  # it has its values
+        if value != plain[name] and (value or plain[name]) and name not in _KNOWN | _INCIDENTAL and not harmless:
+            raise UserError(
+                where, f"{path} has {name} = {value!r}, which is not supported here", "use plain LoRA or DoRA"
+            )
+    config.init_lora_weights = True
+    return config
+
+
+def inject(model: PreTrainedModel, config: Any, directory: Path | None = None) -> Adapter:
+    """Build the adapters of a peft config into a meta model, and freeze everything else.
+
+    Raises:
+        UserError: as `apply_lora`.
+    """
+    try:
+        converted = _as_converted(config, model)
+    except ValueError as error:  # some layers of experts without others
+        raise UserError("lora.target_modules", str(error).rstrip("."), "leave those layers out") from None
+    if converted.target_parameters:
+        what = f"{', '.join(sorted(converted.target_parameters))}: experts in one tensor, which get no adapters here"
+        todo = 'name the attention\'s layers alone, or use "all-linear"'
+        raise UserError("lora.target_modules", what, todo)
+    _check_names(model, config)
+    tied = {name for pair in tied_names(model).items() for name in pair}
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of peft's, about ties and Conv1D: those are looked at here
+            _peft().inject_adapter_in_model(config, model, ADAPTER)
+    except (ValueError, TypeError) as error:  # peft's refusals
+        reason = str(error).split(". ")[0]
+        raise UserError("lora", f"{reason}", "choose other lora.target_modules or lora.modules_to_save") from None
+    config = model.peft_config[ADAPTER]
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # a set, in another order on every rank
+    layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
+    _check_layers(model, config, layers, tied)
+    adapter = Adapter(config, tuple(layers), directory)
+    vars(model)["_fsdp2kit_adapter"] = adapter
+    return adapter
+
+
+def _check_names(model: PreTrainedModel, config: Any) -> None:
+    """peft refuses names only if none of them matches, and names of modules to save not at all."""
+    names = [name for name, _ in model.named_modules() if name]
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    target, wanted = config.target_modules, "lora.target_modules"
+    if isinstance(target, str):
+        try:
+            found = target.lower() == "all-linear" or any(re.fullmatch(target, name) for name in names)
+        except re.error as error:
+            todo = 'use a regular expression, a list of names, or "all-linear"'
+            raise UserError(wanted, f"{target!r} is not a regular expression ({error})", todo) from None
+        if not found:
+            raise UserError(wanted, f"{target!r} matches no whole name of a module", f"they are like {linear[-1]}")
+    else:
+        _check_ends(target, names, linear, key=wanted)
+    _check_ends(config.modules_to_save or (), names, names, key="lora.modules_to_save")
+
+
+def _check_ends(ends: Any, names: list[str], suggested: list[str], *, key: str) -> None:
+    for end in ends:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            leaves = sorted({name.rpartition(".")[2] for name in suggested if not name.rpartition(".")[2].isdigit()})
+            near = difflib.get_close_matches(end, [*leaves, *suggested], n=1)
+            todo = f"did you mean {near[0]}?" if near else f"it has {', '.join(leaves[:8])}"
+            raise UserError(key, f"{end!r} matches no module of the model", todo)
+
+
+def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: set[str]) -> None:
+    """Refuse what peft allows, and what would then not be trained, exported or merged."""
+    key = "lora.target_modules"
+    outside = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    for name in layers:
+        module = model.get_submodule(name)
+        if id(module) in outside:
+            what = f"{name} is the model's embedding or output head"
+            raise UserError(key, what, "leave it out; lora.modules_to_save trains a copy of it whole")
+        if _is_read_past(model, name):
+            what = f"{name} is a Mamba layer's output projection, whose weight fast kernels read past an adapter"
+            raise UserError(key, what, "leave it out")
+        if not isinstance(base_module(module), (nn.Linear, Conv1D)):
+            kind = type(base_module(module)).__name__
+            raise UserError(key, f"{name} is a {kind}", "name linear layers alone")
+        if config.use_dora and isinstance(base_module(module), Conv1D):
+            raise UserError("lora.dora", f"{name} is a Conv1D, whose rows are its inputs", "leave lora.dora out")
+    for name, _ in model.named_parameters():
+        if f".modules_to_save.{ADAPTER}." in name and base_name(name) in tied:
+            what = f"{base_name(name)} is one parameter in two places: a copy that is trained would untie them"
+            raise UserError("lora.modules_to_save", what, "leave it out")
+
+
+def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
+    """The weight of a layer with its adapter merged into it, in float32.
+
+    Args:
+        weight: the layer's own, ``[out, in]`` (``[in, out]`` of a Conv1D).
+        layer: peft's, of a model on meta: it knows the scaling.
+        a, b: ``[rank, in]`` and ``[out, rank]``.
+        magnitude: of DoRA, ``[out]``: the length of each merged row.
+    """
+    weight, change = weight.float(), b.float() @ a.float() * layer.scaling[ADAPTER]
+    merged = weight + (change.T if layer.fan_in_fan_out else change)
+    if magnitude is None:
+        return merged
+    return merged * (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
+
+
+@functools.cache
+def _peft() -> Any:
+    """peft, imported when it is used: it takes seconds."""
+    try:
+        import peft
+    except ImportError as error:
+        todo = "install it: pip install 'fsdp2kit[lora]'"
+        raise UserError("lora", f"peft cannot be imported ({error})", todo) from None
+    return peft

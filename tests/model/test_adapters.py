@@ -1,0 +1,199 @@
+"""Adapters in a meta model are those that peft would build; what could not be trained or exported is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from fsdp2kit.config.checks import MeshSizes, check_config
+from fsdp2kit.config.schema import CompileConfig, ModelConfig, TrainingConfig
+from fsdp2kit.config.schema import LoraConfig as LoraSection
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.flops import count_model_flops
+from fsdp2kit.model.linear_cross_entropy import linear_cross_entropy
+from fsdp2kit.model.names import adapter_file_name
+from fsdp2kit.parallel.plan import plan_parallel
+from tests.reference import tiny_model, tiny_model_dir
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+MAMBA = {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8,
+         "state_size": 8, "n_groups": 1, "vocab_size": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama3", "smollm2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"modules_to_save": ["norm"], "rslora": True}], ids=str)
+def test_names_are_those_of_peft(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny_model_dir(kind, tmp_path)
+    ours = build_model(ModelConfig(path=str(path)), lora=LoraSection(rank=4, **options))
+    words = {"dora": "use_dora", "rslora": "use_rslora"}
+    config = LoraConfig(
+        r=4,
+        lora_alpha=32,
+        target_modules="all-linear",
+        **{words.get(key, key): value for key, value in options.items()},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = get_peft_model(tiny_model(kind), config)
+        stored = get_peft_model_state_dict(theirs)
+    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert trained.keys() == {name for name, p in theirs.get_base_model().named_parameters() if p.requires_grad}
+    shapes = {adapter_file_name(name): p.shape for name, p in trained.items()}
+    assert shapes == {name: tensor.shape for name, tensor in stored.items()}
+    adapter = adapter_of(ours)
+    assert adapter is not None
+    layer = adapter.layers[0]
+    assert ours.get_submodule(layer).scaling == theirs.get_base_model().get_submodule(layer).scaling
+
+
+def test_experts_in_one_tensor_get_no_adapters(tmp_path: Path) -> None:
+    section = ModelConfig(path=str(tiny_model_dir("qwen3_moe", tmp_path)))
+    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
+    assert adapter is not None
+    kinds = {name.rpartition(".")[2] for name in adapter.layers}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(UserError, match=r"lora.target_modules: .*experts in one tensor"):
+        build_model(section, lora=LoraSection(rank=4, target_modules=["gate_proj", "up_proj"]))
+
+
+def test_conv1d_layers_get_adapters_but_no_dora() -> None:
+    section = ModelConfig(config=GPT2, weights="random")
+    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
+    assert adapter is not None
+    assert {name.rpartition(".")[2] for name in adapter.layers} == {"c_attn", "c_proj", "c_fc"}
+    with pytest.raises(UserError, match=r"lora\.dora: .* is a Conv1D"):
+        build_model(section, lora=LoraSection(rank=4, dora=True))
+
+
+def test_mambas_output_projection_is_left_out() -> None:
+    section = ModelConfig(config=MAMBA, weights="random")
+    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
+    assert adapter is not None
+    assert [name.rpartition(".")[2] for name in adapter.layers] == ["in_proj"]
+    with pytest.raises(UserError, match="out_proj"):
+        build_model(section, lora=LoraSection(rank=4, target_modules=["out_proj"]))
+
+
+def test_a_recipe_that_forgets_the_adapters_is_told(tmp_path: Path) -> None:
+    section = ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path)))
+    config = TrainingConfig(recipe="mine", model=section, lora=LoraSection(rank=4))
+    with pytest.raises(UserError, match=r"lora.rank: .*'mine' built the model without adapters; .*lora=config.lora"):
+        plan_parallel(build_model(section), config, MeshSizes(1, 1, 1))
+    plan = plan_parallel(build_model(section, lora=config.lora), config, MeshSizes(1, 1, 1))
+    assert "rank 4, alpha 32; on 2 q_proj" in " ".join(plan.describe())
+
+
+def test_dora_is_not_compiled_in_silence(tmp_path: Path) -> None:
+    section, lora = ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path))), LoraSection(rank=4, dora=True)
+    config = TrainingConfig(recipe="sft", model=section, lora=lora, compile=CompileConfig(enabled=True))
+    with pytest.raises(UserError, match=r"compile.enabled: true with DoRA"):
+        plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
+
+
+WRONG = [
+    (
+        {"target_modules": ["q_prj"]},
+        "lora.target_modules: 'q_prj' matches no module of the model; did you mean q_proj?",
+    ),
+    ({"target_modules": ["q_proj", "zzz"]}, "lora.target_modules: 'zzz' matches no module of the model; it has"),
+    ({"target_modules": ".*nope"}, "lora.target_modules: '.*nope' matches no whole name of a module; they are like"),
+    ({"target_modules": "(.*"}, "lora.target_modules: '(.*' is not a regular expression"),
+    ({"target_modules": ["lm_head"]}, "lora.target_modules: lm_head is the model's embedding or output head"),
+    ({"target_modules": ["embed_tokens"]}, "lora.target_modules: model.embed_tokens is the model's embedding or"),
+    ({"target_modules": ["mlp"]}, "lora: Target module"),
+    ({"modules_to_save": ["lm_heat"]}, "lora.modules_to_save: 'lm_heat' matches no module of the model; did you mean"),
+    ({"modules_to_save": ["lm_head"]}, "lora.modules_to_save: lm_head.weight is one parameter in two places"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_adapted_is_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    section = ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path)))
+    with pytest.raises(UserError) as error:
+        build_model(section, lora=LoraSection(rank=4, **options))
+    assert str(error.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (None, "is not an adapter's config"),
+        ({"peft_type": "IA3"}, "is an adapter of type IA3"),
+        ({"peft_type": "LORA", "bias": "all"}, "has bias = 'all', which is not supported here"),
+        ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "has init_lora_weights = 'pissa'"),
+        ({"peft_type": "LORA", "target_parameters": ["experts"]}, "has target_parameters"),
+    ],
+    ids=str,
+)
+def test_directories_that_hold_no_such_adapter_are_refused(values: Any, says: str, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    if values is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError) as error:
+        build_model(ModelConfig(path=str(path), adapter=str(tmp_path)))
+    assert str(error.value).startswith("model.adapter: ")
+    assert says in str(error.value)
+
+
+CHECKED = [
+    ({"lora": {"alpha": 8}}, "lora.alpha: is set, but lora.rank is not"),
+    ({"lora": {"rank": 4}, "model": {"path": "m", "adapter": "a"}}, "lora.rank: is given beside model.adapter"),
+    ({"lora": {"rank": 4}, "model": {"path": "m", "freeze": ["*"]}}, "model.freeze: is set with adapters"),
+    ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "/c"}}, "model.weights: is a checkpoint"),
+    ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "random"}}, "model.weights: 'random' with adapters"),
+    ({"lora": {"rank": 4}, "float8": {"recipe": "rowwise"}}, "float8.recipe: 'rowwise' with adapters"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), CHECKED, ids=lambda value: str(value)[:50])
+def test_contradictions_are_refused(values: dict[str, Any], says: str) -> None:
+    config = TrainingConfig.model_validate(
+        {"recipe": "sft", "model": {"path": "m"}, "train": {"steps": 1}, "wandb": {"mode": "disabled"}, **values}
+    )
+    with pytest.raises(UserError) as error:
+        check_config(config, world_size=1, local_world_size=1)
+    assert str(error.value).startswith(says)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "peft" else find(name))
+    config = TrainingConfig.model_validate(
+        {"recipe": "sft", "model": {"path": "m"}, "train": {"steps": 1}, "lora": {"rank": 4}}
+    )
+    with pytest.raises(UserError, match=r"lora.rank: needs peft, .*; install it: pip install 'fsdp2kit\[lora\]'"):
+        check_config(config, world_size=1, local_world_size=1)
+
+
+def test_frozen_matrices_count_four_flops_and_adapters_six() -> None:
+    """Of a tiny Llama without a tie: 2 layers, and a head that is trained whole, whose frozen original is not run."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 64, "tie_word_embeddings": False, **sizes}
+    model = build_model(
+        ModelConfig(config=config, weights="random"), lora=LoraSection(rank=2, modules_to_save=["lm_head"])
+    )
+    frozen = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    adapters = 2 * 2 * (4 * (32 + 32) + 3 * (32 + 48))
+    assert 6 * count_model_flops(model).parameters == pytest.approx(4 * frozen + 6 * (adapters + 64 * 32))
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_a_frozen_head_has_no_gradient_and_gives_the_same_to_what_comes_before(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(16, 8, generator=generator)
+    labels = torch.randint(16, (rows,), generator=generator)
+    linear_cross_entropy(hidden, weight, labels).backward()
+    expected = hidden.detach().clone().requires_grad_()
+    torch.nn.functional.cross_entropy(expected @ weight.T, labels, reduction="sum").backward()
+    assert weight.grad is None
+    assert torch.allclose(hidden.grad, expected.grad, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,220 @@
+"""Adapters on every mesh train as transformers with peft do in one process, and only they are reduced."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from fsdp2kit import distributed
+from fsdp2kit.config.schema import LoraConfig as LoraSection
+from fsdp2kit.model.names import base_name
+from fsdp2kit.parity.engine import Sharded, whole
+from fsdp2kit.parity.reference import Curves, beyond, errors, load_plain, plain_loop
+from fsdp2kit.parity.variants import pairs_of
+from tests.parallel.jobs import Case, run_cases
+from tests.parallel.test_ledger import compiled_step
+from tests.parallel.test_ledger import one_step as step_with_ledger
+from tests.parallel.test_traffic import BYTES, one_step
+from tests.reference import make_batches, plain_batches, tiny_model, tiny_model_dir
+from tests.workers import WorkerPool
+
+KINDS = ("llama3", "qwen3", "smollm2", "qwen3_moe")
+MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))
+# What is trained whole: head and embedding where they are not tied, a router, norms.
+SAVED = {
+    "llama3": ["lm_head", "embed_tokens"],
+    "qwen3_moe": ["lm_head", "gate"],
+    "qwen3": ["norm"],
+    "smollm2": ["norm"],
+}
+ADAPTERS = {
+    "lora": lambda kind: {},
+    "dora": lambda kind: {"use_dora": True, "use_rslora": True},
+    "saved": lambda kind: {"modules_to_save": SAVED[kind]},
+}
+
+
+def _cases() -> Iterator[Case]:
+    for kind, (dp, cp), adapter in pairs_of(KINDS, MESHES, tuple(ADAPTERS)):
+        yield Case(kind, dp, cp, 1, adapter=adapter)
+    hybrid = (("strategy", "hybrid_shard"),)
+    yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="lora")
+    yield Case("qwen3", 4, 1, 1, hybrid, dp_replicate=2, adapter="dora")
+    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora")
+    yield Case("llama3", 2, 1, 1, checkpointing=True, adapter="saved")
+    yield Case("qwen3", 2, 1, 1, checkpointing="selective", adapter="dora")
+    yield Case("llama3", 2, 1, 1, (("reduce_every_micro_batch", True), ("unit", "root")), adapter="lora")
+    yield Case("smollm2", 1, 2, 1, (("strategy", "no_shard"),), adapter="saved")
+
+
+CASES = list(_cases())
+
+
+def write_adapter(folder: Path, kind: str, name: str) -> None:
+    """An adapter of the tiny model in ``folder / kind``, saved by peft; its B is not zero, so A has gradients."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(5)
+        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of experts, peft would adapt the fused tensors as well
+        layers = attention if kind == "qwen3_moe" else "all-linear"
+        config = LoraConfig(r=4, lora_alpha=6, target_modules=layers, **ADAPTERS[name](kind))
+        model = get_peft_model(load_plain(folder / kind), config)
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        model.save_pretrained(folder / f"{kind}-{name}")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        tiny_model_dir(kind, folder)
+        for name in ADAPTERS:
+            write_adapter(folder, kind, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
+    known: dict[Case, Curves] = {}
+
+    def get(case: Case) -> Curves:
+        if case not in known:
+            cases = [other for other in CASES if other.world == case.world]
+            known.update(zip(cases, pool.run(case.world, run_cases, models, cases)[0], strict=True))
+        return known[case]
+
+    return get
+
+
+def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
+    """Plain transformers and peft; gradients of what peft trains."""
+    trained: list[str] = []
+
+    def prepare(model: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            PeftModel.from_pretrained(model, models / f"{case.kind}-{case.adapter}", is_trainable=True)
+        trained.extend(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    batches = make_batches() if case.pack else plain_batches()
+    curves = plain_loop(models / case.kind, batches, micro_batch_size=micro_batch_size, lr=case.lr, prepare=prepare)
+    return replace(curves, gradients={name: curves.gradients[name] for name in trained})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_adapters_train_as_peft_trains_them(case: Case, outcome: Callable, models: Path) -> None:
+    plain = peft_loop(models, case, 4)
+    found = outcome(case)
+    assert found.gradients.keys() == plain.gradients.keys()
+    assert min(np.abs(gradient).max() for gradient in found.gradients.values()) > 0
+    differences = errors(found, plain)
+    control = errors(peft_loop(models, case, 1), plain)
+    print(case, differences, "control", control)
+    assert not beyond(differences, control)
+
+
+@pytest.mark.parametrize(("adapter", "reduced"), [("lora", 2), ("saved", 4)])
+def test_everything_is_gathered_and_adapters_alone_are_reduced(
+    adapter: str, reduced: int, pool: WorkerPool, models: Path
+) -> None:
+    """A step of two micro-batches on four ranks: gathers in bfloat16, reductions in float32."""
+    gathered: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(
+            load_plain(models / "llama3"), models / f"llama3-{adapter}", is_trainable=True
+        )
+    for name, parameter in model.get_base_model().named_parameters():
+        unit = next((part for part in ("layers.0", "layers.1", "embed_tokens", "lm_head") if part in name), "norm")
+        size = math.ceil(len(parameter) / 4) * parameter[0].numel()  # a rank's rows, padded
+        gathered[unit] = gathered.get(unit, 0) + size
+        if parameter.requires_grad:
+            trained[unit] = trained.get(unit, 0) + size
+    assert len(trained) == reduced
+    once = ("embed_tokens", "lm_head")  # not in backward: a look-up needs no weight, and the head was not freed
+    gathers = 2 * sum(size * (1 if unit in once else 2) for unit, size in gathered.items())
+    case = Case("llama3", 4, 1, 1, (("param_dtype", "bfloat16"),), adapter=adapter)
+    for traffic in pool.run(4, one_step, models, case):
+        assert traffic.calls["reduce_scatter"] == reduced
+        assert traffic.sent["reduce_scatter"] == 3 * sum(trained.values()) * BYTES["float32"]
+        # A head that is trained, FSDP2 may gather once more at the end of backward, ahead of the next forward.
+        again = traffic.sent["all_gather"] - 3 * gathers * BYTES["bfloat16"]
+        assert again in ({0} if adapter == "lora" else {0, 3 * gathered["lm_head"] * BYTES["bfloat16"]})
+
+
+def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(pool: WorkerPool, models: Path) -> None:
+    fsdp = (("param_dtype", "bfloat16"), ("class_dtypes", {"LlamaRMSNorm": "float32"}))
+    case = Case("llama3", 2, 1, 1, fsdp, adapter="dora")
+    assert pool.run(2, step_with_ledger, models, case) == ["ok", "ok"]
+    for wrong, found in (("frozen", "torch.bfloat16, torch.float32"), ("storage", "torch.float32")):
+        said = pool.run(2, step_with_ledger, models, case, **{wrong: "float16"})[0]
+        assert said == f"dtype ledger: {wrong} should be float16, but {found} was found"
+
+
+def first_values(folder: Path, case: Case, section: LoraSection, seed: int) -> dict[str, Tensor]:
+    """What is trained, whole, as a run begins with it."""
+    config = case.config(folder, steps=1, rows=4)
+    run = config.run.model_copy(update={"seed": seed})
+    sharded = Sharded(config.model_copy(update={"lora": section, "run": run}), world=distributed.start())
+    return {name: whole(p.detach()).clone() for name, p in sharded.model.named_parameters() if p.requires_grad}
+
+
+def test_first_values_are_pefts_by_seed_and_name_on_every_mesh(pool: WorkerPool, models: Path) -> None:
+    section = LoraSection(rank=5, dora=True, modules_to_save=["lm_head"])
+    alone = pool.run(1, first_values, models, Case("llama3"), section, 0)[0]
+    fsdp = (("param_dtype", "bfloat16"), ("strategy", "hybrid_shard"))
+    other = pool.run(4, first_values, models, Case("llama3", 2, 2, 1, fsdp, dp_replicate=2), section, 0)[3]
+    another_seed = pool.run(1, first_values, models, Case("llama3"), section, 1)[0]
+    weights = dict(tiny_model("llama3").named_parameters())
+    firsts = [value[0, 0].item() for name, value in alone.items() if "lora_A" in name]
+    assert len(set(firsts)) == len(firsts) == 14, "no two layers begin alike"
+    for name, value in alone.items():
+        assert value.dtype == torch.float32
+        if "lora_A" in name:
+            assert torch.equal(value, other[name])
+            assert not torch.equal(value, another_seed[name])
+            bound = value.shape[1] ** -0.5  # kaiming_uniform_ with a = √5
+            assert 0.9 * bound < value.abs().max() <= bound
+        elif "lora_B" in name:
+            assert not value.any()
+            assert not other[name].any()
+        elif "magnitude" in name:
+            weight = weights[name.replace("lora_magnitude_vector.default.", "")].detach()
+            assert torch.equal(value, torch.linalg.norm(weight, dim=1))
+            assert torch.equal(other[name], torch.linalg.norm(weight.bfloat16().float(), dim=1)), "of what is stored"
+        else:
+            assert torch.equal(value, weights[base_name(name) or ""])
+            assert torch.equal(value, other[name]), "from the files, not from the model in bfloat16"
+
+
+def losses_with(folder: Path, case: Case, options: dict[str, dict[str, Any]]) -> list[float]:
+    config = case.config(folder, steps=5, rows=4)
+    values = config.model_dump() | {name: config.model_dump()[name] | keys for name, keys in options.items()}
+    return Sharded(type(config).model_validate(values), world=distributed.start()).curves(make_batches(1) * 5).loss
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit", "adamw_bf16"])
+def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, models: Path) -> None:
+    options = {"optimizer": {"name": optimizer}}
+    alone = pool.run(1, losses_with, models, Case("smollm2", adapter="lora"), options)[0]
+    sharded = pool.run(2, losses_with, models, Case("smollm2", 2, adapter="lora"), options)[0]
+    assert alone[-1] < alone[0]
+    assert sharded == pytest.approx(alone, rel=1e-5 if optimizer == "muon" else 1e-3)
+
+
+def test_layers_with_adapters_are_one_graph(pool: WorkerPool, models: Path) -> None:
+    """One for the first layer, whose inputs come from a frozen embedding, and one for the others."""
+    case = Case("llama3", checkpointing=True, adapter="lora")
+    assert pool.run(1, compiled_step, models, case) == [{"graphs": 2, "breaks": {}}]

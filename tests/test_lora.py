@@ -1,0 +1,284 @@
+"""A run with adapters, from its first step to a directory for peft and a merged model, in the real recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.reader import SafeReader
+from fsdp2kit.errors import UserError
+from fsdp2kit.parity.reference import worst_relative
+from fsdp2kit.run import load
+from tests.reference import tiny_model
+from tests.workers import WorkerPool
+from tools import dcp_to_hf as convert
+from tools import generate
+
+DEMO = Path(__file__).parent.parent / "toml" / "demo"
+LORA = ("lora.rank=4", "lora.dora=true")
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model in bfloat16, with the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = tiny_model("smollm2")
+    model.resize_token_embeddings(1024, mean_resizing=False)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toml(model_dir: Path) -> Path:
+    path = model_dir / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "sft"
+        [model]
+        path = "{model_dir}"
+        [fsdp]
+        param_dtype = "float32"
+        [data]
+        path = "{DEMO / "chat.jsonl"}"
+        seq_len = 64
+        [train]
+        steps = 6
+        global_batch_size = 4
+        [optimizer]
+        lr = 1e-2
+        [checkpoint]
+        every = 3
+        keep = 9
+        [wandb]
+        mode = "disabled"
+        """,
+        encoding="utf-8",
+    )
+    return path
+
+
+def run_recipe(toml: str, overrides: Sequence[str]) -> str:
+    """What the recipe said, and the line with which it refuses."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            recipe, config = load(toml, overrides)
+            recipe.main(config)
+        except UserError as error:
+            return f"error: {error}"
+    return said.getvalue()
+
+
+def run_all(toml: str, runs: Sequence[Sequence[str]]) -> list[str]:
+    return [run_recipe(toml, overrides) for overrides in runs]
+
+
+@pytest.fixture(scope="module")
+def run(pool: WorkerPool, toml: Path) -> Run:
+    def run_into(directory: Path, size: int, *overrides: str) -> Path:
+        said = pool.run(size, run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])[0]
+        assert not said.startswith("error"), said
+        return directory
+
+    return run_into
+
+
+@pytest.fixture(scope="module")
+def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on dp = 2, checkpoints of steps 3 and 6, an export."""
+    return run(tmp_path_factory.mktemp("straight") / "run", 2, *LORA)
+
+
+def losses(directory: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def with_adapter(model_dir: Path, adapter: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        return PeftModel.from_pretrained(base, str(adapter)).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(48)[None] * 7 % 1024, use_cache=False).logits
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes_on_another_mesh(
+    straight: Path, run: Run, tmp_path: Path
+) -> None:
+    checkpoint = straight / "checkpoints" / "step-000003"
+    assert "whole: step 3" in verify(checkpoint)
+    stored = SafeReader(checkpoint).stored_tensors()
+    assert all(".lora_" in key for key in stored)
+    numbers = sum(tensor.size.numel() for key, tensor in stored.items() if key.startswith("model."))
+    assert sum(tensor.size.numel() for tensor in stored.values()) <= 3 * numbers + len(stored), "moments, step counts"
+    assert losses(straight)[-1] < losses(straight)[0] - 0.1
+    for size, mesh in ((2, ("mesh.cp=2",)), (4, ("mesh.cp=2", "fsdp.strategy=no_shard")), (1, ())):
+        folder = tmp_path / f"{size}"
+        shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+        resumed = run(folder, size, *LORA, *mesh)
+        assert worst_relative(losses(resumed), losses(straight)[3:]) < 1e-5
+
+
+def test_the_export_is_what_peft_loads(straight: Path, model_dir: Path) -> None:
+    out = straight / "hf"
+    assert {path.name for path in out.iterdir()} == {
+        ".fsdp2kit-export.json", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+        "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model_dir)
+    exported = with_adapter(model_dir, out)
+    # The same adapter, whose values come straight from the checkpoint.
+    direct = with_adapter(model_dir, out)
+    state = {name: p.detach() for name, p in direct.get_base_model().named_parameters() if "lora_" in name}
+    for tensor in state.values():
+        tensor.fill_(float("nan"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": state}, checkpoint_id=straight / "checkpoints" / "step-000006", no_dist=True)
+    assert torch.equal(logits(exported), logits(direct))
+    assert not torch.allclose(logits(exported), logits(AutoModelForCausalLM.from_pretrained(model_dir).float()))
+
+
+def plain_checkpoint(model: Any, folder: Path) -> Path:
+    """A checkpoint of a whole model."""
+    model.save_pretrained(folder / "plain")
+    hf_to_dcp(folder / "plain", folder / "dcp")
+    return folder / "dcp"
+
+
+def test_it_merges_into_the_model_a_tensor_at_a_time(
+    straight: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = straight / "checkpoints" / "step-000006"
+    assert convert.main([str(checkpoint), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    peft = with_adapter(model_dir, straight / "hf")
+    apart = logits(peft)
+    theirs = peft.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.state_dict().items())
+    assert torch.allclose(logits(merged), apart, rtol=1e-4, atol=1e-4)
+
+    dcp_to_hf(checkpoint, tmp_path / "default", merge=True)
+    found = load_file(tmp_path / "default" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}, "the source's"
+    assert all(torch.equal(tensor, theirs[name].bfloat16()) for name, tensor in found.items())
+
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    values = load_file(other / "model.safetensors")
+    values["model.norm.weight"] += 1
+    save_file(values, other / "model.safetensors", metadata={"format": "pt"})
+    for arguments, says in (
+        (["--merge", str(other)], "holds other weights than the adapter was trained on"),
+        (["--verify"], "this one holds an adapter"),
+    ):
+        assert convert.main([str(checkpoint), str(tmp_path / "x"), *arguments]) == 2
+        assert says in capsys.readouterr().err
+    with pytest.raises(UserError, match="holds a whole model, and no adapter"):
+        dcp_to_hf(plain_checkpoint(merged, tmp_path), tmp_path / "x", merge=True)
+
+
+def test_training_goes_on_from_an_adapter(straight: Path, run: Run, tmp_path: Path) -> None:
+    """Its first loss is that of the merged model, trained in full."""
+    dcp_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    more = ("train.steps=1", "checkpoint.export_hf=never")
+    adapter = run(tmp_path / "adapter", 2, f"model.adapter={straight / 'hf'}", *more)
+    full = run(tmp_path / "full", 1, f"model.path={tmp_path / 'merged'}", *more)
+    assert worst_relative(losses(adapter), losses(full)) < 1e-5
+    assert losses(adapter)[0] < losses(straight)[0] - 0.1
+
+
+def test_an_adapter_answers(straight: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    question = "Tell me the month after June."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert generate.main([str(straight / "hf"), question, "--max-new-tokens", "8"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    chat = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = inputs["input_ids"]
+    model = with_adapter(model_dir, straight / "hf")
+    for _ in range(8):
+        with torch.no_grad():
+            chosen = model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, chosen], dim=1)
+        if chosen.item() == tokenizer.eos_token_id:
+            break
+    answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert capsys.readouterr().out == f"> {question}\n{answer}\n"
+
+
+def test_prompts_are_answered_and_dropout_can_be_waived(run: Run, tmp_path: Path) -> None:
+    waived = ("lora.dropout=0.1", "preflight.allow=['dropout']")
+    evaluation = (
+        f"eval.path={DEMO / 'heldout.jsonl'}",
+        "eval.every=1",
+        "eval.prompts=['Hi']",
+        "eval.max_new_tokens=2",
+    )
+    directory = run(tmp_path / "run", 2, "lora.rank=2", *waived, *evaluation, "train.steps=1", "mesh.cp=2")
+    assert json.loads((directory / "samples.jsonl").read_text().splitlines()[0])["prompt"] == "Hi"
+
+
+def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    checkpoint = straight / "checkpoints" / "step-000006"
+    other = tmp_path / "other"  # the same shapes, and other weights
+    shutil.copytree(model_dir, other)
+    values = load_file(other / "model.safetensors")
+    values["model.norm.weight"] += 1
+    save_file(values, other / "model.safetensors", metadata={"format": "pt"})
+    narrow, fewer = tmp_path / "narrow", tmp_path / "fewer"
+    for folder in (narrow, fewer):
+        shutil.copytree(straight / "hf", folder)
+        (folder / ".fsdp2kit-export.json").unlink()
+    trained = load_file(narrow / "adapter_model.safetensors")
+    name = next(name for name in trained if "lora_A" in name)
+    save_file({**trained, name: trained[name][:, 1:].contiguous()}, narrow / "adapter_model.safetensors")
+    save_file({key: value for key, value in trained.items() if key != name}, fewer / "adapter_model.safetensors")
+    mistakes = {
+        ("lora.rank=0",): "lora.rank",
+        ("lora.rank=4", "lora.target_modules=['q_prj']"): "did you mean q_proj?",
+        ("lora.rank=4", "lora.dropout=0.1"): "lora.dropout: has dropout (lora.dropout)",
+        (f"model.adapter={model_dir}",): "is not an adapter's config",
+        (f"model.adapter={straight / 'hf'}", f"model.path={other}"): "was trained on another model than model.path is",
+        (f"model.path={straight / 'hf'}",): "is an adapter without its model",
+        (f"model.adapter={narrow}",): "has shape [4, 71], and the model wants [4, 72]",
+        (f"model.adapter={fewer}",): f"{name} is only in the model",
+        (f"model.weights={checkpoint}",): "holds an adapter, and not the model that it belongs to",
+        (f"run.resume={checkpoint}", "lora.rank=8"): "was made with lora.rank = '4', and this run has lora.rank = '8'",
+        (f"run.resume={checkpoint}",): "was made with lora.rank = '4', and this run has lora.rank = None",
+        (
+            f"run.resume={checkpoint}",
+            *LORA,
+            "lora.target_modules=['q_proj']",
+        ): "this run has lora.target_modules = '2 ",
+    }
+    runs = [[*overrides, f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]
+    for overrides, said, says in zip(
+        mistakes, pool.run(1, run_all, str(toml), runs)[0], mistakes.values(), strict=True
+    ):
+        assert said.startswith("error: "), overrides
+        assert says in said, overrides
+        assert "\n" not in said
+        assert said.count("; ") >= 1, "where: what; what to do"
