@@ -97,7 +97,9 @@ def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path,
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000004"]
     assert _exported_step(tmp_path / "run") == 1
-    assert len(run(pool, toml, tmp_path / "run", 2, *options)) == 4, "nothing is left to train"
+    said = pool.run(2, _said, str(toml), [f"run.dir='{tmp_path / 'run'}'", *options])[0]
+    assert "nothing left to train: the run stopped early, after step 4 of " in said
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def _exported_step(directory: Path) -> int | None:
