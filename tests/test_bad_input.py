@@ -114,7 +114,7 @@ OVERRIDES = {
     "replicas without a hybrid strategy": (["mesh.dp_replicate=2", "mesh.cp=1"], ["dp_replicate", "hybrid_shard"]),
     "batch not divisible": (["train.global_batch_size=3", "train.micro_batch_size=2"], ["use 2 or 4"]),
     "seq_len not divisible by cp": (["data.seq_len=63"], ["data.seq_len", "62 or 64"]),
-    "steps and epochs": (["train.epochs=1"], ["train.steps", "train.epochs"]),
+    "steps and epochs": (["train.steps=2", "train.epochs=1"], ["train.steps", "train.epochs"]),
     "evaluation on the training data": (["eval.every=1"], ["eval.path"]),
     "a floor for a linear schedule": (["lr_schedule.name=linear", "lr_schedule.min_lr_ratio=0.1"], ["min_lr_ratio"]),
     "more cp than heads": (["mesh.cp=2", "context_parallel.method=ulysses", "model.config.num_attention_heads=1",
