@@ -76,7 +76,7 @@ def load_adapted(directory: Path) -> Any:
         raise ValueError("its adapter_config.json names no model")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(directory))
     if (directory / "generation_config.json").is_file():  # it stops at what ended the turns that were trained
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        setattr(model, "generation_config", GenerationConfig.from_pretrained(directory))  # noqa: B010 (typed as tensors)
     return model
 
 
