@@ -148,7 +148,7 @@ CHECKED = [
     ({"lora": {"alpha": 8}}, "lora.alpha: is set, but lora.rank is not"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "adapter": "a"}}, "lora.rank: is given beside model.adapter"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "freeze": ["*"]}}, "model.freeze: is set with adapters"),
-    ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "/c"}}, "model.weights: is a checkpoint"),
+    ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "/"}}, "model.weights: is a checkpoint"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "random"}}, "model.weights: 'random' with adapters"),
     ({"lora": {"rank": 4}, "float8": {"recipe": "rowwise"}}, "float8.recipe: 'rowwise' with adapters"),
 ]

@@ -158,7 +158,9 @@ def config_of(section: ModelConfig = SECTION, **sections: object) -> TrainingCon
 
 
 def test_an_architecture_that_liger_does_not_know_is_refused(liger: ModuleType) -> None:
-    section = SECTION.model_copy(update={"config": {**SECTION.config, "model_type": "qwen3"}})
+    section = SECTION.model_copy(
+        update={"config": {**SECTION.config, "model_type": "qwen3", "num_key_value_heads": 4}}
+    )
     model = build_model(section)
     with pytest.raises(UserError, match=r"^model\.liger: Liger has no kernels for the architecture 'qwen3'; leave it"):
         plan_parallel(model, config_of(section), ONE_RANK, "cuda")
