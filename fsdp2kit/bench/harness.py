@@ -235,10 +235,9 @@ class PeakMemory:
     kernel can drop them at any time.
     """
 
-    peak: int | None = None
-
     def __init__(self, device: torch.device) -> None:
-        self._device, self._done = device, threading.Event()
+        self.peak: int | None = None
+        self._device, self._done, self._lock = device, threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> PeakMemory:
@@ -260,7 +259,8 @@ class PeakMemory:
         give_back_memory()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._highest = self._now()
+        with self._lock:  # a sample that was begun before would bring the forgotten peak back
+            self._highest = self._now()
 
     def _now(self) -> int:
         if self._device.type == "cuda":
@@ -272,7 +272,8 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while self._device.type == "cpu" and not self._done.wait(_SAMPLE_SECONDS):
-            self._highest = max(self._highest, self._now())
+            with self._lock:
+                self._highest = max(self._highest, self._now())
 
 
 def give_back_memory() -> None:
