@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from fsdp2kit.parity import reference as synthetic
 from fsdp2kit.parity.reference import Rows
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
+DEMO, DEMO_VOCABULARY = Path(__file__).parents[1] / "toml" / "demo", 1024
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -60,6 +62,15 @@ def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float3
     path = folder / kind
     tiny_model(kind).to(dtype).save_pretrained(path)
     return path
+
+
+def demo_model_dir(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny random model with tied embeddings, and the demo's tokenizer, to ``folder`` and return that path."""
+    model = tiny_model("smollm2")
+    model.resize_token_embeddings(DEMO_VOCABULARY, mean_resizing=False)
+    model.to(dtype).save_pretrained(folder)
+    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
 
 
 def tiny_model(kind: str) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
-from tests.reference import tiny_model
+from tests.reference import demo_model_dir
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -32,11 +32,7 @@ CP2 = ("mesh.cp=2", "train.micro_batch_size=2")
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tied")
-    model = tiny_model("smollm2")
-    model.resize_token_embeddings(1024, mean_resizing=False)
-    model.save_pretrained(folder)
-    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
+    folder = demo_model_dir(tmp_path_factory.mktemp("tied"))
     path = folder / "run.toml"
     path.write_text(
         f"""

@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from tests.reference import tiny_model
+from tests.reference import demo_model_dir
 from tools import generate
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -17,11 +16,7 @@ DEMO = Path(__file__).parent.parent / "toml" / "demo"
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """A tiny model that can chat, if not well."""
-    model = tiny_model("smollm2")
-    model.resize_token_embeddings(1024, mean_resizing=False)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(DEMO / "tokenizer").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return demo_model_dir(tmp_path / "model")
 
 
 def test_it_answers(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import worst_relative
 from fsdp2kit.run import load
-from tests.reference import tiny_model
+from tests.reference import demo_model_dir
 from tests.workers import WorkerPool
 from tools import dcp_to_hf as convert
 from tools import generate
@@ -39,12 +39,7 @@ Run = Callable[..., Path]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied model in bfloat16, with the demo's tokenizer."""
-    folder = tmp_path_factory.mktemp("tied")
-    model = tiny_model("smollm2")
-    model.resize_token_embeddings(1024, mean_resizing=False)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
-    return folder
+    return demo_model_dir(tmp_path_factory.mktemp("tied"), dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

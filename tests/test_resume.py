@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
-from tests.reference import tiny_model
+from tests.reference import demo_model_dir
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -35,12 +35,7 @@ Run = Callable[..., Path]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied model in bfloat16, with the demo's tokenizer."""
-    folder = tmp_path_factory.mktemp("tied")
-    model = tiny_model("smollm2")
-    model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
-    return folder
+    return demo_model_dir(tmp_path_factory.mktemp("tied"), dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

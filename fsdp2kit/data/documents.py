@@ -239,11 +239,9 @@ def cut_rows(
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
         count = row_lengths[first : first + together].sum()
-        raise UserError(
-            name(int(chosen[first])),
-            f"{count} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long) // together})",
-            'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"',
-        )
+        what = f"{count} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long) // together})"
+        todo = 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"'
+        raise UserError(name(int(chosen[first])), what, todo)
     numbers, starts, stops = _slices(row_lengths, room, is_long, overlong=overlong)
     rows, lengths = chosen[numbers], row_lengths[numbers]
     targets = tokens["targets"].to_numpy()[rows]

@@ -106,14 +106,7 @@ def train(
     if total is None:
         raise ValueError("give total_steps: train.epochs does not say how many that is")
     run = _Run(batches, total, config, metrics, saves, evaluate, progress or Progress())
-    profiler = StepProfiler(
-        config.profile,
-        trace_dir=Path(config.run.dir) / "trace",
-        rank=mesh.rank,
-        device_type=mesh.device.type,
-        steps=run.total - run.first,
-        first_step=run.first + 1,
-    )
+    profiler = run.build_profiler(mesh)
     shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
     measured = Measured(objective, reserved=RECORD_KEYS)
     step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
@@ -153,6 +146,17 @@ class _Run:
     def __post_init__(self) -> None:
         self.first = self.saved_at = self.progress.step
         self.saved_time = time.monotonic()
+
+    def build_profiler(self, mesh: Mesh) -> StepProfiler:
+        """What traces the steps that ``[profile]`` asks for."""
+        return StepProfiler(
+            self.config.profile,
+            trace_dir=Path(self.config.run.dir) / "trace",
+            rank=mesh.rank,
+            device_type=mesh.device.type,
+            steps=self.total - self.first,
+            first_step=self.first + 1,
+        )
 
     @property
     def is_over(self) -> bool:

@@ -23,6 +23,7 @@ from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import GlobalBatch, accumulate_gradients, cross_entropy, train_step
 from fsdp2kit.train.throughput import PhaseMemory, Throughput
 from tests.reference import LENGTH, make_batches, plain_batches
+from tests.workers import WorkerPool
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,21 @@ def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | Non
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
     return found
+
+
+def by_world_size(
+    pool: WorkerPool, folder: Path, group_of: Callable[[Case], Sequence[Case]]
+) -> Callable[[Case], Curves]:
+    """Rank 0's curves of a case; the first one of a world size runs all of its group that share it."""
+    known: dict[Case, Curves] = {}
+
+    def get(case: Case) -> Curves:
+        if case not in known:
+            cases = [other for other in group_of(case) if other.world == case.world]
+            known.update(zip(cases, pool.run(case.world, run_cases, folder, cases, timeout=3600)[0], strict=True))
+        return known[case]
+
+    return get
 
 
 def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:

@@ -21,7 +21,7 @@ from fsdp2kit.model.names import base_name
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import Curves, beyond, errors, load_plain, plain_loop
 from fsdp2kit.parity.variants import pairs_of
-from tests.parallel.jobs import Case, run_cases
+from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
@@ -86,15 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
-    known: dict[Case, Curves] = {}
-
-    def get(case: Case) -> Curves:
-        if case not in known:
-            cases = [other for other in CASES if other.world == case.world]
-            known.update(zip(cases, pool.run(case.world, run_cases, models, cases)[0], strict=True))
-        return known[case]
-
-    return get
+    return by_world_size(pool, models, lambda case: CASES)
 
 
 def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:

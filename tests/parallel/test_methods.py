@@ -17,7 +17,7 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS, pairs_of
 from fsdp2kit.train.evaluation import build_evaluation
-from tests.parallel.jobs import Case, run_cases
+from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_segments import positions_of
 from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir
 from tests.workers import WorkerPool
@@ -63,16 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
     """Curves of a case; the first one of a world size runs all that share it."""
-    known: dict[Case, Curves] = {}
-
-    def get(case: Case) -> Curves:
-        if case not in known:
-            group = PAIRS if case in PAIRS else PRODUCT
-            cases = [other for other in group if other.world == case.world]
-            known.update(zip(cases, pool.run(case.world, run_cases, models, cases, timeout=3600)[0], strict=True))
-        return known[case]
-
-    return get
+    return by_world_size(pool, models, lambda case: PAIRS if case in PAIRS else PRODUCT)
 
 
 @pytest.fixture(scope="module")
