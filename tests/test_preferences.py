@@ -68,6 +68,7 @@ def test_pairs_stay_together_in_packs_of_any_mesh(tmp_path: Path) -> None:
                 assert batch.documents is not None
                 seen = [one for one in batch.documents.unique().tolist() if one >= 0]
                 assert seen == list(range(batch.num_documents))
+                assert batch.num_items == len(seen) / 2
                 ids = [tokenizer.decode(batch.input_ids[batch.documents == one]) for one in seen]
                 rows = [(batch.documents == one).nonzero()[:, 0].unique().tolist() for one in seen]
                 assert rows[0::2] == rows[1::2]
@@ -97,7 +98,7 @@ def test_a_pair_that_is_too_long(overlong: str, tmp_path: Path) -> None:
 
 
 def expected_losses(model: Any, tokenizer: Any, rows: list[dict]) -> tuple[float, float]:
-    """The recipe's loss and the mean cross-entropy, by plain transformers, a document at a time."""
+    """The recipe's mean over pairs and a token's mean cross-entropy, by plain transformers, document by document."""
     total, spent, tokens = 0.0, 0.0, 0
     for row in rows:
         sides = []
@@ -110,7 +111,7 @@ def expected_losses(model: Any, tokenizer: Any, rows: list[dict]) -> tuple[float
             tokens += sum(mask[1:])
         total += F.softplus(sides[0] - sides[1]).item()
         spent += sum(sides).item()
-    return total / tokens, spent / tokens
+    return total / len(rows), spent / tokens
 
 
 @torch.no_grad()

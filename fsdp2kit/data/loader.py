@@ -59,6 +59,11 @@ class Batch:
     num_documents: int = 0
 
     @property
+    def num_items(self) -> int:
+        """What a summed loss is the sum over: supervised tokens, or of preferences pairs."""
+        return self.supervised_tokens if self.documents is None else self.num_documents // 2
+
+    @property
     def capacity(self) -> int:
         """B × S: tokens and padding."""
         return self.input_ids.numel()

@@ -1,7 +1,8 @@
 """Cross-entropy of a linear head without ever holding all logits: our chunks, or torch's or Liger's fused kernel.
 
 Ours take a few hundred tokens at a time, and compute the gradients in the same pass (softmax − one-hot needs nothing
-that backward would bring), so that backward only scales them.
+that backward would bring), so that backward only scales them. A loss that weighs each token by its own factor, which
+backward brings, is made of `linear_log_probs`: there backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         A float32 scalar; 0 with zero gradients where N = 0.
     """
     return _LinearCrossEntropy.apply(hidden, weight, labels)[0]
+
+
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weightᵀ ÷ temperature)[label] of each token, differentiable in ``hidden`` and ``weight``.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, of hidden's dtype.
+        labels: ``[N]`` int64 in ``[0, V)``.
+
+    Returns:
+        The log-probabilities and, detached, the entropies −Σ p log p of the distributions in nats, float32 ``[N]``.
+    """
+    return _LinearLogProbs.apply(hidden, weight, labels, temperature)
 
 
 def linear_loss(kernel: Literal["chunked", "torch", "liger"]) -> HeadLoss:
@@ -123,3 +140,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return grad_hidden * grads[0], None, None
         # In place: a second gradient of the head's size would be gigabytes. A second backward raises.
         return grad_hidden * grads[0], grad_weight.mul_(grads[0]).to(ctx.weight_dtype), None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(log_probs)
+        for part in _chunks(hidden, weight):
+            logits = F.linear(hidden[part], weight).float().div_(temperature)
+            log_probs[part], entropies[part] = pick_log_probs(logits, labels[part])
+            del logits  # or this chunk would live on while the next one is made
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, labels = ctx.saved_tensors
+        trains_hidden, trains_head = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if trains_hidden else None
+        # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
+        for part in _chunks(hidden, weight):
+            logits = F.linear(hidden[part], weight).float().div_(ctx.temperature)
+            scale = grads[0][part, None] / ctx.temperature
+            grad_logits = logits.softmax(dim=-1).mul_(-scale).scatter_add_(1, labels[part, None], scale)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.add_(grad_logits.t() @ hidden[part])
+            del logits, grad_logits
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """As many rows of ``hidden`` at a time as may have their logits in memory."""
+    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
+    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+
+def pick_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ``labels`` ``[N]`` under float32 ``logits`` ``[N, V]``, and the detached entropies."""
+    log_softmax = logits.log_softmax(dim=-1)
+    detached = log_softmax.detach()
+    # A token of probability 0 adds 0 · −inf.
+    entropies = -detached.exp().mul_(detached).nansum(dim=-1)
+    return log_softmax.gather(1, labels[:, None]).squeeze(1), entropies

@@ -28,7 +28,13 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.linear_cross_entropy import HeadLoss, linear_loss, rows_at_once
+from fsdp2kit.model.linear_cross_entropy import (
+    HeadLoss,
+    linear_log_probs,
+    linear_loss,
+    pick_log_probs,
+    rows_at_once,
+)
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
@@ -106,15 +112,23 @@ def select_supervised(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
+HEAD_METHODS = ("loss_sum", "token_log_probs")
+"""What `attach_loss` adds. They read parameters, so FSDP has to gather these around them."""
+
+
 def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> nn.Module:
-    """Give ``model`` a method ``loss_sum`` and return the module whose method reads the head's parameters.
+    """Give ``model`` the `HEAD_METHODS` and return the module whose methods read the head's parameters.
 
     ``model.loss_sum(input_ids, labels, index=None, groups=None, num_groups=0, **inputs)`` runs the base model and
     returns the summed cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is
     `select_supervised`'s. With ``groups``, int64 ``[N]`` in ``[0, num_groups)`` for each target of ``index``, it
     returns that scalar and the detached sum of each group, float64 ``[num_groups]``.
-    With an untied head, the head gets a ``loss_sum`` of its own, so that as an FSDP unit its
-    parameters are gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
+
+    ``model.token_log_probs(input_ids, labels, index=None, temperature=1.0, **inputs)`` returns each target's
+    log-probability, differentiable, and the entropy of its distribution (detached, in nats), float32 ``[N]``.
+
+    With an untied head, the head gets methods of its own of these names, so that as an FSDP unit its parameters are
+    gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
 
     Args:
         model: a transformers causal language model.
@@ -125,11 +139,16 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     backbone = backbone_name(model)
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
-    compute: HeadLoss = partial(_chunked_loss, _own_head(model, head)) if kernel == "own_head" else linear_loss(kernel)
+    own = _own_head(model, head) if kernel == "own_head" else None
+    compute_loss: HeadLoss = partial(_chunked_loss, own) if own else linear_loss(kernel)  # pyright: ignore
+    compute_log_probs = partial(_chunked_log_probs, own) if own else linear_log_probs
 
+    # Units may return another dtype than they compute in.
     def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Units may return another dtype than they compute in.
-        return compute(hidden.to(head.weight.dtype), head.weight, labels)
+        return compute_loss(hidden.to(head.weight.dtype), head.weight, labels)
+
+    def head_log_probs(head: Any, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return compute_log_probs(hidden.to(head.weight.dtype), head.weight, labels, temperature)
 
     def loss_sum(
         model: Any,
@@ -140,25 +159,44 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         num_groups: int = 0,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        # A cache would be built by default, and with it packed documents would see each other.
-        hidden = getattr(model, backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
-        index = select_supervised(labels) if index is None else index
-        hidden, targets = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
+        hidden, targets = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
         loss, losses = head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
         if groups is None:
             return loss
         if losses is None:
             raise ValueError(f"the loss kernel {kernel!r} gives no losses by group; use 'chunked'")
         # In float64, since `index_add` adds thousands of tokens one after the other.
-        return loss, torch.zeros(num_groups, dtype=torch.float64, device=loss.device).index_add(
-            0, groups, losses.double()
-        )
+        by_group = torch.zeros(num_groups, dtype=torch.float64, device=loss.device)
+        return loss, by_group.index_add(0, groups, losses.double())
+
+    def token_log_probs(
+        model: Any,
+        input_ids: Tensor,
+        labels: Tensor,
+        index: Tensor | None = None,
+        temperature: float = 1.0,
+        **inputs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
+        return head_log_probs(head, *selected, temperature) if tied else head.token_log_probs(*selected, temperature)
 
     root: Any = model
     root.loss_sum = MethodType(loss_sum, model)
+    root.token_log_probs = MethodType(token_log_probs, model)
     if not tied:
         head.loss_sum = MethodType(head_loss, head)
+        head.token_log_probs = MethodType(head_log_probs, head)
     return model if tied else head
+
+
+def _run_base(
+    base: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The base model's last hidden states ``[N, H]`` of the tokens that have a target, and these targets ``[N]``."""
+    # A cache would be built by default, and with it packed documents would see each other.
+    hidden = base(input_ids=input_ids, use_cache=False, **inputs)[0]
+    index = select_supervised(labels) if index is None else index
+    return hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
 
 
 class _HiddenOnly(BaseModelOutputWithPast):
@@ -225,3 +263,18 @@ def _chunked_loss(
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     losses = torch.cat([checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks])
     return losses.sum(), losses.detach()
+
+
+def _chunked_log_probs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`linear_log_probs` of the model's own ``head``, which reads its weight itself."""
+
+    def one_chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return pick_log_probs(head(hidden).float() / temperature, labels)
+
+    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    parts = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)

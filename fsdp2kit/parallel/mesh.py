@@ -64,6 +64,18 @@ class Mesh:
             dist.all_reduce(loss)
         return loss
 
+    def sum_over_cp(self, local: Tensor) -> Tensor:
+        """Sum a device tensor over the ranks that share a row, as what is summed over documents has to be. Collective.
+
+        All of them then have the same loss, which each divides by `sizes.cp`: the gradients are those of the loss.
+        """
+        if self.sizes.cp == 1:
+            return local
+        total = local.detach().clone()
+        dist.all_reduce(total, group=self.cp_group)
+        # Each of the `cp` equal losses has a share of the gradient of every rank's part.
+        return total + self.sizes.cp * (local - local.detach())
+
     def sum_over_rows(self, flags: list[float], counts: list[float]) -> tuple[list[float], list[int]]:
         """Sum host numbers over the job in one collective, counting every row once.
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.distributed import agreement
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.liger import apply_liger
-from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.model.loss_head import HEAD_METHODS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.float8 import apply_float8
@@ -44,9 +44,10 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         for layer in layers:
             layer.compile()
     apply_fsdp(plan.fsdp, model, mesh=mesh.shard, units=plan.units)
-    # 5. The loss reads parameters, so FSDP's hooks must also run around this method, on root and head.
+    # 5. The loss reads parameters, so FSDP's hooks must also run around these methods, on root and head.
     for module in {id(module): module for module in (model, head)}.values():
-        register_fsdp_forward_method(module, "loss_sum")
+        for name in HEAD_METHODS:
+            register_fsdp_forward_method(module, name)
     # 6. Only now memory is allocated, for the shards alone.
     shard_device = torch.device("cpu") if plan.fsdp.offload == "params" else mesh.device
     materialize(model, device=shard_device, whole_device=mesh.device)

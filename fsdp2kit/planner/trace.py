@@ -203,7 +203,7 @@ class _Micro:
     """What `accumulate_gradients` reads of a global batch."""
 
     micro_batches: list[Any]
-    supervised_tokens: int
+    num_items: int
 
 
 def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable[..., Any]) -> Peaks:

@@ -22,9 +22,10 @@ from fsdp2kit.train.throughput import PhaseMemory
 
 Parts = tuple[Tensor, Tensor | None]
 Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
-"""Takes the model and a micro-batch's inputs on the device; returns the loss summed over this rank's targets (a
-float32 scalar for backward) and, for a mix, the detached sum of each source (float64 ``[G]``), otherwise None. It may
-also return metrics: scalars summed over this rank's targets, by name. See docs/recipes.md."""
+"""Takes the model and a micro-batch's inputs on the device; returns the loss summed over this rank's items (a float32
+scalar for backward) and, for a mix, the detached sum of each source (float64 ``[G]``), otherwise None. It may also
+return metrics: scalars summed over this rank's items, by name. An item is a target unless the batch says otherwise
+(`GlobalBatch.num_items`). See docs/recipes.md."""
 
 
 def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -95,9 +96,11 @@ class HeldOut(Batches, Protocol):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of a global batch, and the token counts of the whole global batch."""
+    """This rank's micro-batches of a global batch, and the counts of the whole global batch."""
 
     micro_batches: Sequence[Any]
+    num_items: int
+    """What the summed loss is divided by: the micro-batches' own ``num_items``, else supervised tokens."""
     supervised_tokens: int
     input_tokens: int
     attention_pairs: int
@@ -143,7 +146,8 @@ def next_batch(
         error = problem
     seconds = time.perf_counter() - start
     names = ("supervised_tokens", "input_tokens", "attention_pairs", "capacity")
-    counts = [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
+    counts = [float(sum(getattr(batch, "num_items", batch.supervised_tokens) for batch in micro_batches))]
+    counts += [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
     # A rank whose batch failed sends as many numbers.
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
@@ -151,13 +155,12 @@ def next_batch(
     (failed, *others), sums = mesh.sum_over_rows([float(flag) for flag in flags], counts)
     if failed:
         agree(error)
-    supervised, inputs, pairs, capacity, *by_source = sums
+    items, supervised, inputs, pairs, capacity, *by_source = sums
     if not supervised:
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     named = dict(zip(batches.source_names, by_source, strict=True))
-    return GlobalBatch(
-        micro_batches, supervised, inputs, pairs, capacity, named, *(other > 0 for other in others), seconds=seconds
-    )
+    counted = micro_batches, items, supervised, inputs, pairs, capacity, named
+    return GlobalBatch(*counted, *(other > 0 for other in others), seconds=seconds)
 
 
 def train_step(
@@ -184,7 +187,7 @@ def train_step(
     Returns:
         ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
         that source's supervised tokens, if it has any in this batch; the objective's metrics, divided by the
-        supervised tokens of the global batch.
+        items of the global batch.
     """
     memory.end(None)
     local_loss = accumulate_gradients(
@@ -208,7 +211,7 @@ def train_step(
     record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
     for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
         if tokens:
-            record[f"loss/{name}"] = part * batch.supervised_tokens / tokens
+            record[f"loss/{name}"] = part * batch.num_items / tokens
     if is_finite(record):
         before_update()
         optimizer.step()
@@ -241,12 +244,12 @@ def accumulate_gradients(
         end_phase: called with "forward" and "backward" when each is over.
 
     Returns:
-        This rank's summed loss ÷ the global batch's supervised tokens, a float32 scalar on the device, to be summed
+        This rank's summed loss ÷ the global batch's items, a float32 scalar on the device, to be summed
         over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. Of a `Measured` objective
         with metrics, these follow.
     """
     keeps_units = reshards_after_forward(fsdp) is False
-    scale = mesh.gradient_ranks / batch.supervised_tokens  # FSDP2 averages gradients over these ranks
+    scale = mesh.gradient_ranks / batch.num_items  # FSDP2 averages gradients over these ranks
     total = None
     for number, micro in enumerate(batch.micro_batches, start=1):
         last = number == len(batch.micro_batches)
@@ -260,7 +263,7 @@ def accumulate_gradients(
         found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
         total = found if total is None else total + found
     assert total is not None, "a data-parallel rank has at least one micro-batch"
-    return total / batch.supervised_tokens
+    return total / batch.num_items
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -12,10 +12,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.model.inspect import inspect_model, shrink_config
-from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, linear_cross_entropy
+from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, linear_cross_entropy, linear_log_probs
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
-from fsdp2kit.parity.reference import beyond, cross_entropy_sum, errors, plain_logits, plain_loop
-from tests.parallel.jobs import Case, run_cases
+from fsdp2kit.parity.engine import whole
+from fsdp2kit.parity.reference import (
+    Rows,
+    beyond,
+    cross_entropy_sum,
+    errors,
+    gradient_of,
+    load_plain,
+    plain_logits,
+    plain_loop,
+)
+from tests.parallel.jobs import Case, build, run_cases
 from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -71,13 +81,45 @@ def test_confident_tokens_have_a_loss_of_nearly_zero_without_overflow() -> None:
     assert hidden.grad.tolist() == [[2.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "temperature"), [(0, 1.0), (7, 1.0), (21, 1.0), (20, 0.7)])
+def test_log_probs_entropies_and_gradients(
+    rows: int, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(VOCABULARY, (rows,), generator=generator)
+    factors = torch.randn(rows, generator=generator)  # each token's own, as a policy's advantages are
+    log_probs, entropies = linear_log_probs(hidden, weight, labels, temperature)
+    (log_probs * factors).sum().backward()
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    whole = torch.distributions.Categorical(logits=exact[0] @ exact[1].T / temperature, validate_args=False)
+    expected = whole.log_prob(labels)
+    (expected * factors).sum().backward()
+    tolerance = (2e-6 if dtype == torch.float32 else 1e-2) / temperature  # which multiplies the logits' rounding
+    assert log_probs.dtype == entropies.dtype == torch.float32
+    assert not entropies.requires_grad
+    assert _distance(log_probs, expected) <= tolerance
+    assert _distance(entropies, whole.entropy()) <= tolerance
+    for mine, other in zip((hidden, weight), exact, strict=True):
+        assert mine.grad.dtype == dtype
+        assert _distance(mine.grad, other.grad) <= tolerance
+
+
 def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
     seen, linear = [], F.linear
     monkeypatch.setattr(F, "linear", lambda *args: seen.append(linear(*args)) or seen[-1])
-    hidden = torch.randn(30, WIDTH, requires_grad=True)
-    linear_cross_entropy(hidden, torch.randn(VOCABULARY, WIDTH), torch.zeros(30, dtype=torch.int64)).backward()
+    hidden, weight = torch.randn(30, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH)
+    labels = torch.zeros(30, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, labels).backward()
     assert [len(logits) for logits in seen] == [7, 7, 7, 7, 2]
+    seen.clear()
+    linear_log_probs(hidden, weight, labels)[0].sum().backward()
+    assert [len(logits) for logits in seen] == [7, 7, 7, 7, 2] * 2  # and again in backward
 
 
 def test_backward_makes_nothing_as_large_as_the_head() -> None:
@@ -122,6 +164,62 @@ def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monk
     for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None, name
         assert _distance(mine.grad, other.grad) < 2e-6, name
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "gemma2"])
+@pytest.mark.parametrize("supervised", [True, False])
+def test_token_log_probs_equal_the_models_own_logits(
+    kind: str, supervised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 20 * 4 * 128)
+    rows = make_rows(3)
+    if not supervised:
+        rows.labels.fill_(-100)
+    ours, plain = _model(kind), _model(kind)
+    attach_loss(ours)
+    index = select_supervised(rows.labels)
+    factors = torch.linspace(-1, 2, len(index))
+    inputs = {"position_ids": rows.position_ids, "temperature": 0.5}
+    log_probs, entropies = ours.token_log_probs(rows.input_ids, rows.labels, **inputs)
+    (log_probs * factors).sum().backward()
+    logits = plain_logits(plain, rows).flatten(0, 1)[index].float() / 0.5
+    exact = torch.distributions.Categorical(logits=logits, validate_args=False)
+    expected = exact.log_prob(rows.labels.flatten()[index])
+    (expected * factors).sum().backward()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, exact.entropy().detach(), rtol=1e-5, atol=1e-5)
+    for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert _distance(mine.grad, other.grad) < 5e-6, name
+
+
+def _log_prob_gradients(folder: Path, case: Case, rows: Rows) -> tuple[dict[str, Tensor], list[float]]:
+    """Gradients of Σ log p · (1 + position) over the targets, and the sums of log p and entropy, over all ranks."""
+    sharded = build(case.config(folder, steps=1, rows=len(rows.input_ids)))
+    mesh, model = sharded.mesh, sharded.model
+    count = len(rows.input_ids) // mesh.sizes.dp
+    inputs = sharded.inputs(rows[mesh.dp_rank * count : (mesh.dp_rank + 1) * count].as_batch())
+    positions = inputs["position_ids"].flatten()[inputs["index"]]
+    log_probs, entropies = model.token_log_probs(**inputs)
+    ((log_probs * (1 + positions)).sum() * mesh.gradient_ranks).backward()
+    sums = mesh.sum_loss(torch.stack([log_probs.detach().sum(), entropies.sum()]).double())
+    return {name: whole(gradient_of(p)) for name, p in model.named_parameters()}, sums.tolist()
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "cohere"])
+def test_token_log_probs_on_a_mesh(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    path, rows = tiny_model_dir(kind, tmp_path), make_batches(1)[0]
+    plain = load_plain(path)
+    index = select_supervised(rows.labels)
+    exact = torch.distributions.Categorical(logits=plain_logits(plain, rows).flatten(0, 1)[index])
+    expected = exact.log_prob(rows.labels.flatten()[index])
+    (expected * (1 + rows.position_ids.flatten()[index])).sum().backward()
+    for case in (Case(kind, 2, 1), Case(kind, 1, 2)):
+        gradients, (total, entropy) = pool.run(2, _log_prob_gradients, tmp_path, case, rows)[0]
+        assert total == pytest.approx(expected.sum().item(), rel=1e-5)
+        assert entropy == pytest.approx(exact.entropy().sum().item(), rel=1e-5)
+        for name, parameter in plain.named_parameters():
+            assert _distance(gradients[name], parameter.grad) < 1e-5, name
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite"])  # chunks of ours, and of the model's own head
@@ -185,6 +283,7 @@ def _model(kind: str) -> PreTrainedModel:
 def _distance(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
+    found, expected = found.detach(), expected.detach()
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm()) if expected.norm() else float(difference)
 

@@ -172,7 +172,8 @@ def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number:
 def global_batch(rows: Rows, micro_batches: Sequence[Rows] | None = None) -> GlobalBatch:
     """A global batch whose counts are those of ``rows``, which this rank reads in ``micro_batches``."""
     whole, parts = rows.as_batch(), [part.as_batch() for part in micro_batches or [rows]]
-    counts = (whole.supervised_tokens, whole.input_tokens, whole.attention_pairs, whole.capacity)
+    items = whole.supervised_tokens
+    counts = (items, whole.supervised_tokens, whole.input_tokens, whole.attention_pairs, whole.capacity)
     return GlobalBatch(parts, *counts, tokens_by_source={}, stop=False, save_failed=False, save_due=False, seconds=0.0)
 
 

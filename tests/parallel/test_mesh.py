@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,3 +53,20 @@ def test_groups_are_torchs_and_time_out_with_the_job(mesh: dict, strategy: str, 
     for ours, theirs, timeouts in pool.run(4, groups, mesh, strategy):
         assert ours == theirs
         assert timeouts == {COLLECTIVE_TIMEOUT}
+
+
+def _gradient_of_documents(cp: int) -> tuple[float, list[float]]:
+    """A loss of the squared sums of two documents, whose halves are on two ranks; this rank's gradient."""
+    mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=distributed.start())
+    tokens = torch.arange(1.0, 9.0).view(2, cp, 4 // cp)[:, mesh.cp_rank].clone().requires_grad_()
+    documents = mesh.sum_over_cp(tokens.sum(dim=1))
+    loss = documents.square().sum() / mesh.sizes.cp
+    loss.backward()
+    assert tokens.grad is not None
+    return mesh.sum_loss(loss.detach()).item(), tokens.grad.flatten().tolist()
+
+
+def test_sums_over_documents_whose_parts_are_on_several_ranks(pool: WorkerPool) -> None:
+    found = pool.run(2, _gradient_of_documents, 2)
+    assert [loss for loss, _ in found] == [10**2 + 26**2] * 2
+    assert [gradient for _, gradient in found] == [[20.0, 20.0, 52.0, 52.0]] * 2
