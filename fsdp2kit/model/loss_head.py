@@ -140,7 +140,7 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
     own = _own_head(model, head) if kernel == "own_head" else None
-    compute_loss: HeadLoss = partial(_chunked_loss, own) if own else linear_loss(kernel)  # pyright: ignore
+    compute_loss: HeadLoss = partial(_chunked_loss, own) if own else linear_loss(kernel)
     compute_log_probs = partial(_chunked_log_probs, own) if own else linear_log_probs
 
     # Units may return another dtype than they compute in.

@@ -124,7 +124,7 @@ def _numbers(config: TrainingConfig, step: StepMemory, local_world_size: int) ->
     if world == 1:
         return
     link = "node" if world <= local_world_size else "network"
-    numbers = 8 + len(config.data.sources)
+    numbers = 9 + len(config.data.sources)
     yield Collective("all_reduce", "world", link, "batch", "", 1, 2 * (world - 1) * numbers * 8 // world)
     losses = 1 + len(config.data.sources)
     yield Collective("all_reduce", "world", link, "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world)
