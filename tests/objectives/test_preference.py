@@ -24,8 +24,8 @@ from fsdp2kit.objectives.preference import Preference
 from fsdp2kit.objectives.reference import Reference, build_reference
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plain, plain_logits
-from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from fsdp2kit.torch_compat import _parameter_groups
+from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
 from tests.parallel.jobs import Case
