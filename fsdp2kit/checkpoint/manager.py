@@ -116,7 +116,7 @@ class CheckpointManager:
                     use_non_blocking_copy=on_device,
                 )
             )
-            self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-save")
+            self._saver = ThreadPoolExecutor(1, "fsdp2kit-save", initializer=work_on_this_device())
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -347,6 +347,17 @@ class CheckpointManager:
         except Exception:  # what hindered the save may hinder this, too
             complete = []
         return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
+
+
+def work_on_this_device() -> Callable[[], object]:
+    """What a new thread has to call to work on the caller's device.
+
+    It would work on the first one: DCP's writer waits for a stream of the current device, and there every other rank
+    would take memory for a context of its own.
+    """
+    if not torch.accelerator.is_available():
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
