@@ -38,7 +38,7 @@ from fsdp2kit.checkpoint.state import (
 from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
-from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
+from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
@@ -347,17 +347,6 @@ class CheckpointManager:
         except Exception:  # what hindered the save may hinder this, too
             complete = []
         return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
-
-
-def work_on_this_device() -> Callable[[], object]:
-    """What a new thread has to call to work on the caller's device.
-
-    It would work on the first one: DCP's writer waits for a stream of the current device, and there every other rank
-    would take memory for a context of its own.
-    """
-    if not torch.accelerator.is_available():
-        return lambda: None
-    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:

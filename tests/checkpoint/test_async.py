@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from fsdp2kit.checkpoint.manager import CheckpointManager, work_on_this_device
+from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.distributed import work_on_this_device
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint import jobs
 from tests.checkpoint.test_manager import assert_same, names
