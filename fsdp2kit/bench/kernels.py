@@ -81,19 +81,18 @@ def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[A
         tables: each rank's segments.
     """
     scale = ranks[0][0].shape[-1] ** -0.5
-    grad_queries, grad_keys, grad_values = ([None] * CP for _ in range(3))
-    outs: list[Any] = []
+    outs, grad_queries, grad_keys, grad_values = ([None] * CP for _ in range(4))
     for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
         segments = read_segments(table)
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
         attended = Partial(query, scale=scale)
         for owner, of_step in steps:
             attended.attend(ranks[owner][1], ranks[owner][2], of_step)
-        outs.append(attended.out.to(query.dtype))
+        outs[number] = attended.out.to(query.dtype)
         for owner, of_step in steps:
             grad_queries[number], grad_keys[owner], grad_values[owner] = attend_backward(
                 (grad_queries[number], grad_keys[owner], grad_values[owner]),
-                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[-1], attended.lse),
+                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[number], attended.lse),
                 of_step,
                 scale=scale,
             )

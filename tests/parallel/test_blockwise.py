@@ -180,7 +180,7 @@ def _squares() -> list[Any]:
 
 @pytest.mark.parametrize("kernel", ["cpu", "cuda"])
 def test_results_lie_in_memory_as_the_operators_promise(kernel: str, request: pytest.FixtureRequest) -> None:
-    """torch.compile plans with the strides of the operators' fake results; heads first is what a projection gives not."""
+    """torch.compile plans with the strides of the operators' fake results."""
     if kernel == "cuda":
         request.getfixturevalue("emulated_cuda")
     for dtype in (torch.float32, torch.bfloat16):

@@ -123,7 +123,7 @@ class Ring(KeyExchange):
                 block = arriving()
 
     def return_gradients(self, grads: Pair) -> None:
-        """Add the gradients that earlier ranks found for this block, and pass the sums on, in float32 on every rank."""
+        """Add the gradients that earlier ranks found for this block, and pass the float32 sums on."""
         grads = grads[0].float(), grads[1].float()
         if self._arriving:
             for mine, theirs in zip(grads, self._arriving(), strict=True):
