@@ -15,7 +15,13 @@ from fsdp2kit.parallel.context_parallel import kernels
 from fsdp2kit.parallel.context_parallel.attention import blockwise_attention, blockwise_attention_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, indices_of, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
-from fsdp2kit.torch_compat import BackwardInputs, FakeTensorMode, VarlenBounds
+from fsdp2kit.torch_compat import (
+    BackwardInputs,
+    FakeTensorMode,
+    VarlenBounds,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 from tests.parallel.test_segments import positions_of, transformers_mask
 from tests.workers import WorkerPool
 
@@ -78,9 +84,19 @@ def test_cpu_kernel(name: str, window: int | None, tile: int, monkeypatch: pytes
 
 @pytest.mark.parametrize(("name", "window"), CASES)
 def test_plain_operations(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They form scores, so they are given a few queries at a time: all of a long row's would fill a device."""
+    scores, largest = kernels._scores, []
+
+    def seen(query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        largest.append(query.shape[2])
+        return scores(query, key, **options)
+
+    monkeypatch.setattr(kernels, "_scores", seen)
+    monkeypatch.setattr(kernels, "TILE", 10)
     monkeypatch.setattr(kernels, "cpu_flash_attention", kernels.plain_attention)
     monkeypatch.setattr(kernels, "cpu_flash_attention_backward", kernels.plain_attention_backward)
     assert_close(local(name, window), expected(name, window), bound=1e-6)
+    assert max(largest) <= 10
 
 
 def _mask_of(n: int, m: int, left: int, right: int) -> Tensor:
@@ -198,6 +214,20 @@ def test_results_lie_in_memory_as_the_operators_promise(kernel: str, request: py
                     promised = (*outs, *blockwise_attention_backward(of, table, 0.3, "none", ""))
                 for real, one in zip(found, promised, strict=True):
                     assert (real.shape, real.stride(), real.dtype) == (one.shape, one.stride(), one.dtype)
+
+
+def test_cudas_operators_take_what_they_are_given() -> None:
+    """Their own shapes on meta: by these an operator with other arguments, or other results, in some torch is found."""
+    shapes = [(10, 6, 16), (12, 2, 16), (12, 2, 16), (10, 6, 16)]
+    q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    borders = torch.empty(3, dtype=torch.int32, device="meta")
+    for left, right in ((-1, 0), (7, 0), (-1, -1)):
+        bounds = VarlenBounds(borders, borders, 6, 7, left, right)
+        out, lse = cuda_flash_attention(q, k, v, bounds, scale=0.3)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
+        grads = cuda_flash_attention_backward(BackwardInputs(grad, q, k, v, out, lse), bounds, scale=0.3)
+        assert [(one.shape, one.dtype) for one in grads] == [(one.shape, one.dtype) for one in (q, k, v)]
 
 
 def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -33,7 +33,7 @@ from fsdp2kit.torch_compat import (
 )
 
 TILE = 512
-"""Queries at a time where a mask is needed, so that no mask is larger than this times its keys."""
+"""Queries at a time where a mask or scores are formed, so that these are not larger than this times the keys."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, tokens first in memory; float32, but where one call of a
@@ -118,7 +118,7 @@ def _attend_tiles(partial: Partial, key: Tensor, value: Tensor, segments: Sequen
     """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
     forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
     out, lse = partial.totals()
-    for tile in _tiles(segments):
+    for tile in _tiles(segments, is_fused=forward is not plain_attention):
         q, k, v = tile.queries_of(partial.query), tile.keys_of(key), tile.keys_of(value)
         part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=partial.scale)
         merge(tile.queries_of(out), tile.queries_of(lse), *part)
@@ -127,7 +127,7 @@ def _attend_tiles(partial: Partial, key: Tensor, value: Tensor, segments: Sequen
 def _backward_tiles(totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> Gradients:
     grads = _begun(totals, inputs)
     backward = cpu_flash_attention_backward if inputs.key.device.type == "cpu" else plain_attention_backward
-    for tile in _tiles(segments):
+    for tile in _tiles(segments, is_fused=backward is not plain_attention_backward):
         of_tile = _inputs_of(tile, inputs)
         mask = _mask(tile, of_tile.query)
         parts = backward(of_tile, causal=tile.is_causal_square, mask=mask, scale=scale)
@@ -149,10 +149,16 @@ def _inputs_of(part: Segment | _VarlenCall, inputs: BackwardInputs) -> BackwardI
     return BackwardInputs(q(grad_out), q(query), k(key), k(value), q(out), q(lse))
 
 
-def _tiles(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask."""
+def _tiles(segments: Sequence[Segment], *, is_fused: bool) -> Iterator[Segment]:
+    """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask.
+
+    Args:
+        is_fused: whether the kernel forms no scores; where it does, every part is small.
+    """
     for s in segments:
-        if s.left < 0 and s.right == 0:
+        if not is_fused:
+            yield from _masked_tiles(s)
+        elif s.left < 0 and s.right == 0:
             # Causal: all queries see the keys before the square at the end, and the kernel knows a causal square.
             corner = s.k_stop - (s.q_stop - s.q_start)
             if corner > s.k_start:
@@ -235,9 +241,13 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def varlen_is_usable(query: Tensor) -> bool:
-    """Whether CUDA's kernel takes such queries: 16-bit, on CUDA, heads of at most 256 in steps of 8."""
-    width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+    """Whether CUDA's kernel takes such queries: 16-bit, on CUDA, of a width that it has."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and takes_width(query.shape[-1])
+
+
+def takes_width(width: int) -> bool:
+    """Whether CUDA's kernel takes heads of that width: at most 256, in steps of 8."""
+    return width <= 256 and width % 8 == 0
 
 
 def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
