@@ -123,9 +123,9 @@ def work_on_this_device() -> Callable[[], object]:
     A thread begins on the machine's first device. Whatever waits there for a stream takes memory of that device for a
     context, on every other rank too; DCP's writer is one that does.
     """
-    if not torch.accelerator.is_available():
+    if not torch.cuda.is_available():
         return lambda: None
-    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:

@@ -107,7 +107,7 @@ class CheckpointManager:
         self._saved: Future[object] | None = None
         if section.async_save:
             self._group = background_group()
-            on_device = torch.accelerator.is_available()
+            on_device = torch.cuda.is_available()  # a Mac's accelerator is not trained on
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=on_device,
@@ -152,8 +152,8 @@ class CheckpointManager:
         else:
             # A forward pass may change buffers, and the next one begins before the copy of the others is made.
             tensors["model"].update({name: buffer.clone() for name, buffer in persistent_buffers(model).items()})
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the copying stream does not wait for the optimizer's kernels
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copying stream does not wait for the optimizer's kernels
             staged = self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
             self._saved = self._saver.submit(lambda: carry_out(self.collect(staged)))
         return self.store.path(progress.step)

@@ -163,14 +163,23 @@ def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_saving_thread_works_on_the_ranks_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread starts on device 0, where DCP's writer would wait for a stream, and make a context for it."""
     current = threading.local()
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(current, "index", index))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
-    torch.accelerator.set_device_index(3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(current, "index", index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    torch.cuda.set_device(3)
     with monkeypatch.context() as has_device:
-        has_device.setattr(torch.accelerator, "is_available", lambda: True)
+        has_device.setattr(torch.cuda, "is_available", lambda: True)
         begin = work_on_this_device()
     monkeypatch.setattr("fsdp2kit.checkpoint.manager.work_on_this_device", lambda: begin)
 
     manager = jobs.manager_of(tmp_path, async_save=True)
 
-    assert manager._saver.submit(torch.accelerator.current_device_index).result() == 3
+    assert manager._saver.submit(torch.cuda.current_device).result() == 3
+
+
+def test_an_accelerator_that_is_not_trained_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac's has neither pinned memory nor streams of its own; runs there are on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    model = jobs.tiny_llama()
+    with jobs.manager_of(tmp_path, async_save=True) as manager:
+        path = manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+    verify(path)

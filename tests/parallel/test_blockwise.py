@@ -217,7 +217,7 @@ def test_results_lie_in_memory_as_the_operators_promise(kernel: str, request: py
 
 
 def test_cudas_operators_take_what_they_are_given() -> None:
-    """Their own shapes on meta: by these an operator with other arguments, or other results, in some torch is found."""
+    """Run on meta: a torch whose operators take other arguments, or return others, is found here."""
     shapes = [(10, 6, 16), (12, 2, 16), (12, 2, 16), (10, 6, 16)]
     q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     borders = torch.empty(3, dtype=torch.int32, device="meta")
