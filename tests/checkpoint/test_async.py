@@ -174,12 +174,3 @@ def test_the_saving_thread_works_on_the_ranks_own_device(tmp_path: Path, monkeyp
     manager = jobs.manager_of(tmp_path, async_save=True)
 
     assert manager._saver.submit(torch.cuda.current_device).result() == 3
-
-
-def test_an_accelerator_that_is_not_trained_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac's has neither pinned memory nor streams of its own; runs there are on the CPU."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    model = jobs.tiny_llama()
-    with jobs.manager_of(tmp_path, async_save=True) as manager:
-        path = manager.save(model, jobs.adamw(model), jobs.progress_at(1))
-    verify(path)
