@@ -36,7 +36,7 @@ GPU_BENCH = $(GPU_ENV) $(PYTHON) tools/bench.py
 GPU_FILE = $(if $(GPU_OUT),--out $(GPU_OUT)/$@.json)
 GPU_DRY = $(if $(GPU_TRY),--device cpu --dry-run)
 # pytest takes an interrupt as its end, and writes what it found. A warning is no failure on versions not yet tried.
-GPU_PYTEST = $(GPU_ENV) $(PYTHON) -m pytest -m gpu -W default --continue-on-collection-errors $(if $(GPU_OUT),--junitxml $(GPU_OUT)/$@.xml)
+GPU_PYTEST = $(GPU_ENV) $(PYTHON) -m pytest -m gpu -W default -o junit_family=xunit1 --continue-on-collection-errors $(if $(GPU_OUT),--junitxml $(GPU_OUT)/$@.xml)
 GPU_TESTS = $(filter-out tests/gpu/test_first.py,$(shell grep -rl --include='*.py' mark.gpu tests))
 GPU_LIMIT = timeout --signal=INT --kill-after=10
 

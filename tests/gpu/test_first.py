@@ -45,7 +45,7 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "traces": (["profile.enabled=true", "profile.start_step=2", "profile.steps=1", "profile.memory=true"], []),
     "saves in the foreground": (["checkpoint.async_save=false", "checkpoint.every=1"], []),
     "torch's loss": (["model.loss_kernel=torch"], []),
-    "adapters": (["lora.rank=4"], ["peft"]),
+    "adapters": (["lora.rank=4", "checkpoint.export_hf=never"], ["peft"]),
     "8-bit moments": (["optimizer.name=adamw_8bit"], ["torchao"]),
     "float8": (["float8.recipe=rowwise"], ["torchao"]),
     "Liger's layers and loss": (["model.liger=true", "model.loss_kernel=liger"], ["liger_kernel"]),
