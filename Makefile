@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_DIR := runs/demo_cp2
 
-GPU_PIECES := gpu-first gpu-tests gpu-kernels gpu-3b gpu-8b gpu-1b gpu-loss gpu-profile
+GPU_PIECES := gpu-first gpu-tests gpu-kernels gpu-3b gpu-8b gpu-1b gpu-loss gpu-profile gpu-load
 .PHONY: demo test lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
@@ -28,7 +28,7 @@ schema: $(VENV)/installed
 	$(BIN)/python tools/schema.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
-# worth, each can be started alone and ends within its limit, 25 minutes in all; results go to the folder GPU_OUT, where
+# worth, each can be started alone and ends within its limit, 27 minutes in all; results go to the folder GPU_OUT, where
 # that is set (docs/cuda.md). GPU_DEVICE=cpu tries them without a device, on tiny shapes.
 GPU_ENV = env PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 $(if $(GPU_TRY),TRY_ON_CPU=1)
 GPU_TRY = $(filter cpu,$(GPU_DEVICE))
@@ -63,6 +63,9 @@ gpu-1b gpu-3b gpu-8b: gpu-out
 gpu-loss: gpu-out
 	$(GPU_LIMIT) 90 $(GPU_BENCH) vocabulary $(if $(GPU_TRY),--device cpu --tokens 64 --vocabulary 1000,--tokens 8192 \
 	  --hidden 4096 --dtype bfloat16 --whole --rounds 20) --kernels $(LOSS_KERNELS) $(GPU_FILE)
+
+gpu-load: gpu-out
+	$(GPU_LIMIT) 100 $(GPU_BENCH) load --files 4 --dtype bfloat16 --rounds 2 --params $(if $(GPU_TRY),0.001 --device cpu,1) $(GPU_FILE)
 
 gpu-profile: gpu-out
 	$(GPU_LIMIT) 150 $(GPU_BENCH) gpu --groups 1b --profile --max-minutes 2 $(GPU_DRY) $(GPU_FILE)

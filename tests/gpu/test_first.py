@@ -41,7 +41,7 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "Muon": (["optimizer.name=muon"], []),
     "gradients kept whole": (["fsdp.strategy=shard_grad_op"], []),
     "gradients reduced each time": (["fsdp.reduce_every_micro_batch=true"], []),
-    "evaluation": (["eval.every=1", "eval.steps=1"], []),
+    "evaluation": (["eval.every=1", "eval.steps=1", "eval.split=test"], []),
     "traces": (["profile.enabled=true", "profile.start_step=2", "profile.steps=1", "profile.memory=true"], []),
     "saves in the foreground": (["checkpoint.async_save=false", "checkpoint.every=1"], []),
     "torch's loss": (["model.loss_kernel=torch"], []),
