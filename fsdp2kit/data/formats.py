@@ -73,8 +73,11 @@ def key_border(share: float) -> int:
 
 def looks_unwrapped(row: Row, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template."""
-    prompt = row.parse().get(how.column("prompt"))
-    if how.wrap == "chat" or how.format not in WRAPPED or not isinstance(prompt, str) or not tokenizer.chat_template:
+    columns = row.parse()
+    answer = columns.get(how.column("chosen" if how.format == "preference" else "completion"))
+    prompt = columns.get(how.column("prompt")) or answer  # which may begin with it
+    is_text = isinstance(prompt, str) and isinstance(answer, str)
+    if how.wrap == "chat" or how.format not in WRAPPED or not is_text or not tokenizer.chat_template:
         return False
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
