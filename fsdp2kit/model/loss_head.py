@@ -142,8 +142,8 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     ``model.token_log_probs(input_ids, labels, index=None, temperature=1.0, **inputs)`` returns each target's
     log-probability, differentiable, and the entropy of its distribution (detached, in nats), float32 ``[N]``.
 
-    ``model.on_head(function, input_ids, labels, index=None, **inputs)`` returns ``function(HeadInputs)``, for what needs
-    the distributions themselves.
+    ``model.on_head(function, input_ids, labels, index=None, **inputs)`` returns ``function(HeadInputs)``, for what
+    needs the distributions themselves.
 
     With an untied head, the head gets methods of its own of these names, so that as an FSDP unit its parameters are
     gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
@@ -220,8 +220,8 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
         return head_function(head, function, *selected) if tied else head.on_head(function, *selected)
 
-    methods = zip(HEAD_METHODS, (loss_sum, token_log_probs, on_head), (head_loss, head_log_probs, head_function))
-    for name, of_model, of_head in methods:
+    methods = (loss_sum, head_loss), (token_log_probs, head_log_probs), (on_head, head_function)
+    for name, (of_model, of_head) in zip(HEAD_METHODS, methods, strict=True):
         setattr(model, name, MethodType(of_model, model))
         if not tied:
             setattr(head, name, MethodType(of_head, head))

@@ -146,7 +146,9 @@ def _check_vocabulary(
         raise UserError(_KEY, what, todo)
 
 
-def build_distillation(section: DistillConfig, teacher: Teacher, *, config: TrainingConfig, mesh: Mesh) -> Distillation:
+def build_distillation(
+    section: DistillConfig, teacher: Teacher, *, config: TrainingConfig, mesh: Mesh
+) -> Distillation:
     """The objective of a run, with the teacher's weights sharded over the mesh. Collective.
 
     Args:
@@ -297,4 +299,5 @@ def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillC
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.float() / temperature).log_softmax(dim=1)
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).log_softmax(dim=1)

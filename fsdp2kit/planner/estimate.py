@@ -115,6 +115,9 @@ def plan_for(
     if isinstance(config.data, PreferenceDataConfig):
         what = "the memory of preference training, with a frozen reference beside the model, is not planned"
         raise UserError("recipe", what, 'plan recipe = "sft", and add what docs/preferences.md says of the reference')
+    if hasattr(config, "distill"):
+        what = "the memory of distillation, with a teacher beside the model, is not planned"
+        raise UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
     known, key = {} if known is None else known, config.model.model_dump_json()
     if key not in known:
         built = build_model(config.model, local_files_only=True)
