@@ -242,23 +242,29 @@ def distill(student: HeadInputs, teacher: HeadInputs, section: DistillConfig) ->
     # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
     dtype = torch.float32 if count > rows else None
     totals = [torch.zeros_like(parameter, dtype=dtype) for parameter in student.parameters]
+    found = Distilled(by_token, (hidden, *totals))
     for start in range(0, count, rows):
-        part = slice(start, start + rows)
-        with torch.enable_grad():
-            chunk = student.hidden[part].detach().requires_grad_()
-            logits = student.logits(chunk)
-        with torch.no_grad():
-            target = teacher.logits(teacher.hidden[part])
-            by_token[part], gradient = divergence(logits, target, student.labels[part], section)
-            del target
-        read = [chunk, *student.parameters]
-        hidden[part], *others = torch.autograd.grad(
-            logits, read, gradient.to(logits.dtype), allow_unused=True, materialize_grads=True
-        )
-        for total, other in zip(totals, others, strict=True):
-            total.add_(other)
-        del chunk, logits, gradient, read, others  # or this chunk would live on while the next one is made
-    return Distilled(by_token, (hidden, *totals))
+        _add_chunk(found, slice(start, start + rows), student, teacher, section)
+    return found
+
+
+def _add_chunk(
+    found: Distilled, part: slice, student: HeadInputs, teacher: HeadInputs, section: DistillConfig
+) -> None:
+    """Write a chunk's tokens into ``found``, and add its gradients; nothing of it lives on."""
+    with torch.enable_grad():
+        chunk = student.hidden[part].detach().requires_grad_()
+        logits = student.logits(chunk)
+    with torch.no_grad():
+        target = teacher.logits(teacher.hidden[part])
+        found.by_token[part], slope = divergence(logits, target, student.labels[part], section)
+    del target
+    read = [chunk, *student.parameters]
+    slopes = torch.autograd.grad(logits, read, slope.to(logits.dtype), allow_unused=True, materialize_grads=True)
+    hidden, *totals = found.gradients
+    hidden[part] = slopes[0]
+    for total, addend in zip(totals, slopes[1:], strict=True):
+        total.add_(addend)
 
 
 def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillConfig) -> tuple[Tensor, Tensor]:
