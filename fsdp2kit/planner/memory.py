@@ -68,6 +68,8 @@ class UnitSize:
     """Number of its parameters that are trained."""
     item: int
     """Bytes of a gathered element."""
+    stored: int
+    """Bytes of its shards, on all ranks of one copy together."""
     reshard: bool | int
     gathers_in_backward: bool
 
@@ -86,17 +88,24 @@ def padded_elements(parameter: nn.Parameter, shards: int) -> int:
 def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     """The plan's units in its order, the root first."""
     shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
+    storage = item_bytes(plan.fsdp.storage_dtype)
     inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
     sizes = []
     for unit in units:
         trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
+        padded, learns = (
+            sum(padded_elements(parameter, shards) for parameter in some) for some in (inside[unit.name], trained)
+        )
+        item = item_bytes(unit.param_dtype)
         sizes.append(
             UnitSize(
                 name=unit.name,
-                padded=sum(padded_elements(parameter, shards) for parameter in inside[unit.name]),
-                trained=sum(padded_elements(parameter, shards) for parameter in trained),
+                padded=padded,
+                trained=learns,
                 tensors=len(trained),
-                item=item_bytes(unit.param_dtype),
+                item=item,
+                # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
+                stored=learns * storage + (padded - learns) * (storage if plan.adapter is None else item),
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
             )
@@ -192,7 +201,7 @@ def step_memory(
 
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
     """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
-    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    shard = sum(unit.stored for unit in step.units) // step.shards
     trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
     found = {"parameters": (shard if step.on_device else 0) + step.ignored}
     if state and step.state_on_device:
@@ -287,7 +296,7 @@ def _loss_saved(step: StepMemory) -> tuple[int, int]:
     """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
     rows, _ = _chunk(step)
     weight_item = 4 if rows < step.tokens else step.compute
-    weight = step.vocabulary * step.hidden * weight_item
+    weight = step.vocabulary * step.hidden * weight_item if step.head_trained else 0
     hidden = step.tokens * step.hidden * step.compute
     return (0, 0) if step.plan.loss.kernel == "own_head" else (hidden, weight)
 
@@ -304,7 +313,7 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
     rows, logits = _chunk(step)
     selected = step.tokens * step.hidden * step.compute
     product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
-    adds = product if rows < step.tokens and step.compute != 4 else 0
+    adds = product if rows < step.tokens and step.compute != 4 and step.head_trained else 0
     now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
     yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
     yield Moment("forward", "end", {**now, "activations": now["activations"] - selected, "loss": weight})
@@ -396,7 +405,8 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    becomes = weight == gradient  # nothing is cast, and what was kept becomes the gradient
+    own_head = step.plan.loss.kernel == "own_head"
+    becomes = weight == gradient and not own_head  # nothing is cast, and what was kept becomes the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     first = {
