@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.checkpoint.run import fill_weights
 from fsdp2kit.config.schema import (
-    ActivationCheckpointingConfig,
     DistillConfig,
     Float8Config,
     LoraConfig,
@@ -33,9 +31,9 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
 from fsdp2kit.model.loss_head import HeadInputs
 from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.objectives.reference import parallelize_frozen
 from fsdp2kit.parallel.context_parallel.batch import layer_windows
 from fsdp2kit.parallel.mesh import Mesh
-from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.torch_compat import forget_forwards
 
@@ -86,8 +84,7 @@ def build_teacher(
         if windows[0] != windows[1]:
             what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
             raise UserError(_KEY, what, "choose a teacher whose attention sees the same tokens")
-    units = tuple(replace(unit, reshard_after_forward=True) for unit in frozen.units)
-    return Teacher(teacher, replace(frozen, units=units, attention=plan.attention))
+    return Teacher(teacher, replace(frozen, attention=plan.attention))
 
 
 def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: ParallelPlan) -> TrainingConfig:
@@ -101,11 +98,10 @@ def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: Par
             attention=plan.attention.kernel,
             trust_remote_code=config.model.trust_remote_code,
         ),
-        "fsdp": config.fsdp.model_copy(update={**named, "storage_dtype": config.fsdp.param_dtype}),
+        "fsdp": config.fsdp.model_copy(update=named),
         "context_parallel": config.context_parallel.model_copy(update={"method": plan.attention.method or "auto"}),
         "lora": LoraConfig(),
         "float8": Float8Config(),
-        "activation_checkpointing": ActivationCheckpointingConfig(),
         # A model that is not trained drops nothing, and routes as it does.
         "preflight": PreflightConfig(allow=["dropout", "router_aux_loss"]),
     }
@@ -157,9 +153,8 @@ def build_distillation(
     Raises:
         UserError: its weights cannot be read.
     """
-    parallelize_model(teacher.model, teacher.plan, mesh=mesh)
     with _named_teacher():
-        fill_weights(teacher.plan.model, teacher.model, seed=config.run.seed)
+        parallelize_frozen(teacher.model, teacher.plan, mesh=mesh, seed=config.run.seed)
     return Distillation(section, teacher.model)
 
 

@@ -127,6 +127,8 @@ class StepMemory:
     """Elements of the hidden state."""
     vocabulary: int
     head_trained: bool
+    norm_trained: bool
+    """Whether the final norm learns: it then keeps what its weight multiplies."""
     tokens: int
     """Tokens of a micro-batch on this rank, each of them taken to have a target."""
     rotary: int
@@ -185,6 +187,7 @@ def step_memory(
         hidden=head.weight.shape[1],
         vocabulary=head.weight.shape[0],
         head_trained=head.weight.requires_grad,
+        norm_trained=_learns_between(model),
         tokens=tokens,
         rotary=2 * tokens * width * compute,
         micro_batches=resolve_accumulation(
@@ -197,6 +200,13 @@ def step_memory(
         update=update_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes)),
         ignored=plan.ignored_parameters * compute,
     )
+
+
+def _learns_between(model: PreTrainedModel) -> bool:
+    """Whether anything is trained that is in no decoder layer, and neither embedding nor head."""
+    modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
+    return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
 
 
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
@@ -232,16 +242,20 @@ def _base(step: StepMemory) -> dict[str, int]:
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
-    """The modules that a forward pass comes to, in order: what is before the layers, the layers, the head."""
+    """The modules that a forward pass comes to, in order: what is before the layers, the layers, a final norm that is a
+    unit of its own (where it is frozen), the head."""
     layers = [name for name, _ in step.layers]
-    before = [
+    others = [
         unit.name
         for unit in step.units
         if unit.name not in ("", step.head)
         and not any(unit.name == layer or unit.name.startswith(f"{layer}.") for layer in layers)
         and not any(layer.startswith(f"{unit.name}.") for layer in layers)
     ]
-    return [*((name, None) for name in before), *step.layers, (step.head, None)]
+    order = [unit.name for unit in step.units]  # of declaration
+    last = max((number for number, name in enumerate(order) if name in layers), default=len(order))
+    before, after = ([(name, None) for name in others if (order.index(name) > last) is late] for late in (False, True))
+    return [*before, *step.layers, *after, (step.head, None)]
 
 
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
@@ -289,7 +303,7 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
 
 def _head_activations(step: StepMemory) -> int:
     """What the final norm keeps, and the hidden states that go into the head."""
-    return step.tokens * step.hidden * (4 + step.compute)
+    return step.tokens * step.hidden * (4 + (step.compute if step.norm_trained else 0))
 
 
 def _loss_saved(step: StepMemory) -> tuple[int, int]:
@@ -350,12 +364,14 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             rest += _head_activations(step)
             waiting, moments = _loss_backward(step, now, rest)
             yield from moments
-        if layer is not None:
-            if number == 1:  # no layer is gathered before the final norm's backward is over
-                norm = kept + _head_activations(step) + norm_backward(step.compute) * step.tokens * step.hidden
-                whole = now["unsharded parameters"]
+        if number == 1:
+            freed = step.compute if step.norm_trained else 0  # what the weight multiplied
+            norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
+            whole = now["unsharded parameters"]
+            if layer is not None:  # none is gathered before the final norm's backward is over
                 whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
-                yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+            yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+        if layer is not None:
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
             rest = kept

@@ -345,10 +345,13 @@ def _count(
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
-        def enter(*_: Any) -> None:
+        def enter(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            if layer is layers[0] and given:  # or the embeddings, which the model holds on to, would count as kept
+                given = given[0].clone(), *given[1:]
             peaks.append(_by_category(allocations.peak())["activations"])
             before.append(allocations.alive().get("activations", 0))
             allocations.start()
+            return given
 
         def note_backward(*_: Any) -> None:
             backwards.append((allocations.peak(), allocations.snapshot()))
