@@ -242,8 +242,8 @@ def _base(step: StepMemory) -> dict[str, int]:
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
-    """The modules that a forward pass comes to, in order: what is before the layers, the layers, a final norm that is a
-    unit of its own (where it is frozen), the head."""
+    """The modules that a forward pass comes to, in order: what is before the layers, the layers, a final norm that is
+    a unit of its own (where it is frozen), the head."""
     layers = [name for name, _ in step.layers]
     others = [
         unit.name
