@@ -7,12 +7,10 @@ sharded over, and the prefetch depths. It is written down here in that order, an
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
@@ -21,9 +19,10 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
 from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
-from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
+from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, norm_backward
+from fsdp2kit.planner.units import UnitSize, unit_sizes
 
 CATEGORIES = (
     "parameters",
@@ -54,63 +53,6 @@ class Moment:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """Elements of one FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
-
-    name: str
-    padded: int
-    trained: int
-    """Those of parameters that are trained."""
-    tensors: int
-    """Number of its parameters that are trained."""
-    item: int
-    """Bytes of a gathered element."""
-    stored: int
-    """Bytes of its shards, on all ranks of one copy together."""
-    reshard: bool | int
-    gathers_in_backward: bool
-
-    @property
-    def whole(self) -> int:
-        """Bytes of the gathered parameters."""
-        return self.padded * self.item
-
-
-def padded_elements(parameter: nn.Parameter, shards: int) -> int:
-    """Elements of a parameter with its rows padded to a multiple of ``shards``, as FSDP2 stores and sends it."""
-    rows = len(parameter) if parameter.ndim else 1
-    return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
-
-
-def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
-    """The plan's units in its order, the root first."""
-    shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
-    storage = item_bytes(plan.fsdp.storage_dtype)
-    inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
-    sizes = []
-    for unit in units:
-        trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
-        padded, learns = (
-            sum(padded_elements(parameter, shards) for parameter in some) for some in (inside[unit.name], trained)
-        )
-        item = item_bytes(unit.param_dtype)
-        sizes.append(
-            UnitSize(
-                name=unit.name,
-                padded=padded,
-                trained=learns,
-                tensors=len(trained),
-                item=item,
-                # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
-                stored=learns * storage + (padded - learns) * (storage if plan.adapter is None else item),
-                reshard=unit.reshard_after_forward,
-                gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
-            )
-        )
-    return sizes
 
 
 @dataclass(frozen=True)
@@ -242,8 +184,7 @@ def _base(step: StepMemory) -> dict[str, int]:
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
-    """The modules that a forward pass comes to, in order: what is before the layers, the layers, a final norm that is
-    a unit of its own (where it is frozen), the head."""
+    """The modules that a forward pass comes to, in order; a frozen final norm may be a unit of its own."""
     layers = [name for name, _ in step.layers]
     others = [
         unit.name
@@ -421,8 +362,7 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    own_head = step.plan.loss.kernel == "own_head"
-    becomes = weight == gradient and not own_head  # nothing is cast, and what was kept becomes the gradient
+    becomes = weight == gradient and step.plan.loss.kernel != "own_head"  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     first = {

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     ),
     "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
     "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
-    "lora": (small(LLAMA_8B, layers=4), 8, {"data": {"seq_len": 1024}, **lora()}),
+    "lora": (small(LLAMA_8B, layers=8), 8, {"data": {"seq_len": 1024}, **lora()}),
     "lora, tied, full, accumulated": (
         small(REAL["llama1b"], layers=4),
         4,
