@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -153,6 +155,42 @@ def test_the_export_is_what_peft_loads(straight: Path, model_dir: Path) -> None:
         dcp.load({"model": state}, checkpoint_id=straight / "checkpoints" / "step-000006", no_dist=True)
     assert torch.equal(logits(exported), logits(direct))
     assert not torch.allclose(logits(exported), logits(AutoModelForCausalLM.from_pretrained(model_dir).float()))
+
+
+def run_uploading(toml: str, overrides: Sequence[str]) -> list[tuple[str, set[str]]]:
+    """What a run uploads to the hub: repositories, and the files in them."""
+    uploaded = []
+
+    def upload(_: Any, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+        names = {path.name for path in folder_path.iterdir()}
+        uploaded.append((repo_id, set(filter_repo_objects(names, ignore_patterns=ignore_patterns))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HfApi, "create_repo", lambda _, name, **options: RepoUrl(f"https://huggingface.co/{name}"))
+        patch.setattr(HfApi, "upload_folder", upload)
+        assert not run_recipe(toml, overrides).startswith("error")
+    return uploaded
+
+
+def test_the_best_adapter_is_exported_and_uploaded(
+    toml: Path, model_dir: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    evaluation = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=1", "eval.keep_best=true"]
+    # No later one is so much better than the first.
+    best = ["eval.min_delta=5.0", "checkpoint.every=0", "checkpoint.export=best"]
+    hub = [f"run.dir='{tmp_path / 'run'}'", "checkpoint.push_to_hub=me/mine"]
+    uploads = pool.run(2, run_uploading, str(toml), [*LORA, *evaluation, *best, *hub])
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-000001", "step-000006"]
+    dcp_to_hf(kept / "step-000001", tmp_path / "best")
+    found, expected = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "run/hf", tmp_path / "best")
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    with_adapter(model_dir, tmp_path / "run" / "hf")
+    adapter = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json"}
+    assert uploads == [[("me/mine", adapter | {"tokenizer.json", "tokenizer_config.json"})], []], "rank 0 alone, once"
 
 
 def plain_checkpoint(model: Any, folder: Path) -> Path:

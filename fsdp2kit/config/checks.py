@@ -14,6 +14,7 @@ from fsdp2kit.config.schema import (
     CheckpointConfig,
     DataConfig,
     DataFormat,
+    DistillConfig,
     DPOConfig,
     EvalConfig,
     FSDPConfig,
@@ -176,6 +177,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     check_wandb(config.wandb)
     _check_float8(config)
     _check_preferences(config)
+    _check_distillation(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
         what = f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}"
         todo = "use name = 'cosine' or 'wsd', which have a floor, or leave it out"
@@ -286,6 +288,18 @@ def _check_preferences(config: TrainingConfig) -> None:
         raise UserError("dpo.label_smoothing", what, 'leave it out, or set dpo.loss = "dpo"')
     if config.model.loss_kernel in ("torch", "liger"):
         what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
+        raise UserError("model.loss_kernel", what, "leave it out")
+
+
+def _check_distillation(config: TrainingConfig) -> None:
+    section = getattr(config, "distill", None)
+    if not isinstance(section, DistillConfig):
+        return
+    if section.teacher is None:
+        what = "is not given, and there is nothing to learn from"
+        raise UserError("distill.teacher", what, "give a Hugging Face model directory or hub id")
+    if config.model.loss_kernel in ("torch", "liger"):
+        what = f"{config.model.loss_kernel!r} computes a cross-entropy alone, and not the distance from a teacher"
         raise UserError("model.loss_kernel", what, "leave it out")
 
 

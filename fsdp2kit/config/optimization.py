@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.section import Section
+from fsdp2kit.config.section import InputPath, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -65,6 +65,21 @@ class DPOConfig(Section):
     def margin(self) -> float:
         """`gamma`, or its default."""
         return self.strength / 2 if self.gamma is None else self.gamma
+
+
+class DistillConfig(Section):
+    """The loss of recipe "distill", which learns a teacher's distribution; docs/recipes.md."""
+
+    teacher: InputPath | None = None
+    """The model to learn from: a Hugging Face model directory or hub id, with the same tokenizer. It is frozen."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """"forward": KL(teacher ‖ model), which covers all that the teacher may say; "reverse": KL(model ‖ teacher), which
+    keeps to what it says most."""
+    temperature: PositiveFloat = 1.0
+    """T: both distributions are those of logits ÷ T. The divergence is multiplied by T², which keeps the size of its
+    gradients."""
+    cross_entropy_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Weight w of the plain cross-entropy of the targets; that of the divergence is 1 − w."""
 
 
 class OptimizerConfig(Section):
