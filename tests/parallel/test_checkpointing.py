@@ -42,7 +42,7 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int]:
     Attention's operations are among them on CUDA only: torch does not count those of its CPU kernel.
     """
     with FlopCounterMode(display=False) as operations:
-        with _Alive() as alive:
+        with Alive() as alive:
             loss = model.loss_sum(tokens, tokens)
         kept = alive.bytes
         loss.backward()
@@ -50,7 +50,7 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int]:
     return kept, operations.get_total_flops()
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Follows the memory that operators allocate while it is open."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import make_batches, plain_batches, tiny_model, tiny_model_dir
+from tests.reference import make_batches, nf4_rounded, plain_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 KINDS = ("llama3", "qwen3", "smollm2", "qwen3_moe")
@@ -57,7 +57,18 @@ def _cases() -> Iterator[Case]:
     yield Case("smollm2", 1, 2, 1, (("strategy", "no_shard"),), adapter="saved")
 
 
-CASES = list(_cases())
+def _quantized_cases() -> Iterator[Case]:
+    """Rows of 72, 80 and 128 elements, so that blocks begin in the middle of some, and shards are unequal."""
+    for kind, (dp, cp), adapter in pairs_of(("llama3", "qwen3", "smollm2"), MESHES, ("lora", "dora")):
+        yield Case(kind, dp, cp, 1, adapter=adapter, base="nf4")
+    hybrid = (("strategy", "hybrid_shard"),)
+    yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="saved", base="nf4")
+    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora", base="nf4")
+    yield Case("qwen3", 2, 1, 1, (("unit", "root"),), checkpointing=True, adapter="saved", base="nf4")
+    yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", base="nf4")
+
+
+CASES = [*_cases(), *_quantized_cases()]
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:
@@ -94,6 +105,9 @@ def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
     trained: list[str] = []
 
     def prepare(model: Any) -> None:
+        layers = model.model.layers if case.base == "nf4" else ()
+        for module in (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)):
+            module.weight.data = nf4_rounded(module.weight)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             PeftModel.from_pretrained(model, models / f"{case.kind}-{case.adapter}", is_trainable=True)
