@@ -66,7 +66,8 @@ KEYS = {
     "data.sequence_len=128": "data.seq_len",
     "data.sample_packing=true": "data.pack",
     "data.val_set_size=0.1": "eval.split",
-    "model.load_in_4bit=true": "quantised weights",
+    "model.load_in_4bit=true": "lora.base",
+    "model.load_in_8bit=true": "quantised weights",
     "train.flash_attention=true": "model.attention",
     # torchtune
     "train.max_seq_len=128": "data.seq_len",
