@@ -55,7 +55,7 @@ def dequantize(stored: Tensor, pairs: Tensor, width: int, dtype: torch.dtype) ->
     count = stored.shape[1] // BLOCK_BYTES  # blocks in a row
     codes, scales = stored.split([count * BLOCK // 2, count * 4], dim=1)
     values = F.embedding(codes.int(), pairs).view(len(stored), count, BLOCK)
-    values = (values * scales.view(torch.float32)[..., None]).to(dtype)
+    values = values.mul_(scales.view(torch.float32)[..., None]).to(dtype)
     return values.view(len(stored) * count * BLOCK // width, width)
 
 
