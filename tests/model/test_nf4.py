@@ -72,12 +72,16 @@ def test_it_computes_as_a_plain_layer_with_that_weight(dtype: torch.dtype, compi
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     x = torch.randn(3, 5, 72, dtype=dtype, requires_grad=True)
     y = x.detach().clone().requires_grad_()
-    ours, theirs = run(x), F.linear(y, plain, bias)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*autograd.function.Function.*", category=DeprecationWarning
+        )  # torch's
+        ours, theirs = run(x), F.linear(y, plain, bias)
     gradient = torch.randn_like(ours)
     ours.backward(gradient)
     theirs.backward(gradient)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-5)
+    for one, other in ((ours, theirs), (x.grad, y.grad)):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
     assert layer.nf4.grad is None
 
 

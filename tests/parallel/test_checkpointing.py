@@ -61,7 +61,7 @@ class Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         inputs = {_storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage_of(leaf) not in inputs:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and _storage_of(leaf) not in inputs:
                 storage = leaf.untyped_storage()
                 self._storages[_storage_of(leaf)] = (StorageWeakRef(storage), storage.nbytes())
         return result

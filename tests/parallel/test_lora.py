@@ -213,7 +213,9 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
     model = LlamaForCausalLM(LlamaConfig(**deep))
     model.save_pretrained(tmp_path / "llama3")
     config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
-    get_peft_model(model, config).save_pretrained(tmp_path / "llama3-dora")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(model, config).save_pretrained(tmp_path / "llama3-dora")
     bfloat16 = (("param_dtype", "bfloat16"),)
     found = pool.run(ranks, loaded, tmp_path, Case("llama3", ranks, 1, 1, bfloat16, adapter="dora", base="nf4"))
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
