@@ -68,6 +68,8 @@ def level_pairs() -> Tensor:
 class NF4Linear(nn.Module):
     """A linear layer with a frozen weight in 4 bits. What needs the weight is given it anew, and nothing keeps it."""
 
+    pairs: Tensor
+
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         """Of the same sizes and on the same device, with the same bias; the weight gets its values from `fill`.
 

@@ -71,7 +71,7 @@ def test_it_computes_as_a_plain_layer_with_that_weight(dtype: torch.dtype, compi
     layer: Any = filled(weight, bias)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     x = torch.randn(3, 5, 72, dtype=dtype, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
+    y: Any = x.detach().clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*autograd.function.Function.*", category=DeprecationWarning

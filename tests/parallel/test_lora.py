@@ -211,11 +211,11 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
     """Beside the shards there is never more than a rank's rows of one tensor, as it is quantised."""
     deep = {**tiny_model("llama3").config.to_dict(), "num_hidden_layers": 8, "hidden_size": 144, "head_dim": 16}
     model = LlamaForCausalLM(LlamaConfig(**deep))
-    model.save_pretrained(tmp_path / "llama3")
+    model.save_pretrained(str(tmp_path / "llama3"))
     config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        get_peft_model(model, config).save_pretrained(tmp_path / "llama3-dora")
+        get_peft_model(model, config).save_pretrained(str(tmp_path / "llama3-dora"))
     bfloat16 = (("param_dtype", "bfloat16"),)
     found = pool.run(ranks, loaded, tmp_path, Case("llama3", ranks, 1, 1, bfloat16, adapter="dora", base="nf4"))
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
