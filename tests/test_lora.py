@@ -232,6 +232,25 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
         dcp_to_hf(plain_checkpoint(merged, tmp_path), tmp_path / "x", merge=True)
 
 
+def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weights(
+    run: Run, straight: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    quantized = (*LORA, "lora.base=nf4")
+    whole = run(tmp_path / "run", 2, *quantized)
+    assert abs(losses(whole)[0] / losses(straight)[0] - 1) > 1e-4, "it is another model"
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    checkpoint = whole / "checkpoints" / "step-000003"
+    assert all(".lora_" in key for key in SafeReader(checkpoint).stored_tensors())
+    shutil.copytree(checkpoint, tmp_path / "more" / "checkpoints" / checkpoint.name)
+    resumed = run(tmp_path / "more", 4, *quantized, "mesh.cp=2", "fsdp.strategy=shard_grad_op")
+    assert worst_relative(losses(resumed), losses(whole)[3:]) < 1e-5
+
+    dcp_to_hf(whole / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    theirs = with_adapter(model_dir, whole / "hf").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.items())
+
+
 def test_training_goes_on_from_an_adapter(straight: Path, run: Run, tmp_path: Path) -> None:
     """Its first loss is that of the merged model, trained in full."""
     dcp_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
@@ -300,6 +319,8 @@ def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool
         (f"model.adapter={fewer}",): f"{name} is only in the model",
         (f"model.weights={checkpoint}",): "holds an adapter, and not the model that it belongs to",
         (f"run.resume={checkpoint}", "lora.rank=8"): "was made with lora.rank = '4', and this run has lora.rank = '8'",
+        (f"run.resume={checkpoint}", *LORA, "lora.base=nf4"): "and this run has lora.base = 'nf4'",
+        ("lora.rank=4", "lora.base=nf5"): "lora.base",
         (f"run.resume={checkpoint}",): "was made with lora.rank = '4', and this run has lora.rank = None",
         (
             f"run.resume={checkpoint}",

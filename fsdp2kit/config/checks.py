@@ -259,7 +259,7 @@ def _check_lora(config: TrainingConfig) -> None:
     if importlib.util.find_spec("peft") is None:
         key = "lora.rank" if model.adapter is None else "model.adapter"
         raise UserError(key, "needs peft, which is not installed", "install it: pip install 'fsdp2kit[lora]'")
-    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout"})):
+    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout", "base"})):
         what = "is given beside model.adapter, whose adapter_config.json says it"
         raise UserError(f"lora.{given[0]}", what, "leave one of the two out")
     if model.freeze:
