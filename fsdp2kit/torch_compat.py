@@ -32,6 +32,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 
 # To observe operators and their tensors; torch documents both, under private names.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 
@@ -53,6 +54,14 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
     found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
+
+
+def inner_tensors(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
 
 
 def fake_store() -> dist.Store:
