@@ -50,8 +50,9 @@ class Bucket:
 class VersionedWeights:
     """What an engine knows of the weights that it was sent; an engine derives from it and adds ``load_weights``.
 
-    `sync_weights` calls ``begin_update(version)``, ``load_weights(bucket)`` for each bucket, ``finish_update(version)``;
-    where one of them raises, on any rank, there is no version, and the next sync sends everything again.
+    `sync_weights` calls ``begin_update(version)``, ``load_weights(bucket)`` for each bucket, and
+    ``finish_update(version)``. Where one of them raises, on any rank, there is no version, and the next sync sends
+    everything again.
     """
 
     version: int | None = None
