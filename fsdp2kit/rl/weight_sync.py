@@ -36,7 +36,7 @@ from fsdp2kit.torch_compat import all_gather_single, local_slices
 
 
 def sync_weights(
-    model: Any, engine: VersionedWeights, *, version: int, dtype: torch.dtype, bucket_mib: int = 256
+    model: Any, engine: VersionedWeights, *, version: int, dtype: torch.dtype, bucket_mib: float = 256
 ) -> int:
     """Send a model's weights to an engine, as its export would have them. Collective: every rank has an engine.
 
@@ -77,7 +77,7 @@ def sync_weights(
                 problem = error
 
     with torch.no_grad():
-        _send(groups, shards, bucket_mib * 2**20, load)
+        _send(groups, shards, round(bucket_mib * 2**20), load)
     agree(problem)
     with agreement():
         engine.finish_update(version)
