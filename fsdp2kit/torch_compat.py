@@ -60,8 +60,8 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
     """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
+    values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh may be one
+    return [part for value in values if isinstance(value, Tensor) for part in inner_tensors(value)]
 
 
 def fake_store() -> dist.Store:
