@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # DTensor tries every operator on these before it runs it; code that observes operators must tell them from real ones.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as Fssp
 
 # An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # No public function says which part of the global tensor a DTensor holds; DCP uses this one.
@@ -46,10 +47,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 def accumulated_gradients(unit: Any) -> list[Tensor]:
     """The unsharded gradients that an FSDP unit keeps between micro-batches; no public name shows them."""
-    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13 a unit had one group
-        groups = [group for group in [unit._get_fsdp_state()._fsdp_param_group] if group]
-    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
     found = [parameter.unsharded_accumulated_grad for parameter in parameters]
     # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
     found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
@@ -62,6 +60,24 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
         return [tensor]
     values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh may be one
     return [part for value in values if isinstance(value, Tensor) for part in inner_tensors(value)]
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """Drop what FSDP notes of each forward for the prefetches of its backward, after one that has no backward.
+
+    FSDP forgets it at the end of a backward alone: the notes of a model without any would pile up for ever.
+    """
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        for group in _parameter_groups(unit):
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    # Before torch 2.13 a unit had one group.
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
 
 
 def fake_store() -> dist.Store:
@@ -84,6 +100,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """``U Vᵀ`` of ``matrix = U S Vᵀ``, nearly, in bfloat16: torch's Newton-Schulz iteration, with its defaults."""
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
 
+
+# `a.copy_(b)` for each of two lists; on CUDA in a few kernels for all, for which there is no public name.
+copy_each = torch._foreach_copy_
 
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

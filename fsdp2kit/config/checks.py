@@ -14,6 +14,7 @@ from fsdp2kit.config.schema import (
     CheckpointConfig,
     DataConfig,
     DataFormat,
+    DPOConfig,
     EvalConfig,
     FSDPConfig,
     LRScheduleConfig,
@@ -174,6 +175,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     _check_optimizer(config.optimizer, config.fsdp)
     check_wandb(config.wandb)
     _check_float8(config)
+    _check_preferences(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
         what = f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}"
         todo = "use name = 'cosine' or 'wsd', which have a floor, or leave it out"
@@ -272,6 +274,21 @@ def _check_lora(config: TrainingConfig) -> None:
         raise UserError("float8.recipe", what, "set it to 'none'")
 
 
+def _check_preferences(config: TrainingConfig) -> None:
+    section = getattr(config, "dpo", None)
+    if not isinstance(section, DPOConfig):
+        return
+    if section.gamma is not None and section.loss != "simpo":
+        what = f"{section.gamma} with dpo.loss = {section.loss!r}, which has no such margin"
+        raise UserError("dpo.gamma", what, 'leave it out, or set dpo.loss = "simpo"')
+    if section.label_smoothing and section.loss != "dpo":
+        what = f"{section.label_smoothing} with dpo.loss = {section.loss!r}, which takes pairs as they are"
+        raise UserError("dpo.label_smoothing", what, 'leave it out, or set dpo.loss = "dpo"')
+    if config.model.loss_kernel in ("torch", "liger"):
+        what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
+        raise UserError("model.loss_kernel", what, "leave it out")
+
+
 def check_data(config: TrainingConfig) -> None:
     """Check ``[data]`` and ``[eval]`` against each other and ``[train]``.
 
@@ -283,8 +300,8 @@ def check_data(config: TrainingConfig) -> None:
         raise UserError(
             "data.format",
             f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
-            'to learn the better answers set data.format = "chat" and data.columns.messages = "chosen" '
-            '(or "prompt_completion" and data.columns.completion = "chosen")',
+            'to learn from both set recipe = "dpo"; to learn the better answers set data.format = "chat" and '
+            'data.columns.messages = "chosen" (or "prompt_completion" and data.columns.completion = "chosen")',
         )
     parts = (*data.sources, *config.eval.sets.values())
     formats = {data.format, *(part.format for part in parts)}

@@ -1,4 +1,4 @@
-"""The TOML's sections about what is trained, a model or adapters, and how an optimizer updates it."""
+"""The TOML's sections about what is trained, for which loss, and how an optimizer updates it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,42 @@ class LoraConfig(Section):
     """Scale by alpha / √rank (arXiv:2312.03732), which keeps high ranks from learning slowly."""
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353); slower."""
+
+
+class DPOConfig(Section):
+    """The loss of recipe "dpo", which learns from pairs of answers; docs/preferences.md."""
+
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """"dpo" (arXiv:2305.18290) and "ipo" (arXiv:2310.12036) compare with a frozen reference, the model as the run
+    begins; "simpo" (arXiv:2405.14734) and "orpo" (arXiv:2403.07691) have none."""
+    beta: PositiveFloat | None = None
+    """dpo, ipo (its τ): the larger, the closer the model stays to the reference. simpo: scale of the rewards. orpo
+    (its λ): weight of the odds ratio beside the likelihood. Default: 0.1; of simpo 2."""
+    gamma: NonNegativeFloat | None = None
+    """simpo only: how far the better answer's reward should be above the other's. Default: half of `beta`."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo only: the share of pairs that are taken to be the wrong way round (conservative DPO)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss in ("dpo", "ipo")
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether an answer counts by the mean of its tokens' log-probabilities, not by their sum."""
+        return self.loss != "dpo"
+
+    @property
+    def strength(self) -> float:
+        """`beta`, or its default."""
+        default = 2.0 if self.loss == "simpo" else 0.1
+        return default if self.beta is None else self.beta
+
+    @property
+    def margin(self) -> float:
+        """`gamma`, or its default."""
+        return self.strength / 2 if self.gamma is None else self.gamma
 
 
 class OptimizerConfig(Section):

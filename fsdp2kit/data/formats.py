@@ -7,6 +7,7 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ from fsdp2kit.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SIDES = ("chosen", "rejected")
 WRAPPED = ("prompt_completion", "preference")  # formats whose plain texts `data.wrap` is about
 
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
@@ -106,22 +108,19 @@ def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokeni
 
 
 def encode_preferences(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Preference]:
-    """Rows with ``chosen`` and ``rejected``, and a ``prompt`` unless both are whole conversations that share one.
+    """Rows with ``chosen`` and ``rejected``, and a ``prompt`` unless both begin with it.
 
     Raises:
         UserError: as `encode_rows`.
     """
-    sides = []
-    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
-        pairs = []
-        for row, where in [(one.parse(), one.where) for one in rows]:
-            answer = _column(row, name, where, how)
-            prompt = row.get(how.column("prompt"))
-            if prompt is None:
-                prompt, answer = _shared_prompt(answer, _column(row, other, where, how), where, name)
-            pairs.append((prompt, answer, row, where))
-        sides.append(_encode_pairs(pairs, how, tokenizer))
-    return [Preference(chosen, rejected) for chosen, rejected in zip(*sides, strict=True)]
+    chosen, rejected = [], []
+    for row, where in [(one.parse(), one.where) for one in rows]:
+        answers = [_column(row, name, where, how) for name in _SIDES]
+        prompt, answers = _split_prompt(row, answers, where, how)
+        chosen.append((prompt, answers[0], row, where))
+        rejected.append((prompt, answers[1], row, where))
+    sides = (_encode_pairs(side, how, tokenizer) for side in (chosen, rejected))
+    return [Preference(*pair) for pair in zip(*sides, strict=True)]
 
 
 def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
@@ -242,26 +241,72 @@ def _text(row: Mapping[str, Any], where: str, how: RowFormat) -> str:
     return text
 
 
+# What other data calls a column.
+_ALSO = {
+    "prompt": ("question", "instruction", "query", "input", "problem"),
+    "completion": ("response", "answer", "output"),
+    "chosen": ("better", "winner", "accepted", "preferred"),
+    "rejected": ("worse", "loser", "dispreferred"),
+}
+
+
 def _column(row: Mapping[str, Any], column: str, where: str, how: RowFormat, *, name: str | None = None) -> Any:
     name = name or how.column(column)
     if row.get(name) is None:
-        raise UserError(
-            where,
-            f"the row has no {name!r} (it has: {', '.join(map(str, row)) or 'nothing'})",
-            f'say what the column is called with data.columns.{column} = "…", or set data.format to what the data is',
-        )
+        raise _missing(row, column, where, name)
     return row[name]
 
 
-def _shared_prompt(answer: Any, other: Any, where: str, name: str) -> tuple[Any, Any]:
-    """The messages that two conversations share, and the rest of the first."""
-    mine, theirs = (check_messages(messages, where, name=label) for messages, label in ((answer, name), (other, "it")))
-    shared = 0
-    while shared < min(len(mine), len(theirs)) - 1 and mine[shared] == theirs[shared]:
-        shared += 1
-    if not shared:
+def _missing(row: Mapping[str, Any], column: str, where: str, name: str) -> UserError:
+    names = [other for other, value in row.items() if value is not None]
+    alike = [other for other in names if other.lower() in _ALSO.get(column, ()) or column in other.lower().split("_")]
+    near = [*alike, *difflib.get_close_matches(name, names, n=1)]
+    what = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
+    todo = f'set data.columns.{column} = "{near[0] if near else "…"}"'
+    guess = f"did you mean {near[0]!r}? {todo}" if near else f"say what the column is called ({todo})"
+    return UserError(where, what, f"{guess}, or set data.format to what the data is")
+
+
+def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: RowFormat) -> tuple[Any, list[Any]]:
+    """The prompt of two answers, and the answers without it: in much data both begin with the prompt."""
+    prompt = _column(row, "prompt", where, how) if how.columns.prompt else row.get("prompt")
+    are_texts = [isinstance(answer, str) for answer in answers]
+    if len(set(are_texts)) > 1:
+        raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
+    if prompt is not None and (are_texts[0] or not isinstance(prompt, str)):
+        return prompt, answers
+    if are_texts[0] and (set(_ALSO["prompt"]) & {name.lower() for name, value in row.items() if value}):
+        raise _missing(row, "prompt", where, "prompt")
+    if not are_texts[0]:
+        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
+    shared = _shared_text(*answers) if are_texts[0] else _shared_messages(*answers)
+    if prompt is None and not shared:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
-    return mine[:shared], mine[shared:]
+    if prompt is not None and not shared:
+        return [{"role": "user", "content": prompt}], answers
+    if prompt is not None and prompt.strip() not in [_text_of(message).strip() for message in shared]:
+        what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
+        raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
+    return shared, [answer[len(shared) :] for answer in answers]
+
+
+def _shared_text(one: str, other: str) -> str:
+    """What two texts begin with, up to the end of a word; the space after it is the answers'."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    shared = "".join(letter for letter, _ in pairs)
+    end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
+    return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
+
+
+def _shared_messages(one: list[Any], other: list[Any]) -> list[Any]:
+    """The messages that two conversations begin with; each keeps one at least."""
+    pairs = zip(one[:-1], other[:-1], strict=False)
+    return [message for message, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def _encode_chats(chats: Sequence[Chat], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:

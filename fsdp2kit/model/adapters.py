@@ -7,6 +7,7 @@ them into the meta model before anything is planned, and the model keeps its cla
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -14,6 +15,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,26 @@ def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: 
         if f".modules_to_save.{ADAPTER}." in name and base_name(name) in tied:
             what = f"{base_name(name)} is one parameter in two places: a copy that is trained would untie them"
             raise UserError("lora.modules_to_save", what, "leave it out")
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """While it is open, ``model`` computes what it does without its adapters, and without dropout.
+
+    It is for passes without gradients: peft's own ``disable_adapter`` also changes which parameters have any, and
+    FSDP has decided by then.
+    """
+    was_training = model.training
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    model.eval()
+    for module in adapted:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module._disable_adapters = False
+        model.train(was_training)
 
 
 def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:

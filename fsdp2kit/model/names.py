@@ -44,6 +44,11 @@ def base_name(name: str) -> str | None:
     return None if _OWN.search(name) else _AROUND.sub("", name)
 
 
+def is_of_adapter(name: str) -> bool:
+    """Whether it names a tensor of an adapter's own, or one of a module's copy that is trained whole beside it."""
+    return _OWN.search(name) is not None or f".modules_to_save.{ADAPTER}." in name
+
+
 def adapter_file_name(name: str) -> str:
     """What a trained tensor of a model with adapters is called in peft's ``adapter_model.safetensors``."""
     inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)

@@ -38,6 +38,7 @@ from fsdp2kit.model.names import (
     base_tensors,
     build_skeleton,
     find_sources,
+    is_of_adapter,
     tied_names,
 )
 from fsdp2kit.torch_compat import local_slices, tree_leaves
@@ -123,7 +124,8 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     Raises:
         UserError: a missing, truncated or corrupt file; one of another model, or with other layers.
     """
-    wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    # By name: a frozen copy of the model has adapters, too.
+    wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
     path, todo = directory / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {ADAPTER_WEIGHTS}", todo)
@@ -211,7 +213,9 @@ def _copy_part(target: Tensor, source: Any) -> None:
     local = local_part(target)
     if local.numel():
         part = local_slices(target)
-        local.copy_(source[part] if part else source[...])
+        stored = source[part] if part else source[...]
+        # As stored, and converted there: 16 bits that become float32 are half the bytes on their way to a device.
+        local.copy_(stored.to(local.device))
 
 
 def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[int, ...]]:

@@ -153,11 +153,12 @@ def apply_fsdp(
     whole = {
         p for name in ignored_modules(section, model) for p in model.get_submodule(name).parameters(recurse=False)
     }
-    computes, is_adapted = {unit.name: unit.param_dtype for unit in units}, adapter_of(model) is not None
+    computes = {unit.name: unit.param_dtype for unit in units}
+    is_frozen = adapter_of(model) is not None or not any(p.requires_grad for p in model.parameters())
     for name, parameter in model.named_parameters():
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
         dtype = section.param_dtype if parameter in whole else section.storage_dtype
-        if is_adapted and not parameter.requires_grad and parameter not in whole:
+        if is_frozen and not parameter.requires_grad and parameter not in whole:
             # No optimizer adds to it, and no checkpoint keeps it: it is cast once instead of in every gather.
             dtype = computes[_unit_of(name, set(computes))]
         parameter.data = parameter.data.to(getattr(torch, dtype))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
@@ -112,6 +112,9 @@ def plan_for(
     if config.trains_adapter:
         what = "the memory of adapters beside a frozen model is not planned, only that of whole models"
         raise UserError("lora", what, "leave [lora] and model.adapter out to plan full fine-tuning")
+    if isinstance(config.data, PreferenceDataConfig):
+        what = "the memory of preference training, with a frozen reference beside the model, is not planned"
+        raise UserError("recipe", what, 'plan recipe = "sft", and add what docs/preferences.md says of the reference')
     known, key = {} if known is None else known, config.model.model_dump_json()
     if key not in known:
         built = build_model(config.model, local_files_only=True)

@@ -1,10 +1,11 @@
-"""Held-out loss and perplexity, and the model's answers to prompts."""
+"""Held-out loss with perplexity or an objective's metrics, and the model's answers to prompts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.train.step import HeldOut, next_batch
+from fsdp2kit.train.step import HeldOut, Measured, Objective, next_batch
 
 _BLOCK = 64  # rows grow by this many tokens at a time, so that a compiled model sees few lengths
 
@@ -34,12 +35,14 @@ def build_evaluation(
     plan: ParallelPlan,
     mesh: Mesh,
     tokenizer: Any = None,
+    objective: Objective | None = None,
 ) -> Evaluation | None:
     """The evaluation of ``[eval]``, or None if there are no held-out sets. Collective.
 
     Args:
         held_out: held-out batches by name; "" is the set without a name.
         tokenizer: with a chat template ``eval.prompts`` are user messages, without one the beginnings of texts.
+        objective: its loss and metrics are what is evaluated; None: cross-entropy, and perplexity.
 
     Raises:
         UserError: there are prompts and no tokenizer.
@@ -51,7 +54,8 @@ def build_evaluation(
         prompts = [(prompt, prompt_ids(tokenizer, prompt)) for prompt in section.prompts]
     if not held_out:
         return None
-    return Evaluation(section, model, held_out, prompts, plan=plan, mesh=mesh, tokenizer=tokenizer)
+    measured = None if objective is None else Measured(objective)
+    return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, measured)
 
 
 @dataclass
@@ -66,26 +70,29 @@ class Evaluation:
     plan: ParallelPlan
     mesh: Mesh
     tokenizer: Any
+    objective: Measured | None = None
 
     def __call__(self) -> dict[str, float]:
         """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.
 
         Returns:
             ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
-            ``eval_perplexity/NAME`` of each named set.
+            ``eval_perplexity/NAME`` of each named set. Of an objective, the means over its items of its loss and, as
+            ``eval_METRIC`` and ``eval_METRIC/NAME``, of its metrics, in place of the perplexity.
         """
         self.model.eval()
         record: dict[str, float] = {}
-        all_loss, all_tokens = 0.0, 0
+        sums, items = [0.0], 0
         for name, batches in self.held_out.items():
-            loss, tokens = self._sum_of_set(batches)
-            all_loss, all_tokens = all_loss + loss, all_tokens + tokens
+            of_set, count = self._sum_of_set(batches)
+            sums = [one + other for one, other in zip_longest(sums, of_set, fillvalue=0.0)]
+            items += count
             if name:
-                record |= _figures(loss / tokens, f"/{name}")
+                record |= self._figures(of_set, count, f"/{name}")
         # Units that keep their parameters for backward stay gathered here, and a checkpoint would not see the shards.
         reshard_all(self.model)
         self.model.train()
-        return {**_figures(all_loss / all_tokens, ""), **record}
+        return {**self._figures(sums, items, ""), **record}
 
     def answers(self) -> list[dict[str, str]]:
         """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``. Collective."""
@@ -98,23 +105,37 @@ class Evaluation:
         return found
 
     @torch.no_grad()
-    def _sum_of_set(self, batches: HeldOut) -> tuple[float, int]:
-        """The loss summed over a set's supervised tokens on all ranks, and their number."""
+    def _sum_of_set(self, batches: HeldOut) -> tuple[list[float], int]:
+        """A set's summed loss, then the objective's metrics if there is one, over all ranks; and the number of items
+        that they are sums over: supervised tokens, or what the objective's loss is the sum over."""
         shard = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
         total: Tensor | None = None
-        tokens = 0
+        items = 0
         steps = batches.steps_per_epoch
         for index in range(min(steps, self.section.steps or steps)):
             batch = next_batch(batches, index, mesh=self.mesh)
-            tokens += batch.supervised_tokens
+            items += batch.supervised_tokens if self.objective is None else batch.num_items
             for micro in batch.micro_batches:
-                inputs = shard(micro)
-                for name in ("documents", "num_documents"):  # for a recipe's objective
-                    inputs.pop(name, None)
-                loss = self.model.loss_sum(**inputs).double()
-                total = loss if total is None else total + loss
+                sums = self._sums_of(shard(micro)).double()
+                total = sums if total is None else total + sums
         assert total is not None, "an evaluation has at least one batch"
-        return self.mesh.sum_loss(total).item(), tokens
+        return self.mesh.sum_loss(total).tolist(), items
+
+    def _sums_of(self, inputs: dict[str, Any]) -> Tensor:
+        if self.objective is None:
+            for name in ("documents", "num_documents"):  # for a recipe's objective
+                inputs.pop(name, None)
+            return self.model.loss_sum(**inputs)[None]
+        loss, metrics = self.objective(self.model, inputs)
+        return loss[None] if metrics is None else torch.cat([loss[None], metrics])
+
+    def _figures(self, sums: Sequence[float], items: int, suffix: str) -> dict[str, float]:
+        loss, *metrics = (value / items for value in sums)
+        if self.objective is None:
+            return {f"eval_loss{suffix}": loss, f"eval_perplexity{suffix}": math.exp(min(loss, 700.0))}
+        names = self.objective.names
+        named = zip(names, metrics[len(metrics) - len(names) :], strict=True)  # before them the sources of a mix
+        return {f"eval_loss{suffix}": loss, **{f"eval_{name}{suffix}": value for name, value in named}}
 
 
 @torch.no_grad()
@@ -161,7 +182,3 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _figures(loss: float, suffix: str) -> dict[str, float]:
-    return {f"eval_loss{suffix}": loss, f"eval_perplexity{suffix}": math.exp(min(loss, 700.0))}

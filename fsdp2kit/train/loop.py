@@ -119,7 +119,7 @@ def train(
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
                     record = step(batch, step=run.progress.step + 1)
-                metrics.shown = measured.names
+                metrics.shown = measured.shown
                 run.finish_step(batch, record)
                 if profiler.step():
                     metrics.throughput.restart()
@@ -254,6 +254,8 @@ class _Run:
             self.metrics.log(line)
             return
         line |= self.evaluate()
+        if self.evaluate.objective is not None:
+            self.metrics.shown = self.evaluate.objective.shown
         self.metrics.log(line)
         self.metrics.log_samples(self.progress.step, self.evaluate.answers())
         self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=self.config.eval.min_delta)

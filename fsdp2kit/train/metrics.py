@@ -92,7 +92,7 @@ class Metrics:
         """Counts steps into speeds and peak memory, on every rank."""
         self._console, self._path, self._wandb, self._records = console, path, wandb, records
         self.shown: Collection[str] = ()
-        """Keys that the console shows besides its own: an objective's metrics."""
+        """An objective's metrics that the console shows, and those of its evaluation."""
         self.wandb_id = wandb_id
         """Id of the wandb run, for the checkpoint; None without one."""
 
@@ -180,7 +180,7 @@ def format_record(
     """One console line: ``step  12/100  epoch 0.24  loss 2.3456  grad_norm 1.234  lr 1.00e-05  input tokens/s …``.
 
     Args:
-        also: keys to show besides those that every line has.
+        also: keys to show besides those that every line has, and with them ``eval_KEY``.
     """
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     for key, name, form in (
@@ -189,7 +189,7 @@ def format_record(
         ("eval_loss", "eval_loss", ".4f"),
         ("grad_norm", "grad_norm", ".3f"),
         ("lr", "lr", ".2e"),
-        *((key, key, ".4g") for key in also),
+        *((key, key, ".4g") for own in also for key in (own, f"eval_{own}")),
         ("tokens_per_second", "input tokens/s", ">7,.0f"),
         ("mfu", "mfu", ".1%"),
     ):

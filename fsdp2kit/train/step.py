@@ -48,6 +48,11 @@ class Measured:
         self.names: tuple[str, ...] = ()
         """Of the metrics; known from the first micro-batch on."""
 
+    @property
+    def shown(self) -> list[str]:
+        """Names of the metrics that are worth a place on the console's line: those without a "/"."""
+        return [name for name in self.names if "/" not in name]
+
     def __call__(self, model: Any, inputs: dict[str, Any]) -> Parts:
         loss, parts, *rest = self._objective(model, inputs)
         metrics = rest[0] if rest else {}

@@ -191,6 +191,58 @@ def test_preferences(tokenizer) -> None:
         encode_preferences([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
 
 
+def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
+    """Of the better and the worse answer, the whole text and what is learnt of it."""
+    [pair] = encode_preferences([Row(row, "x.jsonl:1")], RowFormat("preference", **options), tokenizer)
+    sides = (pair.chosen, pair.rejected)
+    return [
+        (tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
+        for ids, mask in sides
+    ]
+
+
+def test_prompts_that_both_answers_begin_with(tokenizer) -> None:
+    start = "\n\nHuman: Is water wet?\n\nAssistant:"
+    texts = {"chosen": f"{start} Yes, it is.", "rejected": f"{start} Yesterday.", "prompt_id": 7}
+    expected = [f"{answer}<|im_end|>" for answer in (" Yes, it is.", " Yesterday.")]
+    found = pair_of(texts, tokenizer)
+    assert [learnt for _, learnt in found] == expected, "cut at a word's border, not within it"
+    assert found == pair_of({"prompt": start, "chosen": " Yes, it is.", "rejected": " Yesterday."}, tokenizer)
+    lines = pair_of({"chosen": "Wet?\nYes", "rejected": "Wet?\nNo"}, tokenizer)
+    assert [learnt for _, learnt in lines] == ["Yes<|im_end|>", "No<|im_end|>"]
+    # As ultrafeedback_binarized has it: the prompt once more, beside conversations.
+    no = {"role": "assistant", "content": "No."}
+    twice = {"prompt": SINGLE[0]["content"], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
+    alone = {"prompt": SINGLE[0]["content"], "chosen": SINGLE[1:], "rejected": [no]}
+    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
+    assert pair_of(twice, tokenizer) == pair_of(alone, tokenizer) == pair_of(explicit, tokenizer)
+    assert pair_of(twice, tokenizer)[1][1] == "No.<|im_end|>"
+
+
+def test_pairs_that_cannot_be_read_say_what_to_do(tokenizer) -> None:
+    no = [{"role": "assistant", "content": "No."}]
+    mistakes = {
+        "no 'chosen' (it has: prompt, better, rejected); did you mean 'better'? set data.columns.chosen = \"better\"":
+            {"prompt": "a", "better": "b", "rejected": "c"},
+        "did you mean 'response_rejected'?": {"prompt": "a", "chosen": "b", "response_rejected": "c"},
+        "no 'prompt' (it has: question, chosen, rejected); did you mean 'question'?":
+            {"question": "Is water wet?", "chosen": "It is", "rejected": "It never"},
+        "share no prompt": {"chosen": "Yes", "rejected": "No"},
+        "a text and a list of messages; give two of a kind": {"prompt": "a", "chosen": "b", "rejected": no},
+        "chosen is of type int": {"prompt": "a", "chosen": 3, "rejected": no},
+        "prompt is none of its messages": {"prompt": "Be brief.", "chosen": SINGLE, "rejected": [SINGLE[0], *no]},
+    }  # fmt: skip
+    for says, row in mistakes.items():
+        with pytest.raises(UserError) as caught:
+            pair_of(row, tokenizer)
+        assert str(caught.value).startswith("x.jsonl:1: ")
+        assert says in str(caught.value)
+    named = {"q": "Is water wet?", "chosen": "It is", "rejected": "It never"}
+    assert pair_of(named, tokenizer, columns=ColumnsConfig(prompt="q"))[0][1] == "It is<|im_end|>"
+    with pytest.raises(UserError, match="no 'question'"):
+        pair_of(named, tokenizer, columns=ColumnsConfig(prompt="question"))
+
+
 def documents_of(path: str, **options):
     tokenizer = make_tokenizer(templates.MARKED_WIDE)
     extra = {name: options.pop(name) for name in ("key",) if name in options}

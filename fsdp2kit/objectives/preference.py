@@ -1,0 +1,113 @@
+"""Losses of pairs of answers, a better and a worse one: DPO, IPO, SimPO and ORPO, and what is logged of them.
+
+docs/preferences.md has the formulae and says where other implementations differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp2kit.config.schema import DPOConfig, TrainingConfig
+from fsdp2kit.objectives.reference import Reference, build_reference
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan
+
+
+def build_preference(
+    section: DPOConfig, model: Any, *, config: TrainingConfig, plan: ParallelPlan, mesh: Mesh
+) -> Preference:
+    """The objective that ``[dpo]`` asks for, with its reference if it has one. Collective.
+
+    Args:
+        model: the model that is trained, made parallel by ``plan``.
+        config: the recipe's, which says where the reference's weights are.
+
+    Raises:
+        UserError: as `build_reference`.
+    """
+    reference = build_reference(config, model, plan=plan, mesh=mesh) if section.needs_reference else None
+    return Preference(section, reference, mesh)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """An objective of pairs of answers, as `fsdp2kit.train.step.Objective` has it; see `build_preference`."""
+
+    section: DPOConfig
+    reference: Reference | None
+    mesh: Mesh
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None, dict[str, Tensor]]:
+        """The loss summed over the micro-batch's pairs, and sums of the metrics; collective under a ``cp`` > 1."""
+        inputs = {name: value for name, value in inputs.items() if name not in ("groups", "num_groups")}
+        documents, count = inputs.pop("documents"), inputs.pop("num_documents")
+        # First, while no activations are kept for a backward.
+        expected = self.reference.token_log_probs(**inputs)[0] if self.reference else None
+        log_probs, _ = model.token_log_probs(**inputs)
+        # Differences of tokens are summed, not sums subtracted: those of long answers would lose the last digits.
+        ratios = log_probs if expected is None else log_probs - expected
+        by_token = [ratios, log_probs.detach(), torch.ones_like(ratios), ratios.detach() ** 2 / 2]
+        rows = torch.stack(by_token).double()
+        sums = self.mesh.sum_over_cp(rows.new_zeros(len(rows), count).index_add(1, documents, rows))
+        scores, totals, tokens, squares = sums
+        if self.section.is_normalised:
+            scores, totals = scores / tokens, totals / tokens
+        chosen, rejected = scores[0::2], scores[1::2]
+        losses = pair_losses(chosen, rejected, section=self.section)
+        metrics = _measure(chosen.detach(), rejected.detach(), totals, beta=self.section.strength)
+        if expected is not None:
+            metrics["kl"] = (squares[0::2] + squares[1::2]) / (tokens[0::2] + tokens[1::2])
+        # All ranks that share a row have the same sums, which count once.
+        share = {name: values.sum() / self.mesh.sizes.cp for name, values in {"loss": losses, **metrics}.items()}
+        return share.pop("loss").float(), None, share
+
+    def describe(self) -> list[str]:
+        """What is trained for, as a line for the start of a run."""
+        section = self.section
+        keys = [f"beta {section.strength:g}"]
+        keys += [f"gamma {section.margin:g}"] if section.loss == "simpo" else []
+        keys += [f"label_smoothing {section.label_smoothing:g}"] if section.label_smoothing else []
+        reference = self.reference.describe() if self.reference else "none"
+        return [f"preferences: {section.loss}, {', '.join(keys)}; reference: {reference}"]
+
+
+def pair_losses(chosen: Tensor, rejected: Tensor, *, section: DPOConfig) -> Tensor:
+    """The loss of each pair, ``[P]`` as the arguments are.
+
+    Args:
+        chosen, rejected: each answer's score, ``[P]``: log π(y|x) − log π_ref(y|x), or without a reference log π(y|x);
+            summed over the answer's tokens, or their mean where `DPOConfig.is_normalised`.
+    """
+    beta, difference = section.strength, chosen - rejected
+    if section.loss == "dpo":
+        wrong = section.label_smoothing
+        return -(1 - wrong) * F.logsigmoid(beta * difference) - wrong * F.logsigmoid(-beta * difference)
+    if section.loss == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    if section.loss == "simpo":
+        return -F.logsigmoid(beta * difference - section.margin)
+    return -chosen - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """log(p ÷ (1 − p)) of p = exp(log_prob); p a rounding error below 1 where it is 1."""
+    log_prob = log_prob.clamp(max=-torch.finfo(torch.float32).eps)
+    return log_prob - (-torch.expm1(log_prob)).log()
+
+
+def _measure(chosen: Tensor, rejected: Tensor, totals: Tensor, *, beta: float) -> dict[str, Tensor]:
+    """What is logged of each pair, ``[P]`` each; the names with a "/" are left out on the console."""
+    margins = beta * (chosen - rejected)
+    return {
+        "accuracy": (margins > 0).to(margins.dtype),
+        "margin": margins,
+        "rewards/chosen": beta * chosen,
+        "rewards/rejected": beta * rejected,
+        "logps/chosen": totals[0::2],
+        "logps/rejected": totals[1::2],
+    }

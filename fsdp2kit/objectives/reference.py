@@ -1,0 +1,79 @@
+"""The reference: a frozen model whose log-probabilities an objective compares those of the trained model with.
+
+It is the model as the run begins, also when the run is resumed. Beside new adapters that is the trained model itself
+with the adapters switched off, which takes no memory; otherwise a copy of it, built, sharded and filled by the same
+builders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
+from fsdp2kit.model.adapters import adapter_of, without_adapter
+from fsdp2kit.model.build import build_model
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.torch_compat import forget_forwards
+
+
+def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> Reference:
+    """The reference of a run, with its values. Collective.
+
+    A copy is stored in the dtypes that it computes in, so that its shards take half of the trained model's where that
+    is bfloat16, with the same numbers: the trained model's parameters are cast to these dtypes for each forward. It
+    keeps none of its parameters gathered after forward, whatever the strategy.
+
+    Args:
+        model: the model that is trained, made parallel by ``plan``.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
+    adapter = adapter_of(model)
+    if adapter is not None and adapter.directory is None:  # new ones, which begin by adding nothing
+        return Reference(model, is_trained=True)
+    copy = build_model(config.model, lora=config.lora).eval().requires_grad_(False)
+    units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
+    parallelize_model(
+        copy, replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig()), mesh=mesh
+    )
+    fill_weights(config.model, copy, seed=config.run.seed)
+    return Reference(copy, is_trained=False)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A frozen model's log-probabilities; see `build_reference`."""
+
+    model: Any
+    is_trained: bool
+    """Whether it is the trained model, whose adapters are switched off for each call."""
+
+    @torch.no_grad()
+    def token_log_probs(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """As ``model.token_log_probs``, without gradients: log-probabilities and entropies, float32 ``[N]``.
+
+        Call it before the trained model's forward, not between that and its backward. Collective.
+        """
+        with without_adapter(self.model) if self.is_trained else contextlib.nullcontext():
+            found = self.model.token_log_probs(**inputs)
+        # Or the trained model's backward would gather a unit for this forward, and a copy would never forget any.
+        forget_forwards(self.model)
+        return found
+
+    def describe(self) -> str:
+        """What it is, in words."""
+        if self.is_trained:
+            return "the model with its adapters switched off"
+        local = [getattr(parameter, "_local_tensor", parameter) for parameter in self.model.parameters()]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in local)
+        dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in local}))
+        return f"a frozen copy of the model as the run began, sharded, {size / 2**30:.2f} GiB of {dtypes} on this rank"

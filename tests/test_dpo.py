@@ -1,0 +1,181 @@
+"""Runs of recipe "dpo": what they log and keep, resumed on another mesh, with adapters; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from fsdp2kit.checkpoint.reader import SafeReader
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.errors import UserError
+from fsdp2kit.parity.reference import load_plain, worst_relative
+from fsdp2kit.planner.estimate import plan_for
+from fsdp2kit.run import load
+from tests.reference import demo_model_dir
+from tests.test_lora import run_all, run_recipe
+from tests.workers import WorkerPool
+
+PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": f"Is {at} odd?"}],
+        "chosen": [{"role": "assistant", "content": f"{at} is {'odd' if at % 2 else 'even'}."}],
+        "rejected": [
+            {"role": "assistant", "content": f"I like the number {at}, it is a {'small' * (1 + at % 3)} one"}
+        ],
+    }
+    for at in range(24)
+]
+METRICS = {
+    "accuracy",
+    "kl",
+    "margin",
+    *(f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")),
+}
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = demo_model_dir(tmp_path_factory.mktemp("model"))
+    for name, rows in (("pairs", PAIRS[:18]), ("held", PAIRS[18:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "dpo"
+        model.path = "{folder}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{folder}/pairs.jsonl", seq_len = 96 }}
+        train = {{ steps = 4, global_batch_size = 4 }}
+        optimizer.lr = 1e-3
+        lr_schedule.name = "constant"
+        eval = {{ every = 2, path = "{folder}/held.jsonl" }}
+        checkpoint = {{ every = 2, keep = 9 }}
+        wandb.mode = "disabled"
+        """
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(pool: WorkerPool, toml: Path) -> Run:
+    def run_into(directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
+        said = pool.run(size, run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])[0]
+        assert not said.startswith("error"), said
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return [{**line, "said": said} for line in lines]
+
+    return run_into
+
+
+def plain_margins(model_dir: Path, reference_dir: Path, rows: list[dict]) -> list[float]:
+    """log π ÷ π_ref of the better answer less that of the worse one, by plain transformers, one answer at a time."""
+    models, tokenizer = (
+        [load_plain(path).eval() for path in (model_dir, reference_dir)],
+        AutoTokenizer.from_pretrained(reference_dir),
+    )
+    margins = []
+    for row in rows:
+        ratios = []
+        for side in ("chosen", "rejected"):
+            before = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template([*row["prompt"], *row[side]], tokenize=False)
+            skip = len(tokenizer(before, add_special_tokens=False)["input_ids"])
+            ids = torch.tensor(tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"])
+            with torch.no_grad():
+                logs = [model(ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1) for model in models]
+            policy, reference = (log.gather(1, ids[1:, None])[skip - 1 :].sum().item() for log in logs)
+            ratios.append(policy - reference)
+        margins.append(ratios[0] - ratios[1])
+    return margins
+
+
+def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", 2)
+    assert "preferences: dpo, beta 0.1; reference: a frozen copy of the model as the run began" in straight[0]["said"]
+    assert straight[0]["loss"] == pytest.approx(math.log(2), rel=1e-6), "the reference is the model as it begins"
+    assert straight[0]["kl"] == straight[0]["margin"] == straight[0]["accuracy"] == 0
+    assert straight[-1]["loss"] < 0.6
+    for line in straight:
+        assert line.keys() >= METRICS
+    # Held-out pairs, against plain transformers on the export and the model it began as.
+    last = straight[-1]
+    assert last.keys() >= {"eval_loss", *(f"eval_{name}" for name in METRICS)}
+    assert "eval_perplexity" not in last
+    margins = [0.1 * value for value in plain_margins(tmp_path / "straight" / "hf", toml.parent, PAIRS[18:])]
+    assert last["eval_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
+    assert last["eval_loss"] == pytest.approx(
+        sum(math.log1p(math.exp(-one)) for one in margins) / len(margins), rel=1e-5
+    )
+    assert last["eval_accuracy"] == sum(one > 0 for one in margins) / len(margins)
+    assert f"eval_accuracy {last['eval_accuracy']:.4g}" in last["said"]
+    # Nothing of the reference is kept, and a resumed run still compares with the model as the run began.
+    checkpoint = tmp_path / "straight" / "checkpoints" / "step-000002"
+    names = {key for key in SafeReader(checkpoint).stored_tensors() if key.startswith("model.")}
+    assert len(names) == len(dict(load_plain(toml.parent).named_parameters()))
+    for size, mesh in ((1, ()), (4, ("mesh.cp=2", "train.micro_batch_size=2"))):
+        folder = tmp_path / f"{size}"
+        shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+        resumed = run(folder, size, *mesh)
+        for key in ("loss", "grad_norm", "kl"):
+            assert worst_relative([line[key] for line in resumed], [line[key] for line in straight[2:]]) < 1e-4, key
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_adapters_need_no_copy(loss: str, run: Run, toml: Path, tmp_path: Path) -> None:
+    options = ("lora.rank=4", "optimizer.lr=1e-2", f"dpo.loss={loss}")
+    lines = run(tmp_path / "run", 2, *options)
+    reference = {"dpo": "the model with its adapters switched off", "orpo": "none"}[loss]
+    assert f"; reference: {reference}\n" in lines[0]["said"]
+    assert ("kl" in lines[0]) == (loss == "dpo")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    if loss == "dpo":
+        assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+        folder = tmp_path / "resumed"
+        shutil.copytree(tmp_path / "run/checkpoints/step-000002", folder / "checkpoints/step-000002")
+        resumed = run(folder, 2, *options, "mesh.cp=2")
+        assert worst_relative([line["loss"] for line in resumed], [line["loss"] for line in lines[2:]]) < 1e-4
+        # An adapter that is trained further is compared with what it was.
+        further = run(tmp_path / "further", 2, f"model.adapter='{tmp_path / 'run' / 'hf'}'", "train.steps=2")
+        assert "a frozen copy of the model" in further[0]["said"]
+        assert further[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+        assert further[1]["loss"] < further[0]["loss"]
+
+
+def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"prompt": "a", "winner": "b", "rejected": "c"}) + "\n")
+    mistakes = {
+        ("dpo.loss=dop",): "dpo.loss",
+        ("dpo.beta=0",): "dpo.beta",
+        ("dpo.gamma=1.0",): "dpo.gamma: 1.0 with dpo.loss = 'dpo', which has no such margin; leave it out",
+        ("dpo.loss=ipo", "dpo.label_smoothing=0.1"): "dpo.label_smoothing: 0.1 with dpo.loss = 'ipo'",
+        ("dpo.bata=1",): "did you mean dpo.beta?",
+        ("data.format=chat",): "data.format",
+        (
+            f"data.path='{bad}'",
+        ): "bad.jsonl:1: the row has no 'chosen' (it has: prompt, winner, rejected); did you mean 'winner'?",
+        ("model.loss_kernel=torch",): "model.loss_kernel: 'torch' gives no log-probabilities",
+    }
+    runs = [[*overrides, f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]
+    for said, says in zip(pool.run(2, run_all, str(toml), runs)[0], mistakes.values(), strict=True):
+        assert said.startswith("error: ")
+        assert says in said
+        assert "\n" not in said
+        assert said.count("; ") >= 1, "where: what; what to do"
+
+
+def test_its_memory_is_not_planned(toml: Path) -> None:
+    _, config = load(str(toml), [])
+    check_config(config, world_size=2, local_world_size=2)
+    with pytest.raises(UserError, match="with a frozen reference beside the model, is not planned"):
+        plan_for(config, world_size=2, local_world_size=2)
