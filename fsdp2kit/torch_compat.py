@@ -104,6 +104,12 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # `a.copy_(b)` for each of two lists; on CUDA in a few kernels for all, for which there is no public name.
 copy_each = torch._foreach_copy_
 
+
+def float32_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of each, float32; on CUDA in a few kernels for all. torch's public function takes no dtype."""
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

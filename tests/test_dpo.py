@@ -128,6 +128,9 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
         resumed = run(folder, size, *mesh)
         for key in ("loss", "grad_norm", "kl"):
             assert worst_relative([line[key] for line in resumed], [line[key] for line in straight[2:]]) < 1e-4, key
+    # Another run that begins with these weights has them in its reference.
+    again = run(tmp_path / "again", 2, f"model.weights='{checkpoint}'", "train.steps=1")
+    assert again[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])

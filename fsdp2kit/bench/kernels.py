@@ -81,7 +81,7 @@ def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[A
         tables: each rank's segments.
     """
     scale = ranks[0][0].shape[-1] ** -0.5
-    outs, grad_queries, grad_keys, grad_values = ([None] * CP for _ in range(4))
+    outs, grad_queries, grad_keys, grad_values = (list[Any]([None] * CP) for _ in range(4))
     for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
         segments = read_segments(table)
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]

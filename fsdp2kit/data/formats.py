@@ -73,8 +73,12 @@ def key_border(share: float) -> int:
 
 def looks_unwrapped(row: Row, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template."""
-    prompt = row.parse().get(how.column("prompt"))
-    if how.wrap == "chat" or how.format not in WRAPPED or not isinstance(prompt, str) or not tokenizer.chat_template:
+    columns = row.parse()
+    answer = columns.get(how.column("chosen" if how.format == "preference" else "completion"))
+    prompt = columns.get(how.column("prompt")) or answer  # which may begin with it
+    if how.wrap == "chat" or how.format not in WRAPPED or not tokenizer.chat_template:
+        return False
+    if not (isinstance(prompt, str) and isinstance(answer, str)):
         return False
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
@@ -279,7 +283,7 @@ def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: R
         raise _missing(row, "prompt", where, "prompt")
     if not are_texts[0]:
         answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-    shared = _shared_text(*answers) if are_texts[0] else _shared_messages(*answers)
+    shared: Any = _shared_text(*answers) if are_texts[0] else _shared_messages(*answers)
     if prompt is None and not shared:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
     if prompt is not None and not shared:

@@ -144,7 +144,7 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
 
 
 def _write(targets: Sequence[Tensor], values: Tensor) -> None:
-    copy_each(targets, values.split([target.numel() for target in targets]))
+    copy_each(list(targets), values.split([target.numel() for target in targets]))
 
 
 def _first_element(parameter: Tensor) -> int:

@@ -127,6 +127,9 @@ def test_what_looks_unwrapped() -> None:
     rendered = tokenizer.apply_chat_template(SINGLE[:1], tokenize=False, add_generation_prompt=True)
     assert not looks_unwrapped(Row({"prompt": rendered, "completion": "Yes."}, "x"), plain, tokenizer)
     assert not looks_unwrapped(Row({"prompt": SINGLE[:1], "completion": SINGLE[1:]}, "x"), plain, tokenizer)
+    pairs = RowFormat("preference")
+    assert looks_unwrapped(Row({"chosen": "Wet? Yes", "rejected": "Wet? No"}, "x"), pairs, tokenizer)
+    assert not looks_unwrapped(Row({"prompt": "Wet?", "chosen": SINGLE, "rejected": SINGLE}, "x"), pairs, tokenizer)
 
 
 def test_alpaca_rows_are_conversations(tokenizer) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from fsdp2kit import distributed
+from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Document, build_documents
 from fsdp2kit.model.weights import load_pretrained
@@ -29,6 +30,7 @@ from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
 from tests.parallel.jobs import Case
+from tests.parallel.test_compile import counted_compilations
 from tests.parallel.test_lora import write_adapter
 from tests.reference import demo_model_dir, make_rows, tiny_model_dir
 from tests.workers import WorkerPool
@@ -240,3 +242,35 @@ def copy_in_bfloat16(folder: Path) -> None:
 
 def test_a_copy_is_frozen_sharded_and_small(folder: Path, pool: WorkerPool) -> None:
     pool.run(2, copy_in_bfloat16, folder)
+
+
+def compiled(folder: Path, case: Case) -> tuple[list[int], float]:
+    """Compilations after each of three passes, of the model and of it without its adapters; how far off they are."""
+    rows, config = make_rows(1).as_batch(), case.config(folder, steps=1, rows=4)
+    plain = Sharded(config, world=distributed.start())
+    expected = [method(**plain.inputs(rows))[0] for method in _both(plain.model)]
+    counts, furthest = [], 0.0
+    with counted_compilations() as compilations:
+        config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
+        sharded = Sharded(config, world=distributed.start())
+        for _ in range(3):
+            off, on = (method(**sharded.inputs(rows))[0] for method in _both(sharded.model))
+            (on - off).sum().backward()
+            furthest = max(
+                furthest, *((one - two).abs().max().item() for one, two in zip((off, on), expected, strict=True))
+            )
+            counts.append(len(compilations))
+    return counts, furthest
+
+
+def _both(model: Any) -> tuple[Any, Any]:
+    return Reference(model, is_trained=True).token_log_probs, model.token_log_probs
+
+
+def test_compiled_layers_are_switched_without_compiling_again(pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model_dir("llama3", tmp_path)
+    write_adapter(tmp_path, "llama3", "lora")
+    [(counts, furthest)] = pool.run(1, compiled, tmp_path, Case("llama3", adapter="lora"))
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
+    assert furthest < 1e-4
