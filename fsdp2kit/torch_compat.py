@@ -33,6 +33,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 
 # To observe operators and their tensors; torch documents both, under private names.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 
@@ -51,6 +52,14 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
     found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
+
+
+def inner_tensors(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh may be one
+    return [part for value in values if isinstance(value, Tensor) for part in inner_tensors(value)]
 
 
 def forget_forwards(model: nn.Module) -> None:
