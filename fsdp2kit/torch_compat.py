@@ -33,6 +33,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 
 # To observe operators and their tensors; torch documents both, under private names.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 
@@ -69,6 +70,14 @@ def _parameter_groups(unit: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     # Before torch 2.13 a unit had one group.
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
+
+
+def inner_tensors(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
 
 
 def fake_store() -> dist.Store:

@@ -1,0 +1,337 @@
+"""From sharded parameters to an engine's weights, a bucket at a time.
+
+A bucket's tensors are cast on their shards, gathered by one collective as bytes, rank by rank, and put in order; the
+next bucket is gathered meanwhile. At no time is there more than two buckets and the largest tensor beside the model.
+Names and pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are merged, a tied tensor is sent once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import adapter_of, merged_weight
+from fsdp2kit.model.names import (
+    ADAPTER,
+    base_name,
+    build_skeleton,
+    conversion_groups,
+    tied_names,
+    to_file_names,
+)
+from fsdp2kit.optim.host_state import in_batches
+from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.rl.bucket import Bucket, Entry, VersionedWeights
+from fsdp2kit.rl.sleep import check_awake
+from fsdp2kit.torch_compat import all_gather_single, local_slices
+
+
+def sync_weights(
+    model: Any, engine: VersionedWeights, *, version: int, dtype: torch.dtype, bucket_mib: float = 256
+) -> int:
+    """Send a model's weights to an engine, as its export would have them. Collective: every rank has an engine.
+
+    Parameters and persistent buffers, a tied one once, with adapters merged. What is frozen is sent to an engine that
+    has no version (its first sync, after one that broke off), and otherwise left out.
+
+    Args:
+        model: as `parallelize_model` made it; units that a forward left gathered are freed.
+        engine: this rank's. It has ``version`` when all ranks' have it, and none if any of them raised.
+        dtype: the engine's, of floating-point tensors: they are cast before they travel.
+        bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) is one alone.
+
+    Returns:
+        Bytes that the engine was given.
+
+    Raises:
+        RunFailure: the weights are asleep, or another rank's engine raised.
+        UserError: transformers cannot convert this model, or its parameters are sharded in another way than here.
+        Exception: what this rank's engine raised.
+    """
+    check_awake(model)
+    reshard_all(model)
+    everything = None in gather_objects(engine.version)
+    with agreement():
+        groups = [group for group in _plan(model, dtype) if everything or group.changes]
+        shards = _Shards.of(weight.tensor for weight in _weights_of(groups))
+        engine.begin_update(version)
+    problem: Exception | None = None
+    loaded = 0
+
+    def load(bucket: Bucket) -> None:
+        nonlocal problem, loaded
+        loaded += sum(entry.nbytes for entry in bucket.entries)
+        if problem is None:  # else the others still need this rank's shards
+            try:
+                engine.load_weights(bucket)
+            except Exception as error:
+                problem = error
+
+    with torch.no_grad():
+        _send(groups, shards, round(bucket_mib * 2**20), load)
+    agree(problem)
+    with agreement():
+        engine.finish_update(version)
+    return loaded
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A tensor of the model as it is sent."""
+
+    name: str
+    """In a model without adapters."""
+    tensor: Tensor
+    dtype: torch.dtype
+    layer: Any = None
+    """peft's, where an adapter is merged into the tensor."""
+    adapter: tuple[Tensor, ...] = ()
+    """Its parameters, as `merged_weight` takes them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+    def shard_bytes(self, ranks: int) -> int:
+        """Bytes of the largest shard; a tensor that is not sharded has none."""
+        if not isinstance(self.tensor, DTensor):
+            return self.nbytes if ranks == 1 else 0
+        rows, *rest = self.tensor.shape
+        return -(-rows // ranks) * math.prod(rest) * self.dtype.itemsize
+
+    def padded_bytes(self, ranks: int) -> int:
+        """Bytes that it takes while it is gathered."""
+        return max(self.nbytes, ranks * self.shard_bytes(ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Tensors that transformers converts together."""
+
+    weights: tuple[_Weight, ...]
+    skeleton: Any
+    file_name: str | None
+    """Of the one tensor, where nothing but its name is another in a file."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether training changes any of it; a buffer may change."""
+        return any(
+            weight.adapter or weight.tensor.requires_grad or not isinstance(weight.tensor, nn.Parameter)
+            for weight in self.weights
+        )
+
+    def entries(self, data: Tensor, offsets: Sequence[int]) -> list[Entry]:
+        """Convert the tensors within ``data``, where they begin at ``offsets``."""
+        if self.file_name is not None:
+            (weight,), (offset,) = self.weights, offsets
+            return [Entry(self.file_name, tuple(weight.tensor.shape), weight.dtype, offset)]
+        found: dict[str, Tensor] = {}
+        for weight, offset in zip(self.weights, offsets, strict=True):
+            flat = data[offset : offset + weight.nbytes]
+            found[weight.name] = flat.view(weight.dtype).view(weight.tensor.shape)
+        converted = to_file_names(self.skeleton, found)
+        within = [
+            tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in converted.values()
+        ]
+        if all(within) and all(tensor.is_contiguous() for tensor in converted.values()):
+            places = [tensor.data_ptr() - data.data_ptr() for tensor in converted.values()]
+        else:  # pieces that were copied go back to where they came from
+            converted = {
+                name: tensor.clone() if view else tensor
+                for (name, tensor), view in zip(converted.items(), within, strict=True)
+            }
+            places, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in converted.values()), offsets[0])
+            for place, tensor in zip(places, converted.values(), strict=True):
+                data[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return [
+            Entry(name, tuple(tensor.shape), tensor.dtype, place)
+            for (name, tensor), place in zip(converted.items(), places, strict=True)
+        ]
+
+
+def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
+    """All tensors of a model, in the groups in which they can be converted; the same on every rank."""
+    skeleton, adapter = build_skeleton(model), adapter_of(model)
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        inner = base_name(name)
+        # A module that an adapter trains whole is there twice: the copy is what counts.
+        if inner is not None and (inner not in found or tensor.requires_grad):
+            found[inner] = tensor
+    weights: dict[str, _Weight] = {}
+    tied = tied_names(model)
+    for name in (name for name in skeleton.state_dict() if name not in tied):
+        tensor = found[name]
+        layer, _, leaf = name.rpartition(".")
+        parts: tuple[Tensor, ...] = ()
+        if adapter is not None and layer in adapter.layers and leaf == "weight":
+            keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
+            parts = tuple(parameters[key] for key in keys if key in parameters)
+        sent_as = dtype if tensor.is_floating_point() else tensor.dtype
+        weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
+    metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    groups = []
+    for names in conversion_groups(skeleton, metas):
+        converted = to_file_names(skeleton, {name: metas[name] for name in names})
+        file_name, form = next(iter(converted.items()))
+        is_copied = len(names) == len(converted) == 1 and form is metas[names[0]]
+        groups.append(_Group(tuple(weights[name] for name in names), skeleton, file_name if is_copied else None))
+    return groups
+
+
+def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]) -> None:
+    """Gather the groups bucket by bucket, and give each to ``load`` while the next is gathered."""
+
+    def size(group: _Group) -> int:
+        return sum(weight.padded_bytes(shards.ranks) for weight in group.weights)
+
+    batches = list(in_batches(groups, size, largest=bucket_bytes))
+    sizes = [sum(map(size, batch)) for batch in batches]
+    most = 2 * bucket_bytes + max(map(size, groups), default=0)
+    ahead: _Gather | None = None
+    for number, batch in enumerate(batches):
+        bucket = _to_bucket(batch, ahead or _Gather(_weights_of(batch), shards))
+        ahead = None
+        following = batches[number + 1 : number + 2]
+        if following and sum(sizes[number : number + 2]) <= most:
+            ahead = _Gather(_weights_of(*following), shards)
+        load(bucket)
+        del bucket  # before the next one is put in order
+
+
+def _weights_of(batch: Sequence[_Group]) -> list[_Weight]:
+    return [weight for group in batch for weight in group.weights]
+
+
+def _to_bucket(batch: Sequence[_Group], gather: _Gather) -> Bucket:
+    data, offsets = gather.finish()
+    place = iter(offsets)
+    entries = [entry for group in batch for entry in group.entries(data, [next(place) for _ in group.weights])]
+    return Bucket(tuple(entries), data)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """How parameters are sharded."""
+
+    ranks: int
+    rank: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    """Where they are gathered."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> _Shards:
+        """Of all these tensors alike; those that are whole on every rank do not matter.
+
+        Raises:
+            UserError: a parameter is sharded otherwise than over dim 0 and one dim of one mesh.
+        """
+        tensors = list(tensors)
+        sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        if not sharded:
+            return cls(1, 0, None, tensors[0].device if tensors else torch.device("cpu"))
+        mesh, placements = sharded[0].device_mesh, sharded[0].placements
+        dims = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+        for tensor in sharded:
+            if (
+                tensor.device_mesh != mesh
+                or tensor.placements != placements
+                or len(dims) != 1
+                or placements[dims[0]] != Shard(0)
+            ):
+                what = f"a parameter is sharded as {tensor.placements} over {tensor.device_mesh}"
+                raise UserError("weight sync", what, "shard all parameters alike, over dim 0 and one dim of one mesh")
+        group = mesh.get_group(dims[0])
+        return cls(group.size(), group.rank(), group, torch.device(mesh.device_type))
+
+
+class _Gather:
+    """Whole tensors on their way: begun when it is made, done after `finish`."""
+
+    def __init__(self, weights: Sequence[_Weight], shards: _Shards) -> None:
+        self._weights, self._ranks = weights, shards.ranks
+        sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
+        self._places, size = _layout(zip(sizes, (weight.dtype.itemsize for weight in weights), strict=True))
+        adapters = iter(self._adapters(shards))
+        self._gathered = torch.empty(shards.ranks, size, dtype=torch.uint8, device=shards.device)
+        mine = self._gathered[shards.rank]
+        for weight, place, most in zip(weights, self._places, sizes, strict=True):
+            if most:
+                local = local_part(weight.tensor)
+                if weight.adapter:
+                    local = _merged_shard(weight, [next(adapters) for _ in weight.adapter])
+                end = place + local.numel() * weight.dtype.itemsize
+                mine[place:end].view(weight.dtype).copy_(local.reshape(-1))
+        self._work = None
+        if shards.ranks > 1 and size:
+            self._work = all_gather_single(self._gathered.view(-1), mine, group=shards.group, async_op=True)
+
+    def _adapters(self, shards: _Shards) -> list[Tensor]:
+        """The adapters' parameters whole: each rank needs all of a factor to merge its rows."""
+        parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
+        if not parts:
+            return []
+        data, offsets = _Gather(parts, shards).finish()
+        return [
+            data[offset : offset + part.nbytes].view(part.dtype).view(part.tensor.shape)
+            for part, offset in zip(parts, offsets, strict=True)
+        ]
+
+    def finish(self) -> tuple[Tensor, Sequence[int]]:
+        """The tensors one after the other, ``[bytes]`` uint8, and where each begins; called once."""
+        if self._work is not None:
+            self._work.wait()
+        gathered = self._gathered
+        del self._gathered
+        if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
+            return gathered.view(-1), self._places  # shards are in order, and padding comes after them
+        offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
+        data = torch.empty(size, dtype=torch.uint8, device=gathered.device)
+        for weight, place, offset in zip(self._weights, self._places, offsets, strict=True):
+            whole = data[offset : offset + weight.nbytes].view(weight.dtype)
+            shard = weight.shard_bytes(self._ranks)
+            if not shard:
+                whole.copy_(weight.tensor.reshape(-1))
+                continue
+            shards = gathered[:, place : place + shard].view(weight.dtype)
+            full, rest = divmod(len(whole), shards.shape[1])
+            whole[: len(whole) - rest].view(full, -1).copy_(shards[:full])
+            if rest:
+                whole[-rest:].copy_(shards[full, :rest])
+        return data, offsets
+
+
+def _merged_shard(weight: _Weight, adapter: Sequence[Tensor]) -> Tensor:
+    """This rank's rows of a layer's weight with its adapter merged into them, in float32."""
+    a, b, *magnitude = adapter
+    rows = local_slices(weight.tensor)[0]
+    if weight.layer.fan_in_fan_out:
+        a = a[:, rows]
+    else:
+        b, magnitude = b[rows], [lengths[rows] for lengths in magnitude]
+    return merged_weight(local_part(weight.tensor), weight.layer, a, b, *magnitude)
+
+
+def _layout(sizes: Iterable[tuple[int, int]], begin: int = 0) -> tuple[list[int], int]:
+    """Where things of so many bytes begin that follow one another, each at a multiple of its items' size; and the end.
+
+    The end is a multiple of every item's size.
+    """
+    offsets, end, widest = [], begin, 1
+    for size, itemsize in sizes:
+        offsets.append(-(-end // itemsize) * itemsize)
+        end, widest = offsets[-1] + size, max(widest, itemsize)
+    return offsets, -(-end // widest) * widest
