@@ -142,6 +142,6 @@ def clipped_losses(
 
 
 def k3(log_probs: Tensor, anchor: Tensor) -> Tensor:
-    """Each token's estimate of the KL to the anchor: r − log r − 1 with r = anchor ÷ policy; unbiased, never negative."""
+    """Each token's estimate of the KL to the anchor, unbiased, never negative: r − log r − 1, r = anchor ÷ policy."""
     difference = anchor - log_probs
     return difference.exp() - difference - 1

@@ -19,7 +19,7 @@ from tests.reference import DEMO, tiny_model
 from tests.rl.made_up import make_rollouts, plain_log_probs
 from tests.workers import WorkerPool
 
-STOPS = (3, 9)
+STOPS = (3, 9, 20, 41, 66, 77, 90, 103)
 
 
 def engine_of(model: Any, **options: Any) -> TransformersEngine:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.formats import encode_prompts, row_format
@@ -19,7 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.rl.rollouts import deal_rows
 from fsdp2kit.run import load
 from tests.data.templates import make_tokenizer
-from tests.reference import demo_model_dir
+from tests.reference import DEMO, demo_model_dir
 from tests.workers import WorkerPool
 
 REWARDS = '''
@@ -155,7 +156,7 @@ def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path
 
 
 def test_prompts_of_every_kind() -> None:
-    tokenizer, how = make_tokenizer("chatml"), row_format(PromptDataConfig())
+    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), row_format(PromptDataConfig())
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     answered = [*asked, {"role": "assistant", "content": "Hello"}]
     rows: list[dict[str, Any]] = [
