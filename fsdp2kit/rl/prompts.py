@@ -19,6 +19,7 @@ from fsdp2kit.data.row_sets import source_of_set
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import turn_ends
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Prompts:
     shuffle: bool
     total_steps: int
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
+    endings: frozenset[int]
+    """The tokens that a turn of the model ends in."""
     dropped: int = 0
 
     @property
@@ -110,6 +113,7 @@ def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
         config.run.seed,
         section.shuffle,
         steps,
+        frozenset(turn_ends(tokenizer)),
         len(prompts) - len(short),
     )
 

@@ -92,9 +92,10 @@ class _Worker:
         self._section, self._where = section, f"reward.{number}.function: {section.function}"
         self._connection, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
-        # Not by multiprocessing, whose children import the trainer's own modules, torch among them.
+        # Not by multiprocessing, whose children import the trainer's own modules, torch among them. In a session of
+        # its own, Ctrl-C in the terminal is not for it: the trainer finishes its step.
         command = [sys.executable, str(_WORKER), str(handle), section.function]
-        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
 
     def send(self, request: Any) -> None:

@@ -31,6 +31,7 @@ from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 
 _BLOCK = 64  # rows are as long as needed, in steps of this many tokens: a compiled model sees few lengths
+_PHASES = ("sync", "generate", "reward")
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,12 @@ class Rollouts:
             UserError: a reward function failed.
         """
         number, part = divmod(index, self._config.rollout.updates)
+        self._seconds = {}
         if self._round is None or self._round[0] != number:
             self._round = number, self._roll_out(number, version=index)
         size = self._config.train.global_batch_size
         rollouts = self._round[1][part * size : (part + 1) * size]
-        self._figures = self._figures_of(rollouts)
+        self._figures = self._figures_of(rollouts, number)
         return self._pack(rollouts)
 
     def state(self, index: int, /) -> dict[str, Any] | None:
@@ -137,11 +139,12 @@ class Rollouts:
         return {"round": number, "rollouts": [asdict(rollout) for rollout in self._round[1]]}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned."""
+        """Go on with what `state` returned, unless a round has another size now."""
         rollouts = [
             Rollout(one["prompt"], Response(**one["response"]), tuple(one["rewards"])) for one in state["rollouts"]
         ]
-        self._round = state["round"], rollouts
+        if len(rollouts) == self._prompts.per_round * self._config.rollout.n:
+            self._round = state["round"], rollouts
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """What a step's record has of its rollouts; a warning where engine and trainer disagree. Collective."""
@@ -155,9 +158,11 @@ class Rollouts:
         every = self._config.rollout.samples_every
         if every and record["step"] % every == 0:
             self._metrics.log_samples(record["step"], self._samples())
-        names = ("sync", "generate", "reward")
-        slowest = reduce_numbers([self._seconds.get(name, 0.0) for name in names], dist.ReduceOp.MAX)
-        return {**self._figures, **{f"seconds/{name}": value for name, value in zip(names, slowest, strict=True)}}
+        mine = {f"seconds/{name}": self._seconds.get(name, 0.0) for name in _PHASES}
+        memory = self._metrics.throughput.memory.phases
+        mine |= {f"memory_gib/{name}": memory.get(name, 0) / 2**30 for name in _PHASES}
+        largest = reduce_numbers(list(mine.values()), dist.ReduceOp.MAX)
+        return {**self._figures, **{name: value for name, value in zip(mine, largest, strict=True) if value}}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -213,7 +218,7 @@ class Rollouts:
         rewards = np.array([rollout.rewards for rollout in rollouts])
         return (rewards @ self._rewards.weights).reshape(-1, self._config.rollout.n)
 
-    def _figures_of(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def _figures_of(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
         totals, responses = self._totals(rollouts), [rollout.response for rollout in rollouts]
         by_function = np.mean([rollout.rewards for rollout in rollouts], axis=0)
         return {
@@ -223,7 +228,7 @@ class Rollouts:
             "reward/deviation": float(totals.std(axis=1, ddof=1).mean()),
             "rollout/truncated": float(np.mean([not response.is_whole for response in responses])),
             "rollout/without_signal": float(np.mean(~has_signal(totals))),
-            "rollout/weight_version": float(self._engine.version or 0),
+            "rollout/weight_version": float(number * self._config.rollout.updates),
         }
 
     def _samples(self) -> list[dict[str, Any]]:
