@@ -18,6 +18,7 @@ from pydantic import (
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.config.section import Section, TrainingDType, absolute_path
+from fsdp2kit.errors import UserError
 
 
 def _absolute_function(value: Any, info: ValidationInfo) -> Any:
@@ -130,3 +131,23 @@ class RLConfig(TrainingConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     grpo: GRPOConfig = GRPOConfig()
     reward: Annotated[list[RewardConfig], Field(min_length=1)]
+
+
+def check_rollouts(config: RLConfig) -> None:
+    """Check the sizes of rollouts against ``[train]`` and ``[data]``.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    rollout, size, seq_len = config.rollout, config.train.global_batch_size, config.data.seq_len
+    groups, rest = divmod(size, rollout.n)
+    if rest:
+        what = f"{size} responses are not whole groups of rollout.n = {rollout.n}"
+        todo = f"use {max(1, groups) * rollout.n} or {(groups + 1) * rollout.n}, or another rollout.n"
+        raise UserError("train.global_batch_size", what, todo)
+    if rollout.max_new_tokens >= seq_len:
+        what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
+        raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    if config.eval.every or config.train.steps == 0:
+        where = "eval.every" if config.eval.every else "train.steps = 0"
+        raise UserError(where, f"recipe {config.recipe!r} has no evaluation", "leave [eval] out, and train")

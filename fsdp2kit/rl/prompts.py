@@ -69,7 +69,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     """Read the prompts. Collective.
 
     Raises:
-        UserError: a row is malformed, or too long under ``overlong = "error"``; sizes that do not go together.
+        UserError: a row is malformed, or too long under ``overlong = "error"``.
     """
     with agreement():
         return _read(config, tokenizer)
@@ -77,17 +77,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
 
 def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     section, rollout, train = config.data, config.rollout, config.train
-    per_step, rest = divmod(train.global_batch_size, rollout.n)
-    if rest:
-        what = f"{train.global_batch_size} responses are not whole groups of rollout.n = {rollout.n}"
-        todo = f"use {max(1, per_step) * rollout.n} or {(per_step + 1) * rollout.n}, or another rollout.n"
-        raise UserError("train.global_batch_size", what, todo)
-    if config.eval.every:
-        raise UserError("eval.every", f"recipe {config.recipe!r} evaluates nothing but rewards", "leave [eval] out")
-    room = section.seq_len - rollout.max_new_tokens
-    if room < 1:
-        what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {section.seq_len}"
-        raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    per_step, room = train.global_batch_size // rollout.n, section.seq_len - rollout.max_new_tokens
     if section.path is None:
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
     rows = list(RowReader(source_of_set(section, "data.path"), download=True))
