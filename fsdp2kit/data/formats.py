@@ -142,7 +142,8 @@ def encode_prompts(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTok
     """
     found = []
     for row, where in [(one.parse(), one.where) for one in rows]:
-        prompt = row.get(how.column("prompt"))
+        is_named = how.columns.prompt is not None
+        prompt = _column(row, "prompt", where, how) if is_named else row.get("prompt")
         if isinstance(prompt, str) and tokenizer.chat_template is None:
             found.append(Prompt(row, prompt, tokenizer(prompt, verbose=False)["input_ids"]))
             continue

@@ -46,8 +46,12 @@ class Rewards:
             if twice := next((name for name in names if names.count(name) > 1), None):
                 raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
             self._workers = [_Worker(number, section) for number, section in enumerate(sections)]
-            for worker in self._workers:
-                worker.receive(_IMPORT_SECONDS)
+            try:
+                for worker in self._workers:
+                    worker.receive(_IMPORT_SECONDS)
+            except UserError:
+                self.__exit__()
+                raise
 
     def __enter__(self) -> Rewards:
         return self

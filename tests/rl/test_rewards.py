@@ -81,7 +81,7 @@ def test_several_functions_see_conversations_and_columns(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"ZeroDivisionError: division by zero \(.*mine\.py:19\); mend"),
+        ("raises", r"ZeroDivisionError: division by zero \(.*mine\.py:18\); mend"),
         ("hangs", r"did not answer within 0\.5 s; mend it, or give it more time"),
         ("is_nan", r"returned nan for response 3 of 3; return finite"),
         ("too_few", r"returned 1 rewards for 3 responses; return one"),
