@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -114,6 +115,17 @@ def background_group() -> dist.ProcessGroup | None:
         return None
     group = dist.new_group(backend="gloo", timeout=timeout_of())
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def work_on_this_device() -> Callable[[], object]:
+    """What a new thread has to call to work on this thread's device.
+
+    A thread begins on the machine's first device. Whatever waits there for a stream takes memory of that device for a
+    context, on every other rank too; DCP's writer is one that does.
+    """
+    if not torch.cuda.is_available():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:

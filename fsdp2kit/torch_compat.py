@@ -101,6 +101,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
 
 
+# `a.copy_(b)` for each of two lists; on CUDA in a few kernels for all, for which there is no public name.
+copy_each = torch._foreach_copy_
+
 # torch 2.13 gave these two new names and warns at the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

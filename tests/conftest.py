@@ -22,12 +22,12 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests without a device, and `slow` ones unless they were asked for, which have an hour each."""
+    """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `slow` ones unless asked for: an hour each."""
     import torch
 
     asked_for_slow = "slow" in (config.getoption("-m") or "")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if "gpu" in item.keywords and not (torch.cuda.is_available() or os.environ.get("TRY_ON_CPU")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "slow" in item.keywords:
             skip = pytest.mark.skip(reason="slow; run with `pytest -m slow`")

@@ -22,7 +22,7 @@ from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from fsdp2kit.distributed import end_process
 from tests.workers import FORKS, WorkerPool
-from tools.bench import main, result_lines
+from tools.bench import main, report_lines, result_lines
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 
@@ -140,6 +140,32 @@ def test_gpu_profile_and_ring_dry_runs() -> None:
     assert [(row["tokens"], row["name"]) for row in result["rows"]] == [(64, "blocks"), (64, "fused")]
     assert max(result["rows"][0][f"{name}_differs_by"] for name in ("out", "query", "key", "value")) < 1e-2
     assert "stopped after 0 minutes: what is missing was not begun" in result["notes"]
+
+
+def test_a_loans_results_become_tables(tmp_path: Path) -> None:
+    provenance = {"git": None, "world_size": 1, "load_average": 0.5, "versions": {"torch": "2.11"}}
+    provenance |= {"devices": ["NVIDIA H200"], "command": "tools/bench.py gpu --groups 3b"}
+    rows = [
+        {"model": "Llama", "variant": "compiled", "mfu": 0.5},
+        {"model": "Llama", "variant": "eager", "error": "no"},
+    ]
+    (tmp_path / "gpu-3b.json").write_text(json.dumps({"rows": rows, "provenance": provenance}), encoding="utf-8")
+    cases = """<testcase classname="tests.gpu.test_first" name="test_runs[Muon]" time="1.25">
+        <properties><property name="loss" value="8.3"/></properties></testcase>
+        <testcase classname="tests.gpu.test_first" name="test_runs[float8]" time="0">
+        <skipped message="torchao is not | there"/></testcase>
+        <testcase classname="tests.gpu.test_start" name="test_a" time="2">
+        <failure message="boom&#10;more"/></testcase>"""
+    suite = f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
+    (tmp_path / "gpu-first.xml").write_text(suite, encoding="utf-8")
+
+    lines = report_lines(tmp_path)
+
+    assert "| test_first::test_runs[Muon] | ok | 1.2 | loss 8.3 |" in lines
+    assert "| test_first::test_runs[float8] | skipped | 0.0 | torchao is not / there |" in lines
+    assert "| test_start::test_a | failure | 2.0 | boom |" in lines
+    assert "| Llama | compiled | 0.5 |  |" in lines
+    assert any(line.startswith("device: NVIDIA H200") for line in lines)
 
 
 def test_variants_ask_for_what_they_are_called() -> None:

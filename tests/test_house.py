@@ -135,6 +135,22 @@ def test_no_file_imports_itself_through_others() -> None:
         assert name not in seen, f"{name} imports itself"
 
 
+def test_every_place_that_asks_for_a_device_is_accounted_for() -> None:
+    """In docs/cuda.md; but for names of other tools' keys."""
+    asks = re.compile(r"torch\.cuda|is_cuda|\bdevice\.type\b|device_type\b|pin_memory|non_blocking|nccl")
+    page = (ROOT / "docs/cuda.md").read_text(encoding="utf-8")
+    table = page.partition("## Where the code asks")[2].partition("## ")[0]
+    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")]
+    found = {
+        str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
+        for path in paths
+        if "migrate" not in path.parts and path.name != "foreign.py" and asks.search(path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in re.findall(r"`([\w/]+\.py)`", table) if not name.startswith("tests/")} == found
+    rows = [line for line in page.splitlines() if line.startswith("| `") or line.startswith("| …")]
+    assert not [line for line in rows if "unknown" in line.lower()]
+
+
 TOMLS = sorted((ROOT / "toml").glob("*.toml"))
 
 

@@ -10,6 +10,7 @@ python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole
 python tools/bench.py curves RUN_DIR RUN_DIR … [--reference NAME] [--figure FILE.png]
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py gpu [--device cpu --dry-run]
+python tools/bench.py report FOLDER
 
 bench.py COMMAND --help lists the options of one.
 """
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -54,8 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     name = "peers" if words[0].startswith("-") else words.pop(0)
+    if name == "report" and len(words) == 1:
+        print("\n".join(report_lines(user_path(words[0]))))
+        return 0
     if name not in COMMANDS:
-        print(f"error: {name!r} is none of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: {name!r} is none of {', '.join(COMMANDS)}, report FOLDER", file=sys.stderr)
         return 2
     # Set before transformers is imported: a benchmark never waits for a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -164,6 +169,25 @@ def result_lines(result: dict[str, Any]) -> list[str]:
         commit = f"; commit {git['commit'][:10]}{' (modified)' if git['modified'] else ''}" if git else ""
         lines += ["", f"command: {source['command']}", f"device: {', '.join(source['devices'])}; {ranks}"]
         lines.append(f"versions: {versions}{commit}")
+    return lines
+
+
+def report_lines(folder: Path) -> list[str]:
+    """What `make gpu` left in a folder as Markdown: a table of every result, and of every test that was run."""
+    lines: list[str] = []
+    for file in sorted(folder.glob("*.xml")):
+        lines += [f"## {file.stem}", "", "| test | outcome | seconds | |", "| --- | --- | --- | --- |"]
+        for case in ElementTree.parse(file).iter("testcase"):
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            problem = next((found for found in case if found.tag in ("failure", "error", "skipped")), None)
+            outcome, why = ("ok", "") if problem is None else (problem.tag, problem.get("message", ""))
+            why = why.partition("\n")[0] or ", ".join(
+                f"{p.get('name')} {p.get('value')}" for p in case.iter("property")
+            )
+            lines.append(f"| {name} | {outcome} | {float(case.get('time', 0)):.1f} | {why.replace('|', '/')} |")
+        lines.append("")
+    for file in sorted(folder.glob("*.json")):
+        lines += [f"## {file.stem}", "", *result_lines(json.loads(file.read_text(encoding="utf-8"))), ""]
     return lines
 
 

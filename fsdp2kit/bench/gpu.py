@@ -15,7 +15,7 @@ import torch
 from fsdp2kit.bench.harness import Side, give_back_memory, missing_packages, speed, spread, timed
 from fsdp2kit.bench.sides import OurSide, bench_config, read_data, train_sides
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.distributed import World
+from fsdp2kit.distributed import World, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
@@ -44,8 +44,8 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {
     "bfloat16 parameters and moments": (["optimizer.name=adamw_bf16", "fsdp.storage_dtype=bfloat16"], []),
     "moments on the host": (["fsdp.offload=optimizer"], []),
 }
-_SPEED = ["bfloat16", "Trainer, bfloat16", "bfloat16, compiled", "Trainer, bfloat16, compiled"]
-_SPEED += ["float8", "float8, compiled"]
+# By worth: a loan may end before the last.
+_SPEED = ["bfloat16, compiled", "bfloat16", "Trainer, bfloat16", "Trainer, bfloat16, compiled", "float8, compiled"]
 # Without checkpointing where one H200 (139 GiB) has room: float32 parameters, gradients and moments are 16 bytes each.
 # For 8B they are 128 GB, which leaves none: its variants are ways to make some.
 _MOMENTS = ("8-bit moments", "bfloat16 parameters and moments", "moments on the host")
@@ -57,8 +57,7 @@ GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
 }
 """Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
 
-# The first that fits counts; names as cuBLAS, CUTLASS, FlashAttention, NCCL, Inductor and torch give them, and ATen's
-# operators on a CPU.
+# The first that fits counts; names as CUDA's libraries, Inductor and torch give them, and ATen's operators on a CPU.
 _KINDS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|gloo|c10d"),
     ("attention", r"flash|fmha|attention|softmax_warp"),
@@ -101,7 +100,7 @@ def bench_gpu(
                 row["error"] = reason
             else:
                 config = config_of(group, name, dry_run=dry_run)
-                row |= (_profile if profile else _time)(name, config, world=world)
+                row |= _profile(config, world=world) if profile else _time(name, config, world=world)
         except (torch.cuda.OutOfMemoryError, UserError) as problem:
             row["error"] = str(problem).splitlines()[0]
         for ours in rows:  # step by step on the same batches
@@ -141,19 +140,23 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
     return None
 
 
-def _side(name: str, config: TrainingConfig, *, world: World) -> Side:
-    if not name.startswith("Trainer"):
-        return OurSide(config, world=world)
-    from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
-
-    return HFSide("hf_trainer", config, world=world)
+def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
+    """Random values in no time: drawn on the host, as training does, those of 8B would take longer than the steps."""
+    torch.manual_seed(seed)
+    for values in (local_part(parameter.detach()) for parameter in model.parameters()):
+        _ = values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
 
 
 def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
     device, steps = world.device, config.train.steps or 0
     warmup = steps // 3
-    sides = {"side": _side(name, config, world=world)}
-    found = train_sides(sides, rounds=steps - warmup, warmup=warmup, world=world)["side"]
+    if name.startswith("Trainer"):
+        from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
+
+        side: Side = HFSide("hf_trainer", config, world=world)
+    else:
+        side = OurSide(config, world=world, fill=_fill_on_the_device)
+    found = train_sides({"side": side}, rounds=steps - warmup, warmup=warmup, world=world)["side"]
     counts = count_model_flops(build_model(config.model))  # on meta
     loader, _ = read_data(config, dp_rank=0, dp_size=1)
     batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
@@ -173,9 +176,9 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
     }
 
 
-def _profile(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
+def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
     """The shares of three traced steps, after two more that are not traced."""
-    side, activity = _side(name, config, world=world), torch.profiler.ProfilerActivity
+    side, activity = OurSide(config, world=world, fill=_fill_on_the_device), torch.profiler.ProfilerActivity
     found: list[dict[str, Any]] = []
     try:
         side.build()

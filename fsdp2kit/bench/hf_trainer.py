@@ -31,7 +31,7 @@ from transformers import (
 from fsdp2kit.bench.harness import Side
 from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.distributed import World, gather_objects
+from fsdp2kit.distributed import World, gather_objects, work_on_this_device
 from fsdp2kit.model.build import load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
 
@@ -149,7 +149,7 @@ class Turns:
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._go, self._done, self._stopping = threading.Semaphore(0), threading.Semaphore(0), False
-        self._work, self._thread = work, ThreadPoolExecutor(max_workers=1)
+        self._work, self._thread = work, ThreadPoolExecutor(1, initializer=work_on_this_device())
         self._future: Future[object] | None = None
 
     def advance(self) -> None:

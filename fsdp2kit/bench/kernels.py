@@ -18,7 +18,7 @@ from fsdp2kit.model.linear_cross_entropy import (
     linear_cross_entropy,
     torch_linear_cross_entropy,
 )
-from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
+from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
@@ -73,7 +73,7 @@ def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: 
     return rows
 
 
-def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[Tensor], ...]:
+def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[Any], ...]:
     """Output and gradients of query, key and value by rank, block after block as a ring would bring them.
 
     Args:
@@ -81,20 +81,18 @@ def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[T
         tables: each rank's segments.
     """
     scale = ranks[0][0].shape[-1] ** -0.5
-    grad_keys, grad_values = ([zeros_for(rank[1]) for rank in ranks] for _ in range(2))
-    outs, grad_queries = [], []
+    outs, grad_queries, grad_keys, grad_values = ([None] * CP for _ in range(4))
     for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
         segments = read_segments(table)
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
         attended = Partial(query, scale=scale)
         for owner, of_step in steps:
             attended.attend(ranks[owner][1], ranks[owner][2], of_step)
-        outs.append(attended.out.to(query.dtype))
-        grad_queries.append(zeros_for(query))
+        outs[number] = attended.out.to(query.dtype)
         for owner, of_step in steps:
-            attend_backward(
-                (grad_queries[-1], grad_keys[owner], grad_values[owner]),
-                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[-1], attended.lse),
+            grad_queries[number], grad_keys[owner], grad_values[owner] = attend_backward(
+                (grad_queries[number], grad_keys[owner], grad_values[owner]),
+                BackwardInputs(grad, query, ranks[owner][1], ranks[owner][2], outs[number], attended.lse),
                 of_step,
                 scale=scale,
             )

@@ -36,11 +36,10 @@ from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import cross_entropy
 from fsdp2kit.train.throughput import Throughput
 
-PAIR_BARS = {
+PAIR_BARS = {  # what a figure of pairs shows
     "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
     "peak memory a rank (bytes)": ["our_peak_bytes", "its_peak_bytes"],
 }
-"""What a figure of pairs shows."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Work:
 class OurSide(Side):
     """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file."""
 
-    def __init__(self, config: TrainingConfig, *, world: World) -> None:
-        self._config, self._world = config.model_copy(update={"profile": ProfileConfig()}), world
+    def __init__(self, config: TrainingConfig, *, world: World, fill: Any = fill_weights) -> None:
+        self._config, self._world, self._fill = config.model_copy(update={"profile": ProfileConfig()}), world, fill
         self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
         self._records: list[dict[str, Any]] = []
@@ -68,7 +67,7 @@ class OurSide(Side):
 
     def build(self) -> None:
         config, world = self._config, self._world
-        self._model, self._plan = build_ours(config, mesh=self._mesh)
+        self._model, self._plan = build_ours(config, mesh=self._mesh, fill=self._fill)
         on_host = config.fsdp.offload == "optimizer"
         self._optimizer = build_optimizer(config.optimizer, self._model, state_on_host=on_host)
         total_steps = config.train.total_steps(self._batches.steps_per_epoch)
@@ -144,12 +143,12 @@ def bench_config(values: Mapping[str, Any], *, overrides: Sequence[str] = ()) ->
     return load_config(TrainingConfig, {**ours, **values}, source=Path.cwd() / "bench.toml", overrides=overrides)
 
 
-def build_ours(config: TrainingConfig, *, mesh: Mesh) -> tuple[PreTrainedModel, Any]:
-    """The model over ``mesh`` with the values that ``model.weights`` names, and its plan. Collective."""
+def build_ours(config: TrainingConfig, *, mesh: Mesh, fill: Any = fill_weights) -> tuple[PreTrainedModel, Any]:
+    """The model over ``mesh`` with the values that ``fill`` gives it, and its plan. Collective."""
     model = build_model(config.model)
     plan = plan_parallel(model, config, mesh.sizes, mesh.device.type)
     parallelize_model(model, plan, mesh=mesh)
-    fill_weights(config.model, model, seed=config.run.seed)
+    fill(config.model, model, seed=config.run.seed)
     return model, plan
 
 

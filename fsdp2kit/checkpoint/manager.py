@@ -38,7 +38,7 @@ from fsdp2kit.checkpoint.state import (
 from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
-from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank
+from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
@@ -107,7 +107,7 @@ class CheckpointManager:
         self._saved: Future[object] | None = None
         if section.async_save:
             self._group = background_group()
-            on_device = torch.accelerator.is_available()
+            on_device = torch.cuda.is_available()  # a Mac's accelerator is not trained on
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=on_device,
@@ -116,7 +116,7 @@ class CheckpointManager:
                     use_non_blocking_copy=on_device,
                 )
             )
-            self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-save")
+            self._saver = ThreadPoolExecutor(1, "fsdp2kit-save", initializer=work_on_this_device())
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -152,8 +152,8 @@ class CheckpointManager:
         else:
             # A forward pass may change buffers, and the next one begins before the copy of the others is made.
             tensors["model"].update({name: buffer.clone() for name, buffer in persistent_buffers(model).items()})
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the copying stream does not wait for the optimizer's kernels
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copying stream does not wait for the optimizer's kernels
             staged = self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
             self._saved = self._saver.submit(lambda: carry_out(self.collect(staged)))
         return self.store.path(progress.step)

@@ -303,8 +303,8 @@ def check_data(config: TrainingConfig) -> None:
         raise UserError(
             "data.format",
             f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
-            'to learn the better answers set data.format = "chat" and data.columns.messages = "chosen" '
-            '(or "prompt_completion" and data.columns.completion = "chosen")',
+            'to learn from both set recipe = "dpo"; to learn the better answers set data.format = "chat" and '
+            'data.columns.messages = "chosen" (or "prompt_completion" and data.columns.completion = "chosen")',
         )
     parts = (*data.sources, *config.eval.sets.values())
     formats = {data.format, *(part.format for part in parts)}

@@ -129,15 +129,15 @@ class ChatDataConfig(DataConfig):
     """"chat": rows with `messages` (or ShareGPT's `conversations`), and `tools` where the template takes them;
     "prompt_completion": rows with `prompt` and `completion`; "alpaca": rows with `instruction`, `input` and `output`,
     put into the chat template; "text": rows with `text`, every token supervised; "tokens": rows with `input_ids` and
-    optionally `labels`; "preference": rows with `chosen` and `rejected`, which this recipe refuses."""
+    optionally `labels`; "preference": rows with `chosen` and `rejected`, for recipe "dpo", which this one refuses."""
 
 
 class PreferenceDataConfig(DataConfig):
-    """What the model is trained on: pairs of answers, for recipes of your own (docs/recipes.md)."""
+    """What the model is trained on: pairs of answers (docs/preferences.md)."""
 
     format: Literal["preference"] = "preference"
-    """Rows with `chosen` and `rejected`, and `prompt` unless both are whole conversations. The two are documents side
-    by side in one row of the batch."""
+    """Rows with `chosen` and `rejected`, and `prompt` unless both begin with it. The two are documents side by side in
+    one row of the batch."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it,
     drop both (counted), or stop with an error."""

@@ -213,7 +213,9 @@ def _copy_part(target: Tensor, source: Any) -> None:
     local = local_part(target)
     if local.numel():
         part = local_slices(target)
-        local.copy_(source[part] if part else source[...])
+        stored = source[part] if part else source[...]
+        # As stored, and converted there: 16 bits that become float32 are half the bytes on their way to a device.
+        local.copy_(stored.to(local.device))
 
 
 def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[int, ...]]:

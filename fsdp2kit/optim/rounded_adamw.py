@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fsdp2kit.distributed import local_part
 from fsdp2kit.optim.host_state import in_batches
-from fsdp2kit.torch_compat import local_slices
+from fsdp2kit.torch_compat import copy_each, local_slices
 
 # Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
 # cache; elsewhere launches are few, and the float32 copies take 0.3 GB.
@@ -131,9 +131,9 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
 
-    noise = torch.cat(
-        [noise_of(p.key, start=p.start, length=p.parameter.numel(), device=p.parameter.device) for p in pieces]
-    )
+    # Of all pieces at once: on a device a kernel for each of their steps would cost more than the work.
+    counters = [counter(p.key, start=p.start, length=p.parameter.numel(), device=p.parameter.device) for p in pieces]
+    noise = scramble(torch.cat(counters))
     # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.
     exp_avg_sq = torch.where(exp_avg_sq > 0, exp_avg_sq.clamp(min=_TINY), exp_avg_sq)
     _write(exp_avgs, round_stochastically(exp_avg, noise))
@@ -144,8 +144,7 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
 
 
 def _write(targets: Sequence[Tensor], values: Tensor) -> None:
-    for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
-        target.copy_(part)
+    copy_each(targets, values.split([target.numel() for target in targets]))
 
 
 def _first_element(parameter: Tensor) -> int:
@@ -177,10 +176,10 @@ def noise_key(*parts: int) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
 
 
-def noise_of(key: int, *, start: int, length: int, device: torch.device) -> Tensor:
-    """32 random-looking bits for each of the elements ``start`` … ``start + length − 1`` of a tensor, int32."""
-    first = (start + key + 2**31) % 2**32 - 2**31  # the counter wraps round, as int32 does
-    return scramble(torch.arange(length, dtype=torch.int32, device=device).add_(first))
+def counter(key: int, *, start: int, length: int, device: torch.device) -> Tensor:
+    """What `scramble` makes noise of: int32 ``[length]``, for the elements from ``start`` on of a tensor."""
+    first = (start + key + 2**31) % 2**32 - 2**31  # it wraps round, as int32 does
+    return torch.arange(length, dtype=torch.int32, device=device).add_(first)
 
 
 def scramble(bits: Tensor) -> Tensor:

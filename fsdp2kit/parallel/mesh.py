@@ -106,13 +106,19 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
 def _device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
     """Like `init_device_mesh`, but its groups have the job's timeout (`run.timeout_minutes`)."""
     ranks = torch.arange(math.prod(dims.values())).view(*dims.values())
-    groups = [_group_along(ranks, dim) for dim in range(ranks.ndim)]
+    groups = [_group_along(ranks, dim, of_its_own=name == "cp") for dim, name in enumerate(dims)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dims))
 
 
-def _group_along(ranks: Tensor, dim: int) -> ProcessGroup:
-    """The group of ranks that differ from this one only along ``dim``. Collective."""
-    if ranks.shape[dim] == ranks.numel() and dist.group.WORLD is not None:
+def _group_along(ranks: Tensor, dim: int, *, of_its_own: bool) -> ProcessGroup:
+    """The group of ranks that differ from this one only along ``dim``. Collective.
+
+    Args:
+        of_its_own: not the job's, even where it has the same ranks: NCCL works off a group's messages one after the
+            other, and what layers exchange would wait behind gathers of parameters.
+    """
+    whole = ranks.shape[dim] == ranks.numel()
+    if whole and (ranks.numel() == 1 or not of_its_own) and dist.group.WORLD is not None:
         return dist.group.WORLD
     lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of())

@@ -20,9 +20,9 @@ from fsdp2kit.planner.search import advise
 # Share of memory that is reserved but unusable for the request from which fragmentation is mentioned.
 _FRAGMENTED = 0.1
 
-# The first is the newer name (torch 2.9); torch reads both.
+# The second is the older name, which torch reads too.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ class StepProfiler:
         self._trace, self._snapshot = trace_dir / f"rank-{rank:05d}.json.gz", trace_dir / f"memory-{rank:05d}.pickle"
         self._before = section.start_step - 1
         self._until = self._before + section.steps
+        self._begins = max(0, self._before - 1)  # one untraced step to warm up, where there is one
         self._finished = 0
+        self._section = section
         self._follows_memory = section.memory and device_type == "cuda"
         self._profiler: torch.profiler.profile | None = None
         if not section.enabled:
@@ -55,31 +57,24 @@ class StepProfiler:
         if rank == 0 and steps is not None and 0 < steps < section.start_step:
             what = "profile.start_step: nothing will be traced: step %d of this process is asked for, and it takes %d"
             logger.warning(what, section.start_step, steps)
-        warmup = min(1, self._before)
-        with warnings.catch_warnings():
-            # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
-            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
-            schedule = torch.profiler.schedule(
-                wait=self._before - warmup, warmup=warmup, active=section.steps, repeat=1
-            )
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if device_type == "cuda" else []
-        self._profiler = torch.profiler.profile(
-            activities=activities, schedule=schedule, on_trace_ready=self._write_trace
-        )
-        self._profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": first_step}))
+        self._activities, self._first_step = activities, first_step + self._begins
 
     def __enter__(self) -> StepProfiler:
-        if self._profiler is not None:
-            self._follow_memory()
-            self._profiler.__enter__()
+        self._advance()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._profiler is not None:
-            self._profiler.__exit__(*exception)
-            if self._before <= self._finished < self._until:
-                self._write_snapshot()
+        if self._profiler is None or self._finished >= self._until:
+            return
+        records = self._finished >= self._before
+        if not records:
+            # Otherwise torch would start a trace to stop it at once, of which torch 2.11 has been seen to die.
+            self._profiler.current_action = torch.profiler.ProfilerAction.NONE
+        self._profiler.__exit__(*exception)
+        if records:
+            self._write_snapshot()
 
     def step(self) -> bool:
         """Call it after every optimizer step.
@@ -87,13 +82,36 @@ class StepProfiler:
         Returns:
             Whether tracing began or a trace was written, which takes time that is not training.
         """
-        if self._profiler is None:
+        if not self._section.enabled:
             return False
         self._finished += 1
-        self._profiler.step()
-        self._follow_memory()
+        self._advance()
         # It is prepared before the last untraced step, started after it, and writes after the last traced one.
         return self._finished in (self._before - 1, self._before, self._until)
+
+    def _advance(self) -> None:
+        """Tell torch's profiler of a step; there is one from a step before the first that is traced to the last."""
+        if not self._section.enabled:
+            return
+        if self._finished == self._begins:
+            self._profiler = self._start()
+        elif self._profiler is not None and self._finished <= self._until:
+            self._profiler.step()
+            if self._finished == self._until:
+                self._profiler.__exit__(None, None, None)
+        self._follow_memory()
+
+    def _start(self) -> torch.profiler.profile:
+        warmup = self._before - self._begins
+        with warnings.catch_warnings():
+            # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
+            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self._section.steps, repeat=1)
+        profiler = torch.profiler.profile(
+            activities=self._activities, schedule=schedule, on_trace_ready=self._write_trace
+        )
+        profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": self._first_step}))
+        return profiler.__enter__()
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         self._trace.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 
@@ -16,6 +17,7 @@ from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.distributed import work_on_this_device
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint import jobs
 from tests.checkpoint.test_manager import assert_same, names
@@ -156,3 +158,19 @@ def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     may_delete.set()
     manager.finish()
     assert names(tmp_path) == ["step-000003"]
+
+
+def test_the_saving_thread_works_on_the_ranks_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread starts on device 0, where DCP's writer would wait for a stream, and make a context for it."""
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(current, "index", index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    torch.cuda.set_device(3)
+    with monkeypatch.context() as has_device:
+        has_device.setattr(torch.cuda, "is_available", lambda: True)
+        begin = work_on_this_device()
+    monkeypatch.setattr("fsdp2kit.checkpoint.manager.work_on_this_device", lambda: begin)
+
+    manager = jobs.manager_of(tmp_path, async_save=True)
+
+    assert manager._saver.submit(torch.cuda.current_device).result() == 3

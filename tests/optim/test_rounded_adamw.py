@@ -19,8 +19,9 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.host_state import keep_state_on_host
-from fsdp2kit.optim.rounded_adamw import RoundedAdamW, noise_key, noise_of, round_stochastically, scramble
+from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
+from fsdp2kit.torch_compat import TorchDispatchMode
 from tests.optim import jobs
 from tests.workers import WorkerPool
 
@@ -29,7 +30,7 @@ SECTION = OptimizerConfig(name="adamw_bf16", **VALUES)
 
 
 def noise(length: int, *, seed: int = 0) -> Tensor:
-    return noise_of(noise_key(seed), start=0, length=length, device=torch.device("cpu"))
+    return scramble(counter(noise_key(seed), start=0, length=length, device=torch.device("cpu")))
 
 
 def neighbours(value: float) -> tuple[float, float]:
@@ -76,7 +77,7 @@ def test_the_hash_is_the_published_one(length: int) -> None:
         x ^= x >> 15
         x *= np.uint32(0x846CA68B)
         x ^= x >> 16
-    found = noise_of(2**32 - 5, start=2, length=length, device=torch.device("cpu"))
+    found = scramble(counter(2**32 - 5, start=2, length=length, device=torch.device("cpu")))
     assert np.array_equal(found.numpy().view(np.uint32), x)
 
 
@@ -302,3 +303,33 @@ def test_state_may_be_on_the_host(offload: str) -> None:
     values = {"recipe": "x", "model": {"path": "m"}, "train": {"steps": 1}, "fsdp": {"offload": offload}}
     config = TrainingConfig.model_validate({**values, "optimizer": {"name": SECTION.name}})
     check_config(config, world_size=1, local_world_size=1)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that a device would run a kernel for, or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "detach" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def launches(parameters: int) -> int:
+    """Of a second step, whose parameters are small enough to be updated together."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(parameters)])
+    optimizer = build_optimizer(SECTION, model)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Launches() as mode:
+        optimizer.step()
+    return mode.count
+
+
+def test_parameters_share_their_kernels() -> None:
+    """A model of 8B has 291: at a kernel for each of their steps launching would take longer than updating."""
+    each = (launches(30) - launches(10)) / 20
+    assert each <= 4  # the count on the host and reading it, and a counter's two

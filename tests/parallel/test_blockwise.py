@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.parallel.context_parallel import kernels
-from fsdp2kit.parallel.context_parallel.attention import blockwise_attention
+from fsdp2kit.parallel.context_parallel.attention import blockwise_attention, blockwise_attention_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, gather_sequence, indices_of, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import document_starts, plan_segments, read_segments
-from fsdp2kit.torch_compat import BackwardInputs, VarlenBounds
+from fsdp2kit.torch_compat import (
+    BackwardInputs,
+    FakeTensorMode,
+    VarlenBounds,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 from tests.parallel.test_segments import positions_of, transformers_mask
 from tests.workers import WorkerPool
 
@@ -77,9 +84,19 @@ def test_cpu_kernel(name: str, window: int | None, tile: int, monkeypatch: pytes
 
 @pytest.mark.parametrize(("name", "window"), CASES)
 def test_plain_operations(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They form scores, so they are given a few queries at a time: all of a long row's would fill a device."""
+    scores, largest = kernels._scores, []
+
+    def seen(query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        largest.append(query.shape[2])
+        return scores(query, key, **options)
+
+    monkeypatch.setattr(kernels, "_scores", seen)
+    monkeypatch.setattr(kernels, "TILE", 10)
     monkeypatch.setattr(kernels, "cpu_flash_attention", kernels.plain_attention)
     monkeypatch.setattr(kernels, "cpu_flash_attention_backward", kernels.plain_attention_backward)
     assert_close(local(name, window), expected(name, window), bound=1e-6)
+    assert max(largest) <= 10
 
 
 def _mask_of(n: int, m: int, left: int, right: int) -> Tensor:
@@ -100,8 +117,9 @@ def _each(q_borders: Tensor, k_borders: Tensor) -> list[tuple[slice, slice]]:
 def _emulated_forward(
     query: Tensor, key: Tensor, value: Tensor, bounds: VarlenBounds, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What the CUDA kernel computes, a sequence at a time and by definition."""
+    """What the CUDA kernel computes, a sequence at a time and by definition, in float32."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+    query, key, value = query.float(), key.float(), value.float()
     groups = query.shape[1] // key.shape[1]
     for q, k in _each(bounds.q_borders, bounds.k_borders):
         keys = key[k].repeat_interleave(groups, 1)
@@ -117,8 +135,8 @@ def _emulated_forward(
 
 
 def _emulated_backward(inputs: BackwardInputs, bounds: VarlenBounds, *, scale: float) -> tuple[Tensor, ...]:
-    grad, query, key, value, out, lse = inputs
-    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grads = tuple(torch.zeros_like(tensor) for tensor in (inputs.query, inputs.key, inputs.value))
+    grad, query, key, value, out, lse = (tensor.float() for tensor in inputs)
     groups = query.shape[1] // key.shape[1]
     for q, k in _each(bounds.q_borders, bounds.k_borders):
         keys, values = key[k].repeat_interleave(groups, 1), value[k].repeat_interleave(groups, 1)
@@ -147,6 +165,71 @@ def test_calls_of_the_cuda_kernel(name: str, window: int | None, emulated_cuda: 
     assert_close(local(name, window), expected(name, window), bound=1e-6)
 
 
+def test_what_one_call_gives_is_taken_as_it_is(emulated_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole documents side by side: no float32 copies that are as large as the queries, and no zeros to add to."""
+    made: list[str] = []
+    for name in ("zeros_for", "merge"):
+        original = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *t, name=name, original=original: (made.append(name), original(*t))[1]
+        )
+    for name in PACKINGS:  # with and without documents of a single token
+        assert_close(local(name, None, torch.bfloat16), expected(name, None, torch.bfloat16), bound=2e-2)
+        assert not made
+    q, k, v, _ = inputs(torch.bfloat16)
+    whole = [s._replace(left=-1, right=-1) for s in _squares()]
+    partial = kernels.Partial(q, scale=0.3)
+    partial.attend(k, v, whole)
+    once, lse = partial.out.clone(), partial.lse.clone()
+    assert once.dtype == torch.bfloat16
+    partial.attend(k, v, whole)
+    assert made == ["merge"]
+    assert partial.out.dtype == torch.float32
+    torch.testing.assert_close(partial.out, once.float(), rtol=1e-6, atol=1e-6)  # twice the same keys
+    torch.testing.assert_close(partial.lse, lse + math.log(2))
+
+
+def _squares() -> list[Any]:
+    """A segment for each row of `inputs`, all queries by all keys."""
+    return read_segments(plan_segments([[0, LENGTH]] * 2, method=None, rank=0, cp=1, window=None))
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
+def test_results_lie_in_memory_as_the_operators_promise(kernel: str, request: pytest.FixtureRequest) -> None:
+    """torch.compile plans with the strides of the operators' fake results."""
+    if kernel == "cuda":
+        request.getfixturevalue("emulated_cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        heads_first = inputs(dtype)
+        tokens_first = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in heads_first]
+        for q, k, v, grad in (heads_first, tokens_first):
+            for name, window in (("plain", None), ("packed", 7)):
+                table = plan_segments(document_starts(positions(name)), method=None, rank=0, cp=1, window=window)
+                out, lse = blockwise_attention(q, k, v, table, 0.3, "none", "")
+                found = (out, lse, *blockwise_attention_backward([grad, q, k, v, out, lse], table, 0.3, "none", ""))
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    fake = [mode.from_tensor(t) for t in (q, k, v, grad)]
+                    outs = blockwise_attention(*fake[:3], table, 0.3, "none", "")
+                    of = [fake[3], *fake[:3], *outs]
+                    promised = (*outs, *blockwise_attention_backward(of, table, 0.3, "none", ""))
+                for real, one in zip(found, promised, strict=True):
+                    assert (real.shape, real.stride(), real.dtype) == (one.shape, one.stride(), one.dtype)
+
+
+def test_cudas_operators_take_what_they_are_given() -> None:
+    """Run on meta: a torch whose operators take other arguments, or return others, is found here."""
+    shapes = [(10, 6, 16), (12, 2, 16), (12, 2, 16), (10, 6, 16)]
+    q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    borders = torch.empty(3, dtype=torch.int32, device="meta")
+    for left, right in ((-1, 0), (7, 0), (-1, -1)):
+        bounds = VarlenBounds(borders, borders, 6, 7, left, right)
+        out, lse = cuda_flash_attention(q, k, v, bounds, scale=0.3)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
+        grads = cuda_flash_attention_backward(BackwardInputs(grad, q, k, v, out, lse), bounds, scale=0.3)
+        assert [(one.shape, one.dtype) for one in grads] == [(one.shape, one.dtype) for one in (q, k, v)]
+
+
 def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients of all ranks' blocks in one process, one after the other, without exchanges."""
     cp, (q, k, v, grad) = 3, tensors
@@ -166,9 +249,8 @@ def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor,
         out[:, :, mine] = partial.out
         for at, of_step in blocks:
             key, value = k[:, :, at], v[:, :, at]
-            block_grads = tuple(kernels.zeros_for(t) for t in (query, key, value))
             inputs_of_block = BackwardInputs(grad[:, :, mine], query, key, value, partial.out, partial.lse)
-            kernels.attend_backward(block_grads, inputs_of_block, of_step, scale=0.3)
+            block_grads = kernels.attend_backward((None, None, None), inputs_of_block, of_step, scale=0.3)
             for total, part, indices in zip(grads, block_grads, (mine, at, at), strict=True):
                 total[:, :, indices] += part
     return [out, *grads]

@@ -96,6 +96,16 @@ def test_auto_needs_no_mask(device: str) -> None:
     assert str(choose(cp=1, device=device)) == "attention: varlen (auto: padded rows need no mask)"
 
 
+@pytest.mark.parametrize(("width", "kernel"), [(256, "varlen"), (320, "sdpa"), (20, "sdpa")])
+def test_heads_that_cudas_kernel_does_not_take_keep_the_models_attention(width: int, kernel: str) -> None:
+    """Ours would compute them by plain operations, which form the scores."""
+    wide = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=width)
+    path = choose(cp=1, pack=True, device="cuda", hf_config=wide)
+    assert path.kernel == kernel
+    assert (f"no heads of width {width}" in str(path)) == (kernel == "sdpa")
+    assert choose(cp=1, pack=True, device="cpu", hf_config=wide).kernel == "varlen"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -55,6 +55,17 @@ def test_groups_are_torchs_and_time_out_with_the_job(mesh: dict, strategy: str, 
         assert timeouts == {COLLECTIVE_TIMEOUT}
 
 
+def _shares_a_group(cp: int) -> bool:
+    mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=distributed.start())
+    return mesh.cp_group is mesh.shard.get_group()
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(2, False), (1, True)])
+def test_layers_exchange_beside_gathers_not_behind_them(ranks: int, shared: bool, pool: WorkerPool) -> None:
+    """NCCL orders the messages of a group; here the same ranks share sequences and hold shards."""
+    assert pool.run(ranks, _shares_a_group, ranks) == [shared] * ranks
+
+
 def _gradient_of_documents(cp: int) -> tuple[float, list[float]]:
     """A loss of the squared sums of two documents, whose halves are on two ranks; this rank's gradient."""
     mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=distributed.start())

@@ -74,7 +74,7 @@ def test_fragments_are_counted_and_growing_segments_advised_where_they_are_not_i
     monkeypatch.setenv(name, "max_split_size_mb:256, expandable_segments: True")
     with_it = diagnosis(_alive(reserved=79), _config())
 
-    assert "9.0 GiB more were reserved in pieces too small: start with PYTORCH_CUDA_ALLOC_CONF=" in without
+    assert "9.0 GiB more were reserved in pieces too small: start with PYTORCH_ALLOC_CONF=" in without
     assert "9.0 GiB more were reserved in pieces too small. Next" in with_it
 
 

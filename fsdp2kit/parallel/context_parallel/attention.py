@@ -23,7 +23,7 @@ from fsdp2kit.parallel.context_parallel.exchange import (
     sequence_to_heads,
     share_heads,
 )
-from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath
+from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, tokens_first
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
 
@@ -66,17 +66,18 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def blockwise_attention_backward(
     inputs: list[Tensor], segments: Tensor, scale: float, exchange: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their dtypes; ``inputs`` are the fields of `BackwardInputs`."""
+    """Gradients of query, key and value, in their dtypes and tokens first in memory, as what comes before attention
+    wants them; ``inputs`` are the fields of `BackwardInputs`."""
     mine, way = BackwardInputs(*inputs), build_exchange(exchange, group)
     grads = attend_blocks_backward(mine, read_segments(segments), scale=scale, exchange=way)
-    grad_query, grad_key, grad_value = (grad.to(mine.query.dtype).contiguous() for grad in grads)
+    grad_query, grad_key, grad_value = (tokens_first(grad.to(mine.query.dtype)) for grad in grads)
     return grad_query, grad_key, grad_value
 
 
 @blockwise_attention_backward.register_fake
 def _(inputs: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _grad_out, query, key, value, *_rest = inputs
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    query, key, value = (tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in inputs[1:4])
+    return query, key, value
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,7 +152,8 @@ def varlen_attention(
     if segments is None:
         raise ValueError("blockwise attention needs `segments`; shard_batch makes them")
     head_width, width = query.shape[-1], value.shape[-1]
-    value = F.pad(value, (0, head_width - width))
+    if width < head_width:  # no padding would be a copy
+        value = F.pad(value, (0, head_width - width))
     scale = head_width**-0.5 if scaling is None else scaling
     out, _ = blockwise_attention(query, key, value, segments.of(sliding_window), scale, exchange, group)
     return out.transpose(1, 2)[..., :width], None

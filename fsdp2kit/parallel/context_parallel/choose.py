@@ -14,6 +14,7 @@ from fsdp2kit.model.inspect import Traits
 from fsdp2kit.parallel.context_parallel.attention import attend_with_share, use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, layer_windows, unknown_kinds
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
+from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 
 LONG = 32_768
@@ -124,6 +125,9 @@ def _local_kernel(
     needs += ["sliding windows"] if any(layer_windows(model.config).values()) else []
     if device_type == "cuda" and config.fsdp.param_dtype == "float32":
         return own, "auto: varlen's kernel on CUDA takes 16 bits only"
+    widths = {getattr(m, "qk_head_dim", None) or getattr(m, "head_dim", None) for m in model.modules()} - {None}
+    if device_type == "cuda" and not all(map(takes_width, widths)):
+        return own, f"auto: varlen's kernel on CUDA takes no heads of width {', '.join(map(str, sorted(widths)))}"
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if dropout or unknown_kinds(model.config) or not _suits(traits, pack=config.data.pack):
         return own, "auto: the model's attention does what ours does not"

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward, zeros_for
-from fsdp2kit.parallel.context_parallel.layout import gather_sequence, reduce_scatter
+from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
+from fsdp2kit.parallel.context_parallel.layout import gather_sequence, reduce_scatter, tokens_first
 from fsdp2kit.parallel.context_parallel.segments import Segment
 from fsdp2kit.torch_compat import BackwardInputs, group_named
 
@@ -51,16 +51,18 @@ def attend_blocks(
 def attend_blocks_backward(
     inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float, exchange: KeyExchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 gradients of this rank's query, key and value; ``inputs`` are this rank's."""
-    grad_query = zeros_for(inputs.query)
+    """Gradients of this rank's query, key and value, added up in float32; ``inputs`` are this rank's."""
+    grad_query: Tensor | None = None
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
-        grads = (grad_query, zeros_for(key), zeros_for(value))
+        nonlocal grad_query
         of_step = [segment for segment in segments if segment.step == step]
-        attend_backward(grads, inputs._replace(key=key, value=value), of_step, scale=scale)
-        exchange.return_gradients(grads[1:])
+        of_block = inputs._replace(key=key, value=value)
+        grad_query, *grads = attend_backward((grad_query, None, None), of_block, of_step, scale=scale)
+        exchange.return_gradients((grads[0], grads[1]))
 
     exchange.visit_blocks((inputs.key, inputs.value), attend)
+    assert grad_query is not None, "there is at least one block"
     return (grad_query, *exchange.own_gradients())
 
 
@@ -89,7 +91,7 @@ class KeyExchange:
         visit(0, *own)
 
     def return_gradients(self, grads: Pair) -> None:
-        """Take this rank's float32 gradients of the block that is being visited."""
+        """Take this rank's gradients of the block that is being visited."""
         self._grads = grads
 
     def own_gradients(self) -> Pair:
@@ -112,7 +114,7 @@ class Ring(KeyExchange):
     def visit_blocks(self, own: Pair, visit: Callable[[int, Tensor, Tensor], None]) -> None:
         """The rank's own block, then that of the rank before it, and so on."""
         key, value = own
-        block = (key.contiguous(), value.contiguous())
+        block = (tokens_first(key), tokens_first(value))
         cp = self.group.size()
         for step in range(cp):
             arriving = self._pass_on(block) if step < cp - 1 else None
@@ -121,7 +123,8 @@ class Ring(KeyExchange):
                 block = arriving()
 
     def return_gradients(self, grads: Pair) -> None:
-        """Add the gradients that earlier ranks found for this block, and pass the sums on."""
+        """Add the gradients that earlier ranks found for this block, and pass the float32 sums on."""
+        grads = grads[0].float(), grads[1].float()
         if self._arriving:
             for mine, theirs in zip(grads, self._arriving(), strict=True):
                 mine.add_(theirs)
@@ -167,7 +170,7 @@ class AllGather(KeyExchange):
     def own_gradients(self) -> Pair:
         """The rank's part of one reduce-scatter."""
         cp = self.group.size()
-        parts = torch.stack(super().own_gradients()).movedim(3, 0).chunk(2 * cp)
+        parts = torch.stack([gradient.float() for gradient in super().own_gradients()]).movedim(3, 0).chunk(2 * cp)
         # From the order of the sequence to one rank's two chunks after the other's.
         whole = torch.cat([part for rank in range(cp) for part in (parts[rank], parts[-1 - rank])])
         grad_key, grad_value = reduce_scatter(whole, self.group).movedim(0, 3)

@@ -33,24 +33,56 @@ from fsdp2kit.torch_compat import (
 )
 
 TILE = 512
-"""Queries at a time where a mask is needed, so that no mask is larger than this times its keys."""
+"""Queries at a time where a mask or scores are formed, so that these are not larger than this times the keys."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, float32, tokens first in memory (`zeros_for`)."""
+"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, tokens first in memory; float32, but where one call of a
+16-bit kernel gave all of it."""
+
+Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""`Gradients` to add to; None: none so far."""
 
 
 class Partial:
-    """Attention's output over the keys seen so far, and its log-sum-exp, both float32."""
+    """Attention's output over the keys seen so far, and its log-sum-exp (float32), tokens first in memory.
+
+    The output adds up in float32, unless one call of a kernel gave all of it: that is taken as it is, for passes over
+    memory to add it to zeros would take as long as the attention of short documents.
+    """
 
     def __init__(self, query: Tensor, *, scale: float) -> None:
         """For ``query`` ``[B, H, s, D]``, before any key."""
         self.query, self.scale = query, scale
-        batch, heads, length, width = query.shape
-        # Tokens first in memory, as the kernels and the layer after attention want them.
-        self.out = query.new_zeros((batch, length, heads, width), dtype=torch.float32).transpose(1, 2)
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no key was seen."""
+        return self._found is None
+
+    @property
+    def out(self) -> Tensor:
         """``[B, H, s, D]``."""
-        self.lse = query.new_full((batch, length, heads), float("-inf"), dtype=torch.float32).transpose(1, 2)
+        return (self._found or self.totals())[0]
+
+    @property
+    def lse(self) -> Tensor:
         """``[B, H, s]``."""
+        return (self._found or self.totals())[1]
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, both float32, to be added to in place."""
+        if self._found is None:
+            batch, heads, length, _ = self.query.shape
+            lse = self.query.new_full((batch, length, heads), float("-inf"), dtype=torch.float32)
+            self._found = zeros_for(self.query), lse.transpose(1, 2)
+        out, lse = self._found
+        self._found = out.float(), lse
+        return self._found
+
+    def take(self, out: Tensor, lse: Tensor) -> None:
+        """Take what one kernel call found for all queries: ``[B·s, H, D]`` and ``[B·s, H]``."""
+        self._found = _heads_first(out, self.query), _heads_first(lse, self.query)
 
     def attend(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
         """Add a block of keys and values ``[B, G, m, D]`` (H a multiple of G), which ``segments`` index."""
@@ -58,14 +90,14 @@ class Partial:
         attend(self, key, value, segments)
 
 
-def attend_backward(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
-    """Add a block's part to the gradients of query, key and value, in place.
+def attend_backward(totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> Gradients:
+    """The gradients of query, key and value with a block's part added, some of them in place.
 
     Args:
         inputs: key and value of the block, ``[B, G, m, D]``; all else is of this rank's queries, ``[B, H, s, …]``.
     """
     backward = _backward_varlen if varlen_is_usable(inputs.query) else _backward_tiles
-    backward(grads, inputs, segments, scale=scale)
+    return backward(totals, inputs, segments, scale=scale)
 
 
 def zeros_for(tensor: Tensor) -> Tensor:
@@ -85,20 +117,30 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 def _attend_tiles(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
     """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
     forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
-    for tile in _tiles(segments):
+    out, lse = partial.totals()
+    for tile in _tiles(segments, is_fused=forward is not plain_attention):
         q, k, v = tile.queries_of(partial.query), tile.keys_of(key), tile.keys_of(value)
         part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=partial.scale)
-        merge(tile.queries_of(partial.out), tile.queries_of(partial.lse), *part)
+        merge(tile.queries_of(out), tile.queries_of(lse), *part)
 
 
-def _backward_tiles(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
+def _backward_tiles(totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> Gradients:
+    grads = _begun(totals, inputs)
     backward = cpu_flash_attention_backward if inputs.key.device.type == "cpu" else plain_attention_backward
-    for tile in _tiles(segments):
+    for tile in _tiles(segments, is_fused=backward is not plain_attention_backward):
         of_tile = _inputs_of(tile, inputs)
         mask = _mask(tile, of_tile.query)
         parts = backward(of_tile, causal=tile.is_causal_square, mask=mask, scale=scale)
         for total, part, of in zip(grads, parts, (tile.queries_of, tile.keys_of, tile.keys_of), strict=True):
             of(total).add_(part)
+    return grads
+
+
+def _begun(totals: Totals, inputs: BackwardInputs) -> Gradients:
+    """The totals, zeros where there are none so far."""
+    pairs = zip(totals, (inputs.query, inputs.key, inputs.value), strict=True)
+    query, key, value = (zeros_for(of) if total is None else total for total, of in pairs)
+    return query, key, value
 
 
 def _inputs_of(part: Segment | _VarlenCall, inputs: BackwardInputs) -> BackwardInputs:
@@ -107,10 +149,16 @@ def _inputs_of(part: Segment | _VarlenCall, inputs: BackwardInputs) -> BackwardI
     return BackwardInputs(q(grad_out), q(query), k(key), k(value), q(out), q(lse))
 
 
-def _tiles(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask."""
+def _tiles(segments: Sequence[Segment], *, is_fused: bool) -> Iterator[Segment]:
+    """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask.
+
+    Args:
+        is_fused: whether the kernel forms no scores; where it does, every part is small.
+    """
     for s in segments:
-        if s.left < 0 and s.right == 0:
+        if not is_fused:
+            yield from _masked_tiles(s)
+        elif s.left < 0 and s.right == 0:
             # Causal: all queries see the keys before the square at the end, and the kernel knows a causal square.
             corner = s.k_stop - (s.q_stop - s.q_start)
             if corner > s.k_start:
@@ -193,9 +241,13 @@ def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def varlen_is_usable(query: Tensor) -> bool:
-    """Whether CUDA's kernel takes such queries: 16-bit, on CUDA, heads of at most 256 in steps of 8."""
-    width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+    """Whether CUDA's kernel takes such queries: 16-bit, on CUDA, of a width that it has."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and takes_width(query.shape[-1])
+
+
+def takes_width(width: int) -> bool:
+    """Whether CUDA's kernel takes heads of that width: at most 256, in steps of 8."""
+    return width <= 256 and width % 8 == 0
 
 
 def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
@@ -203,21 +255,38 @@ def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Seque
     for call in _varlen_calls(tuple(segments), partial.query.shape, key.shape, key.device):
         q, k, v = call.queries_of(partial.query), call.keys_of(key), call.keys_of(value)
         part = cuda_flash_attention(q, k, v, call.bounds, scale=partial.scale)
-        out, lse = call.queries_of(partial.out), call.queries_of(partial.lse)
+        if call.queries is None and partial.is_empty:
+            partial.take(*part)
+            continue
+        total_out, total_lse = partial.totals()
+        out, lse = call.queries_of(total_out), call.queries_of(total_lse)
         merge(out, lse, *part)
         if call.queries is not None:  # then these are copies
-            _tokens(partial.out).index_copy_(0, call.queries, out)
-            _tokens(partial.lse).index_copy_(0, call.queries, lse)
+            _tokens(total_out).index_copy_(0, call.queries, out)
+            _tokens(total_lse).index_copy_(0, call.queries, lse)
 
 
-def _backward_varlen(grads: Gradients, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> None:
+def _backward_varlen(
+    totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float
+) -> Gradients:
+    of = inputs.query, inputs.key, inputs.value
     for call in _varlen_calls(tuple(segments), inputs.query.shape, inputs.key.shape, inputs.key.device):
         parts = cuda_flash_attention_backward(_inputs_of(call, inputs), call.bounds, scale=scale)
-        for total, part, index in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
-            if index is None:
-                _tokens(total).add_(part)
-            else:
-                _tokens(total).index_add_(0, index, part.to(total.dtype))
+        query, key, value = map(_added, totals, parts, (call.queries, call.keys, call.keys), of)
+        totals = query, key, value
+    return _begun(totals, inputs)
+
+
+def _added(total: Tensor | None, part: Tensor, index: Tensor | None, of: Tensor) -> Tensor:
+    """The gradient of ``of`` with a kernel call's ``part`` of it, ``[n, H, D]`` at ``index``, added."""
+    if total is None and index is None:
+        return _heads_first(part, of)
+    total = zeros_for(of) if total is None else total.float()
+    if index is None:
+        _tokens(total).add_(part)
+    else:
+        _tokens(total).index_add_(0, index, part.to(total.dtype))
+    return total
 
 
 class _VarlenCall(NamedTuple):
@@ -239,7 +308,8 @@ class _VarlenCall(NamedTuple):
         return _tokens(tensor) if self.keys is None else _tokens(tensor)[self.keys]
 
 
-@lru_cache(maxsize=16)
+# A ring has as many blocks as ranks, twice where layers with a window alternate with others.
+@lru_cache(maxsize=128)
 def _varlen_calls(
     segments: tuple[Segment, ...], query: torch.Size, key: torch.Size, device: torch.device
 ) -> list[_VarlenCall]:
@@ -250,6 +320,8 @@ def _varlen_calls(
     (rows, _, q_length, _), k_length = query, key[2]
     groups: list[list[Segment]] = []
     for segment in segments:
+        if segment.left < 0 and segment.q_stop - segment.q_start == 1:
+            segment = segment._replace(right=0)  # the only query sees all keys either way: no group of its own
         for group in groups:
             same_bounds = (group[0].left, group[0].right) == (segment.left, segment.right)
             rest = [s for s in group if s.row == segment.row]  # none of them may share a query with it
@@ -276,6 +348,11 @@ def _join_ranges(ranges: list[range], total: int, device: torch.device) -> tuple
     borders = torch.tensor([0, *map(len, ranges)]).cumsum(0).to(torch.int32)
     is_whole = torch.equal(index, torch.arange(total))
     return None if is_whole else to_device(index, device), to_device(borders, device), max(map(len, ranges))
+
+
+def _heads_first(tokens: Tensor, like: Tensor) -> Tensor:
+    """``[B, H, s, …]`` of ``[B·s, H, …]``, still with tokens first in memory, whatever the kernel made of it."""
+    return tokens.contiguous().unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
 
 
 def _tokens(tensor: Tensor) -> Tensor:

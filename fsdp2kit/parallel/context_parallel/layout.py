@@ -88,6 +88,11 @@ def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
     return torch.cat([*parts[0::2], *reversed(parts[1::2])])
 
 
+def tokens_first(tensor: Tensor) -> Tensor:
+    """``[B, H, s, …]`` with tokens before heads in memory, as kernels and layers have it; mostly no copy."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; to CUDA from pinned memory, so that the host does not wait for it."""
     if device.type != "cuda":
