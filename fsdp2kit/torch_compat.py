@@ -54,6 +54,14 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def inner_tensors(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh may be one
+    return [part for value in values if isinstance(value, Tensor) for part in inner_tensors(value)]
+
+
 def forget_forwards(model: nn.Module) -> None:
     """Drop what FSDP notes of each forward for the prefetches of its backward, after one that has no backward.
 
@@ -70,14 +78,6 @@ def _parameter_groups(unit: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     # Before torch 2.13 a unit had one group.
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
-
-
-def inner_tensors(tensor: Any) -> list[Tensor]:
-    """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
 
 
 def fake_store() -> dist.Store:

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl
 torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
+torchrun --nproc-per-node 2 tools/bench.py sync --params 0.5 [--bucket-mib 64]
 python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py data --model DIR --data chat.jsonl [--chat-template FILE]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
@@ -37,7 +38,14 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import user_path
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {"data": "data", "vocabulary": "kernels", "ring": "kernels", "curves": "curves", "gpu": "gpu"}
+COMMANDS |= {
+    "sync": "storage",
+    "data": "data",
+    "vocabulary": "kernels",
+    "ring": "kernels",
+    "curves": "curves",
+    "gpu": "gpu",
+}
 """Name: the module of `fsdp2kit.bench` that has a function ``bench_NAME``, whose parameters are its options."""
 
 

@@ -43,6 +43,8 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
+from fsdp2kit.rl.bucket import VersionedWeights
+from fsdp2kit.rl.weight_sync import sync_weights
 
 
 def bench_load(
@@ -129,6 +131,36 @@ def write_random_model(folder: Path, params: float, *, files: int, dtype: torch.
     model.save_pretrained(folder, max_shard_size=sum(sizes) // files + max(sizes))
 
 
+def _random_model(world: World, params: float) -> Any:
+    """A random model of so many 10^9 parameters, sharded."""
+    section = {"weights": "random", "attention": "sdpa", "config": llama_config(params * 1e9).to_diff_dict()}
+    config = bench_config({"model": section, "fsdp": {"param_dtype": "float32"}})
+    return build_ours(config, mesh=build_mesh(config.mesh, config.fsdp, world=world))[0]
+
+
+def bench_sync(world: World, *, params: float = 0.5, bucket_mib: int = 64, rounds: int = 5) -> dict[str, Any]:
+    """A random model's weights to an engine in bfloat16, by buckets and by one `full_tensor` after another, in turns.
+
+    Args:
+        params: size of the model, in 10^9 parameters.
+        bucket_mib: MiB of a bucket.
+        rounds: syncs of each kind.
+    """
+    model = _random_model(world, params)
+    names = dict(model.named_parameters())
+    weights = {name: torch.empty(p.shape, dtype=torch.bfloat16, device=world.device) for name, p in names.items()}
+    engine, take = VersionedWeights(), lambda name, tensor: weights[name].copy_(tensor)
+    setattr(engine, "load_weights", lambda bucket: [take(*item) for item in bucket.tensors()])  # noqa: B010
+    sides = {
+        "fsdp2kit": Task(lambda: sync_weights(model, engine, version=1, dtype=torch.bfloat16, bucket_mib=bucket_mib)),
+        "full_tensor": Task(lambda: [take(name, p.detach().full_tensor()) for name, p in names.items()]),
+    }
+    rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
+    sides["fsdp2kit"].step()
+    equal = [torch.equal(weights[name], p.detach().full_tensor().bfloat16()) for name, p in names.items()]
+    return {"rows": rows, "checks": {"values_equal": all(map(all, gather_objects(equal)))}}
+
+
 def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: int = 256) -> dict[str, Any]:
     """Saving a random model in turns in both ways, each beside a step: how long training waits. Every rank calls this.
 
@@ -140,13 +172,10 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
         rounds: saves that count, of each kind.
         tokens: of a rank's batch; how long the forward and backward are that hide the copy.
     """
-    hf_config = llama_config(params * 1e9)
-    section = {"weights": "random", "attention": "sdpa", "config": hf_config.to_diff_dict()}
-    config = bench_config({"model": section, "fsdp": {"param_dtype": "float32"}})
-    model: Any = build_ours(config, mesh=build_mesh(config.mesh, config.fsdp, world=world))[0]
+    model = _random_model(world, params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     positions = torch.arange(tokens, device=world.device)[None]
-    inputs = positions % hf_config.vocab_size
+    inputs = positions % model.config.vocab_size
     waited: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
 
     with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as own:

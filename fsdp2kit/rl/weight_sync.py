@@ -295,7 +295,7 @@ class _Gather:
         if self._work is not None:
             self._work.wait()
         gathered = self._gathered
-        del self._gathered
+        del self._gathered, self._work  # it holds on to the tensor as well
         if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
             return gathered.view(-1), self._places  # shards are in order, and padding comes after them
         offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)

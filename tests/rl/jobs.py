@@ -97,12 +97,19 @@ class Reader(VersionedWeights):
         assert all(tensor.is_contiguous() for _, tensor in bucket.tensors())
 
 
+class Held(Allocations):
+    """Follows what has memory: tensors on meta have a size and none of it."""
+
+    def _see(self, tensor: Tensor) -> Any:
+        return super()._see(torch.empty(0) if tensor.is_meta else tensor)
+
+
 def cost(folder: Path, case: Case, dtypes: Sequence[torch.dtype], mib: float) -> list[tuple[int, int, int]]:
-    """Of a sync in each dtype: the most bytes that it held beside the model, bytes that it sent, and its collectives."""
+    """Of a sync in each dtype: the most bytes that it held beside the model, bytes sent, and collectives."""
     model = sharded_model(folder, case).model
     found = []
     for dtype in dtypes:
-        with Allocations() as memory, count_traffic() as traffic:
+        with Held() as memory, count_traffic() as traffic:
             memory.mark([*model.parameters(), *model.buffers()], "model")
             memory.start()
             sync_weights(model, Reader(), version=1, dtype=dtype, bucket_mib=mib)
@@ -175,7 +182,7 @@ def send_and_wait(connection: Any) -> None:
 def naps(
     folder: Path, case: Case, section: OptimizerConfig, sleeps: bool
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of four steps, and this rank's bits after them; ``sleeps``: with naps between the steps and in one."""
+    """The losses of four steps, and this rank's bits after them; ``sleeps``: with naps in between."""
     config = case.config(folder, steps=4, rows=6 if case.dp == 3 else 4)
     sharded = build(config)
     model = sharded.model

@@ -107,8 +107,9 @@ def test_a_sync_holds_two_buckets_and_sends_the_engines_dtype(
         for (peak, _, _), itemsize in ((narrow, 2), (wide, 4)):
             # Fused experts are copied to be taken apart, and a tensor alone in its bucket is never copied otherwise.
             copied = itemsize * largest if kind == "mixtral" and itemsize * largest > 2 * mib * 2**20 else 0
-            assert peak <= 2 * mib * 2**20 + itemsize * largest + copied
-            assert peak <= 2 * itemsize * sum(map(math.prod, shapes)), "one bucket is not held twice over"
+            little = 1000  # what ranks tell each other
+            assert peak <= 2 * mib * 2**20 + itemsize * largest + copied + little
+            assert peak <= 2 * itemsize * sum(map(math.prod, shapes)) + little, "as it was gathered, and in order"
         # All sizes here are even, and nothing else depends on the dtype.
         assert wide[1] - narrow[1] == 2 * sum(map(math.prod, shapes)) // 2
         assert narrow[1] < 2 * sum(map(math.prod, shapes)) // 2 + 20_000, "what ranks tell each other is little"
