@@ -199,14 +199,18 @@ def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Ca
 
     batches = list(in_batches(groups, size, largest=bucket_bytes))
     sizes = [sum(map(size, batch)) for batch in batches]
-    most = 2 * bucket_bytes + max(map(size, groups), default=0)
+    memory = _Memory(shards.device, max((each for each in sizes if each <= bucket_bytes), default=0))
+    # What is gathered in order, or is too large, has memory of its own: for one bucket at a time.
+    alone = [
+        shards.ranks == 1 or len(_weights_of(batch)) == 1 or each > bucket_bytes
+        for batch, each in zip(batches, sizes, strict=True)
+    ]
     ahead: _Gather | None = None
     for number, batch in enumerate(batches):
-        bucket = _to_bucket(batch, ahead or _Gather(_weights_of(batch), shards))
+        bucket = _to_bucket(batch, ahead or _Gather(_weights_of(batch), shards, memory))
         ahead = None
-        following = batches[number + 1 : number + 2]
-        if following and sum(sizes[number : number + 2]) <= most:
-            ahead = _Gather(_weights_of(*following), shards)
+        if number + 1 < len(batches) and not all(alone[number : number + 2]):
+            ahead = _Gather(_weights_of(batches[number + 1]), shards, memory)
         load(bucket)
         del bucket  # before the next one is put in order
 
@@ -258,15 +262,38 @@ class _Shards:
         return cls(group.size(), group.rank(), group, torch.device(mesh.device_type))
 
 
+class _Memory:
+    """Two buffers that every bucket uses again: on a CPU, fresh memory costs more than what is written to it.
+
+    Args:
+        largest: bytes of a buffer; what needs more gets memory of its own.
+    """
+
+    def __init__(self, device: torch.device, largest: int = 0) -> None:
+        self._device, self._largest, self._kept = device, largest, dict[str, Tensor]()
+
+    def take(self, use: str, size: int) -> Tensor:
+        """``[size]`` uint8 without values, which overwrites what was taken for the same use before."""
+        if size > self._largest:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        if use not in self._kept:
+            self._kept[use] = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
+        return self._kept[use][:size]
+
+
 class _Gather:
     """Whole tensors on their way: begun when it is made, done after `finish`."""
 
-    def __init__(self, weights: Sequence[_Weight], shards: _Shards) -> None:
-        self._weights, self._ranks = weights, shards.ranks
+    def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: _Memory) -> None:
+        self._weights, self._ranks, self._memory = weights, shards.ranks, memory
+        # Shards are in order then, and padding comes after them.
+        self._is_ordered = shards.ranks == 1 or (len(weights) == 1 and isinstance(weights[0].tensor, DTensor))
+        if self._is_ordered:  # it is loaded from where it was gathered, while the next bucket is gathered
+            memory = _Memory(shards.device)
         sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
         self._places, size = _layout(zip(sizes, (weight.dtype.itemsize for weight in weights), strict=True))
         adapters = iter(self._adapters(shards))
-        self._gathered = torch.empty(shards.ranks, size, dtype=torch.uint8, device=shards.device)
+        self._gathered = memory.take("gathered", shards.ranks * size).view(shards.ranks, size)
         mine = self._gathered[shards.rank]
         for weight, place, most in zip(weights, self._places, sizes, strict=True):
             if most:
@@ -284,7 +311,7 @@ class _Gather:
         parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
         if not parts:
             return []
-        data, offsets = _Gather(parts, shards).finish()
+        data, offsets = _Gather(parts, shards, _Memory(shards.device)).finish()
         return [
             data[offset : offset + part.nbytes].view(part.dtype).view(part.tensor.shape)
             for part, offset in zip(parts, offsets, strict=True)
@@ -296,10 +323,10 @@ class _Gather:
             self._work.wait()
         gathered = self._gathered
         del self._gathered, self._work  # it holds on to the tensor as well
-        if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
-            return gathered.view(-1), self._places  # shards are in order, and padding comes after them
+        if self._is_ordered:
+            return gathered.view(-1), self._places
         offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
-        data = torch.empty(size, dtype=torch.uint8, device=gathered.device)
+        data = self._memory.take("data", size)
         for weight, place, offset in zip(self._weights, self._places, offsets, strict=True):
             whole = data[offset : offset + weight.nbytes].view(weight.dtype)
             shard = weight.shard_bytes(self._ranks)
