@@ -44,11 +44,12 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             unchecked.append("model.adapter")
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
-    lines.append(
-        f"a step: {counted(train.global_batch_size, 'row')} of {data.seq_len:,} tokens, in "
-        f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
-        f"{counted(sizes.dp, 'data-parallel rank')}"
-    )
+    if data.format != "prompts":  # how long responses are is not known
+        lines.append(
+            f"a step: {counted(train.global_batch_size, 'row')} of {data.seq_len:,} tokens, in "
+            f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
+            f"{counted(sizes.dp, 'data-parallel rank')}"
+        )
     if data.format != "synthetic" and data.path is None and not data.sources:
         return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
     missing = check_first_rows(config)

@@ -65,12 +65,12 @@ def test_pairs_stay_together_in_packs_of_any_mesh(tmp_path: Path) -> None:
         loader = build_loader([documents], share=share, pack=True, shuffle=True, seed=1)
         for index in range(loader.steps_per_epoch):
             for batch in loader.batch(index):
-                assert batch.documents is not None
-                seen = [one for one in batch.documents.unique().tolist() if one >= 0]
+                own = batch.per_target["documents"]
+                seen = [one for one in own.unique().tolist() if one >= 0]
                 assert seen == list(range(batch.num_documents))
                 assert batch.num_items == len(seen) / 2
-                ids = [tokenizer.decode(batch.input_ids[batch.documents == one]) for one in seen]
-                rows = [(batch.documents == one).nonzero()[:, 0].unique().tolist() for one in seen]
+                ids = [tokenizer.decode(batch.input_ids[own == one]) for one in seen]
+                rows = [(own == one).nonzero()[:, 0].unique().tolist() for one in seen]
                 assert rows[0::2] == rows[1::2]
                 found += zip(ids[0::2], ids[1::2], strict=True)
     assert sorted(found) == sorted(zip(texts[0::2], texts[1::2], strict=True))

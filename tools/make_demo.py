@@ -1,8 +1,8 @@
 """Make the demo data: python tools/make_demo.py [--out toml/demo]
 
 Writes ``chat.jsonl`` (600 short conversations about small facts), ``heldout.jsonl`` (60 questions of the same facts
-in wordings that chat.jsonl does not ask them in) and ``tokenizer/`` (byte-level BPE trained on them). The same
-`tokenizers` version writes the same bytes.
+in wordings that chat.jsonl does not ask them in), ``tokenizer/`` (byte-level BPE trained on them) and ``digits.jsonl``
+(prompts that ask for a digit). The same `tokenizers` version writes the same bytes.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ WORDINGS = {
     "number": """After {0} comes {1}. | What comes after {0}? | Which number comes after {0}? |
         What is one more than {0}? | Tell me the number after {0}.""",
 }
+
+# What toml/grpo_demo.toml asks, of every digit but 9.
+DIGIT_WORDINGS = (
+    "Name a digit above {0}.",
+    "Which digit is more than {0}?",
+    "Give me a larger digit than {0}.",
+    "What is after {0}?",
+)
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -158,6 +166,8 @@ def main() -> None:
     training, held_out = conversations()
     for name, rows in (("chat.jsonl", training), ("heldout.jsonl", held_out)):
         write(out / name, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    asked = [{"prompt": wording.format(digit), "digit": digit} for digit in range(9) for wording in DIGIT_WORDINGS]
+    write(out / "digits.jsonl", "".join(json.dumps(row) + "\n" for row in asked))
     write_tokenizer(out / "tokenizer", [message["content"] for messages in training for message in messages])
 
 

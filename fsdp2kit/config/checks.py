@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp2kit.config.data_schema import COLUMNS
 from fsdp2kit.config.paths import check_paths
+from fsdp2kit.config.rl_schema import RLConfig, check_rollouts
 from fsdp2kit.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -176,6 +177,8 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     _check_optimizer(config.optimizer, config.fsdp)
     check_wandb(config.wandb)
     _check_float8(config)
+    if isinstance(config, RLConfig):
+        check_rollouts(config)
     _check_preferences(config)
     _check_distillation(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fsdp2kit.config.section import InputPath, Section
 
-DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "synthetic"]
+DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "synthetic"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 
 _OPTIONS = ("tools", "chat_template_kwargs")
@@ -20,6 +20,7 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "text": ("text",),
     "tokens": ("input_ids", "labels"),
     "preference": ("prompt", "chosen", "rejected", *_OPTIONS),
+    "prompts": ("messages", "conversations", "prompt", *_OPTIONS),
     "synthetic": (),
 }
 
@@ -28,13 +29,13 @@ class ColumnsConfig(Section):
     """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""
 
     messages: str | None = None
-    """chat: the list of messages. Default: "messages", or "conversations" where there is none."""
+    """chat, prompts: the list of messages. Default: "messages", or "conversations" where there is none."""
     tools: str | None = None
-    """chat, prompt_completion: JSON schemas of the tools, for templates that take them."""
+    """chat, prompt_completion, prompts: JSON schemas of the tools, for templates that take them."""
     text: str | None = None
     """text: the text."""
     prompt: str | None = None
-    """prompt_completion, preference: the prompt, a text or a list of messages."""
+    """prompt_completion, preference, prompts: the prompt, a text or a list of messages."""
     completion: str | None = None
     """prompt_completion: the answer to train on, a text or a list of messages."""
     instruction: str | None = None

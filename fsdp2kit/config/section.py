@@ -32,7 +32,7 @@ def expand_home(value: Any) -> Any:
     return value
 
 
-def _absolute(value: object, info: ValidationInfo) -> object:
+def absolute_path(value: object, info: ValidationInfo) -> object:
     """A path as it stands in a TOML, made absolute; URLs stay, and without a context (in Python) so does what is
     relative."""
     value = expand_home(value)
@@ -45,7 +45,7 @@ def _absolute(value: object, info: ValidationInfo) -> object:
 
 
 def _absolute_or_hub_id(value: object, info: ValidationInfo) -> object:
-    path = _absolute(value, info)
+    path = absolute_path(value, info)
     if isinstance(value, str) and may_be_hub_id(value) and not Path(str(path)).exists():
         return str(value)
     return path
@@ -53,8 +53,8 @@ def _absolute_or_hub_id(value: object, info: ValidationInfo) -> object:
 
 def _absolute_or_ready(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, str) or not ready_template(value):
-        return _absolute(value, info)
-    file = str(_absolute(value, info))
+        return absolute_path(value, info)
+    file = str(absolute_path(value, info))
     if info.context and Path(file).exists():
         raise ValueError(f"{value!r} is both a ready template and a file; write './{value}' for the file")
     return str(value)
@@ -68,7 +68,7 @@ def ready_template(name: str) -> Path | None:
 
 InputPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_hub_id)]
 """A path relative to the TOML that it is written in, or a hub id."""
-LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute)]
+LocalPath = Annotated[str, Field(min_length=1), BeforeValidator(absolute_path)]
 """A path relative to the TOML that it is written in."""
 TemplatePath = Annotated[str, Field(min_length=1), BeforeValidator(_absolute_or_ready)]
 """The name of a ready chat template, or a path relative to the TOML that it is written in."""

@@ -248,7 +248,8 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
     Raises:
         UserError: as `build_data` does.
     """
-    if config.data.streaming or (config.data.format == "synthetic" and model is None):
+    no_text = config.data.format == "synthetic" and model is None
+    if config.data.streaming or no_text or config.data.format == "prompts":
         return []
     sets, tokenizer = [], None
     if config.data.format != "synthetic":

@@ -54,6 +54,17 @@ class Preference:
     rejected: Encoded
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, whose response is sampled."""
+
+    row: Mapping[str, Any]
+    """All columns."""
+    messages: list[dict[str, Any]] | str
+    """A conversation, or a text for a tokenizer without a chat template."""
+    ids: list[int]
+
+
 def row_format(section: DataConfig) -> RowFormat:
     """The format of ``[data]``."""
     return RowFormat(section.format, section.columns, section.train_on, section.wrap)
@@ -125,6 +136,34 @@ def encode_preferences(rows: Sequence[Row], how: RowFormat, tokenizer: PreTraine
         rejected.append((prompt, answers[1], row, where))
     sides = (_encode_pairs(side, how, tokenizer) for side in (chosen, rejected))
     return [Preference(*pair) for pair in zip(*sides, strict=True)]
+
+
+def encode_prompts(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Rows with ``messages``, of which a last answer is left out, or with a ``prompt``, as they are put to the model.
+
+    Raises:
+        UserError: a row is malformed, has neither, or the template refuses it.
+    """
+    found = []
+    for row, where in [(one.parse(), one.where) for one in rows]:
+        is_named = how.columns.prompt is not None
+        prompt = _column(row, "prompt", where, how) if is_named else row.get("prompt")
+        if isinstance(prompt, str) and tokenizer.chat_template is None:
+            found.append(Prompt(row, prompt, tokenizer(prompt, verbose=False)["input_ids"]))
+            continue
+        if prompt is None:
+            chat = _chat(row, where, how, tokenizer)
+        else:
+            messages = check_messages(_wrapped(prompt, "user"), where, name="prompt")
+            chat = Chat(messages, tokenizer, where=where, **_options(row, where, how))
+        asked = chat.messages[: -1 if chat.messages[-1]["role"] == "assistant" else None]
+        if not asked:
+            raise UserError(where, "there is no prompt before the answer", "begin with a user's message")
+        text = chat.text(len(asked), prompt=True)
+        found.append(Prompt(row, asked, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
+    if empty := next((row.where for row, one in zip(rows, found, strict=True) if not one.ids), None):
+        raise UserError(empty, "the prompt is empty", "drop the row")
+    return found
 
 
 def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:

@@ -5,8 +5,8 @@ A global batch is a pure function of (documents, seed, index): neither the mesh 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +31,8 @@ class PackedRow:
     source: int = 0
     together: int = 1
     """Documents that belong together, as neighbours: 2 for the two answers of a preference."""
+    per_token: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    """What an objective is given of each target besides, by name: for each document, float32 [L] as its tokens are."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,16 @@ class Batch:
     """Supervised tokens of each source of a mix; empty without a mix."""
     sources: Tensor | None = None
     """int64 [B]: the source of each row of a mix; None without a mix."""
-    documents: Tensor | None = None
-    """Of preferences, int64 [B, S]: each token's document, counted over the micro-batch: 2p is the better answer of
-    pair p, and 2p + 1 the worse one. Padding has −1."""
+    per_target: Mapping[str, Tensor] = field(default_factory=dict)
+    """What an objective is given of each target besides, by name, [B, S] as the labels are. Of preferences
+    ``documents``, int64: each token's document, counted over the micro-batch: 2p is the better answer of pair p, and
+    2p + 1 the worse one. Padding has −1."""
     num_documents: int = 0
 
     @property
     def num_items(self) -> int:
         """What a summed loss is the sum over: supervised tokens, or of preferences pairs."""
-        return self.supervised_tokens if self.documents is None else self.num_documents // 2
+        return self.num_documents // 2 if self.num_documents else self.supervised_tokens
 
     @property
     def capacity(self) -> int:
@@ -106,21 +109,25 @@ class Share:
         position_ids = np.zeros(shape, dtype=np.int64)
         tokens = pairs = 0
         by_source = [0] * sources
-        document_ids = np.full(shape, -1, dtype=np.int64) if any(row.together > 1 for row in rows) else None
+        values = {name: np.zeros(shape, dtype=np.float32) for row in rows for name in row.per_token}
+        has_pairs = any(row.together > 1 for row in rows)
+        document_ids = np.full(shape, -1, dtype=np.int64)
         count = 0
         for line, row in enumerate(rows):
             start = 0
-            for ids, supervised in row.documents:
+            for number, (ids, supervised) in enumerate(row.documents):
                 stop = start + len(ids)
                 input_ids[line, start:stop] = ids
                 labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORE)
                 position_ids[line, start:stop] = np.arange(len(ids))
-                if document_ids is not None:
-                    document_ids[line, start:stop] = count
+                document_ids[line, start:stop] = count
+                for name, of_documents in row.per_token.items():
+                    values[name][line, start : stop - 1] = of_documents[number][1:]
                 count += 1
                 tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
             position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
             by_source[row.source] += int((labels[line] != IGNORE).sum())
+        values |= {"documents": document_ids} if has_pairs else {}
         return Batch(
             torch.from_numpy(input_ids),
             torch.from_numpy(labels),
@@ -130,8 +137,8 @@ class Share:
             attention_pairs=pairs,
             tokens_by_source=tuple(by_source) if sources > 1 else (),
             sources=torch.tensor([row.source for row in rows]) if sources > 1 else None,
-            documents=None if document_ids is None else torch.from_numpy(document_ids),
-            num_documents=0 if document_ids is None else count,
+            per_target={name: torch.from_numpy(value) for name, value in values.items()},
+            num_documents=count if has_pairs else 0,
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.formats import WRAPPED, encode_preferences, encode_rows, looks_unwrapped, row_format
+from fsdp2kit.data.formats import WRAPPED, encode_preferences, encode_prompts, encode_rows, looks_unwrapped, row_format
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source, find_source, is_url
 from fsdp2kit.distributed import agreement
@@ -100,7 +100,8 @@ def check_first_rows(config: Any) -> list[str]:
             for row in rows:
                 row.parse()
         else:
-            encode = encode_preferences if section.format == "preference" else encode_rows
+            others = {"preference": encode_preferences, "prompts": encode_prompts}
+            encode: Any = others.get(section.format, encode_rows)
             encode(rows, row_format(section), tokenizer)
     return unchecked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ class Metrics:
         self._console, self._path, self._wandb, self._records = console, path, wandb, records
         self.shown: Collection[str] = ()
         """An objective's metrics that the console shows, and those of its evaluation."""
+        self.sources: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = []
+        """Each is given a record on every rank, and adds to it; the console shows what has no "/" in its name."""
         self.wandb_id = wandb_id
         """Id of the wandb run, for the checkpoint; None without one."""
 
@@ -100,13 +102,15 @@ class Metrics:
         """Log one step; ``step`` is required, docs/runs.md has the other keys. The file adds ``time``."""
         # Tensors and numpy scalars as Python's own numbers.
         record = {key: value.item() if hasattr(value, "item") else value for key, value in record.items()}
+        added = {key: value for source in self.sources for key, value in source(record).items()}
+        record, shown = {**record, **added}, [key for key in added if "/" not in key]
         if self._records is not None:
             self._records.append(record)
         if self._path is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             _append(self._path, [{**record, "time": now}])  # first: this file must be complete
         if self._console is not None:
-            self._console.log(record, also=self.shown)
+            self._console.log(record, also=[*shown, *self.shown])
         if self._wandb is not None:
             self._wandb.log(record)
 

@@ -23,7 +23,7 @@ def questions(name: str) -> list[str]:
 
 def test_the_script_makes_these_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "tools" / "make_demo.py"), "--out", str(tmp_path)], check=True)
-    for name in (*FILES, "tokenizer/chat_template.jinja"):
+    for name in (*FILES, "digits.jsonl", "tokenizer/chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 

@@ -40,8 +40,9 @@ def shard_batch(
     Returns:
         The keyword arguments of the model's ``loss_sum``: ``input_ids``, ``labels`` and ``position_ids`` ``[B, s]``
         int64; ``index`` ``[N]``, flat indices of the labels that are targets; of a mix, ``groups`` ``[N]``, each
-        target's source, and ``num_groups``; of preferences, ``documents`` ``[N]``, each target's document, and
-        ``num_documents``; and what the attention kernel needs (`attention_inputs`).
+        target's source, and ``num_groups``; all that the batch has ``per_target``, ``[N]`` by name, which of
+        preferences is ``documents``, beside ``num_documents``; and what the attention kernel needs
+        (`attention_inputs`).
     """
     chunks = chunks_of(cp_rank, cp=cp, length=batch.input_ids.shape[1], method=path.method)
     labels = take_chunks(batch.labels, chunks)
@@ -57,8 +58,9 @@ def shard_batch(
     if batch.sources is not None:
         local["groups"] = batch.sources[index // labels.shape[1]]
         mix["num_groups"] = len(batch.tokens_by_source)
-    if batch.documents is not None:
-        local["documents"] = take_chunks(batch.documents, chunks).flatten()[index]
+    for name, values in batch.per_target.items():
+        local[name] = take_chunks(values, chunks).flatten()[index]
+    if "documents" in batch.per_target:
         mix["num_documents"] = batch.num_documents
     attention = attention_inputs(batch.position_ids, config, path=path, cp_rank=cp_rank, cp=cp, device=device)
     return {**{name: to_device(tensor, device) for name, tensor in local.items()}, **mix, **attention}

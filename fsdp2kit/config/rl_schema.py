@@ -1,0 +1,153 @@
+"""The TOML's sections of reinforcement learning: how rollouts are made, rewarded and learnt from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+)
+
+from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.section import Section, TrainingDType, absolute_path
+from fsdp2kit.errors import UserError
+
+
+def _absolute_function(value: Any, info: ValidationInfo) -> Any:
+    """``path.py:function`` with its path made absolute; ``module:function`` as it is."""
+    path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not path.endswith(".py"):
+        return value
+    file = str(absolute_path(type(value)(path), info))
+    if info.context and not Path(file).is_file():
+        raise ValueError(f"{file}: no such file")
+    return f"{file}{colon}{name}"
+
+
+FunctionPath = Annotated[str, Field(pattern=r"^[^:].*:\w+$"), BeforeValidator(_absolute_function)]
+"""``module:function`` or ``path.py:function``, the path relative to the TOML that it is written in."""
+
+
+class PromptDataConfig(DataConfig):
+    """The prompts. Columns that are not read here are handed to the reward functions."""
+
+    format: Literal["prompts"] = "prompts"
+    """Rows with `messages`, of which a last answer of the assistant is left out, or with a `prompt`: a text (a user's
+    message where the tokenizer has a chat template) or a list of messages."""
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Most tokens of a prompt and its response, and of a row of the batch, which holds several of them."""
+    overlong: Literal["drop", "error"] = "error"
+    """A prompt that leaves no room for `rollout.max_new_tokens`: stop with an error, or drop it (counted)."""
+    pack: Literal[True] = True
+    """Always: rows hold several rollouts, balanced by tokens."""
+    sources: Annotated[list[Any], Field(max_length=0)] = []
+    """Not supported: give one file."""
+    streaming: Literal[False] = False
+    """Not supported: prompts are read whole."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["transformers"] = "transformers"
+    """"transformers": a whole copy of the model on every rank, in padded batches with a cache."""
+    n: Annotated[int, Field(ge=2)] = 8
+    """Responses to each prompt, a group. `train.global_batch_size` counts responses."""
+    max_new_tokens: PositiveInt = 256
+    """Most tokens of a response; one that has no end by then is cut there (`grpo.truncated`)."""
+    temperature: PositiveFloat = 1.0
+    """Of the sampling, and of the trained log-probabilities."""
+    dtype: TrainingDType | None = None
+    """Dtype of the engine's copy. Default: `fsdp.param_dtype`."""
+    batch_size: PositiveInt = 64
+    """Responses that a rank generates at once."""
+    updates: PositiveInt = 1
+    """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
+    loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
+    samples_every: NonNegativeInt = 10
+    """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
+
+
+class WeightSyncConfig(Section):
+    """How the trained weights reach the rollout engine."""
+
+    bucket_mib: PositiveInt = 256
+    """Weights are gathered and sent in pieces of this size."""
+
+
+class GRPOConfig(Section):
+    """The policy loss; docs/grpo.md has the formulae."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """Mean over each response's tokens, then over responses ("grpo"); sum ÷ (responses × rollout.max_new_tokens),
+    with advantages that are not divided by the group's deviation ("dr_grpo"); mean over all tokens ("dapo")."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Ratios below 1 − this have no gradient where the advantage is negative."""
+    clip_high: PositiveFloat = 0.2
+    """Ratios above 1 + this have no gradient where the advantage is positive. DAPO's paper has 0.28."""
+    importance_cap: NonNegativeFloat = 2.0
+    """Tokens are weighted by trainer's ÷ engine's probability, at most this; 0: they are not. Only with
+    `rollout.updates = 1`: otherwise the ratio itself is that to the engine."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the KL divergence (k3) from the model that training started from; 0: no reference is kept."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Responses without an end: learn from them as from others, or give them no weight in the loss. Their rewards
+    count for their group either way."""
+    gap_warning: PositiveFloat = 0.1
+    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over a step."""
+
+
+class RewardConfig(Section):
+    """A reward function; docs/grpo.md says what it is given."""
+
+    function: FunctionPath
+    """`module:function`, or `path.py:function` with a path relative to this TOML."""
+    name: str | None = None
+    """Name in the metrics. Default: the function's."""
+    weight: float = 1.0
+    """Rewards are summed with these weights."""
+    timeout_seconds: PositiveFloat = 60.0
+    """How long a call, for some of a step's responses, may take before the run stops."""
+
+    @property
+    def label(self) -> str:
+        """`name`, or its default."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RLConfig(TrainingConfig):
+    """The sections of a recipe that learns from rewards."""
+
+    data: PromptDataConfig = PromptDataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    grpo: GRPOConfig = GRPOConfig()
+    reward: Annotated[list[RewardConfig], Field(min_length=1)]
+
+
+def check_rollouts(config: RLConfig) -> None:
+    """Check the sizes of rollouts against ``[train]`` and ``[data]``.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    rollout, size, seq_len = config.rollout, config.train.global_batch_size, config.data.seq_len
+    groups, rest = divmod(size, rollout.n)
+    if rest:
+        what = f"{size} responses are not whole groups of rollout.n = {rollout.n}"
+        todo = f"use {max(1, groups) * rollout.n} or {(groups + 1) * rollout.n}, or another rollout.n"
+        raise UserError("train.global_batch_size", what, todo)
+    if rollout.max_new_tokens >= seq_len:
+        what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
+        raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    if config.eval.every or config.train.steps == 0:
+        where = "eval.every" if config.eval.every else "train.steps = 0"
+        raise UserError(where, f"recipe {config.recipe!r} has no evaluation", "leave [eval] out, and train")

@@ -1,0 +1,147 @@
+"""The policy loss of GRPO, Dr. GRPO and DAPO: advantages within groups, and a clipped loss of sampled tokens.
+
+Every normalisation is a weight of each token, computed once for all rollouts of a step, so that the loss is a weighted
+sum over tokens, whatever the packing, the micro-batches and the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig, RolloutConfig
+from fsdp2kit.distributed import reduce_numbers
+from fsdp2kit.objectives.reference import Reference, build_reference
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan
+
+_EPSILON = 1e-4  # added to a group's standard deviation, as in TRL
+
+
+def group_advantages(section: GRPOConfig, rewards: np.ndarray) -> np.ndarray:
+    """How much better each response was than the mean of its group: float64 ``[groups, n]``.
+
+    Divided by the group's standard deviation (that of a sample) + 1e-4, but not for "dr_grpo". Exactly 0 in a group
+    whose rewards are all the same.
+
+    Args:
+        rewards: ``[groups, n]``.
+    """
+    rewards = rewards.astype(np.float64)
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    if section.loss != "dr_grpo":
+        advantages /= rewards.std(axis=1, ddof=1, keepdims=True) + _EPSILON
+    return np.where(has_signal(rewards)[:, None], advantages, 0.0)
+
+
+def has_signal(rewards: np.ndarray) -> np.ndarray:
+    """Whether the rewards ``[groups, n]`` of each group differ: bool ``[groups]``."""
+    return rewards.max(axis=1) > rewards.min(axis=1)
+
+
+def response_weights(
+    section: GRPOConfig, lengths: Sequence[int], *, counts: Sequence[bool], max_new_tokens: int
+) -> np.ndarray:
+    """The weight of each response's tokens in a loss that is summed over all tokens and divided by their number.
+
+    Args:
+        lengths: tokens of all responses of the step.
+        counts: whether each takes part; those that do not have weight 0 (and are still counted among the responses).
+
+    Returns:
+        float64 ``[responses]``.
+    """
+    size = np.asarray(lengths, dtype=np.float64)
+    kept, responses = np.asarray(counts, dtype=np.float64), len(size)
+    if section.loss == "grpo":
+        share = 1 / (responses * size)
+    elif section.loss == "dr_grpo":
+        share = np.full(responses, 1 / (responses * max_new_tokens))
+    else:
+        share = np.full(responses, 1 / max(1.0, (size * kept).sum()))
+    return share * kept * size.sum()
+
+
+def build_policy_loss(config: RLConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> PolicyLoss:
+    """The policy loss of ``[grpo]``, with a reference where it has a KL term. Collective.
+
+    Args:
+        model: the model that is trained, made parallel by ``plan``.
+    """
+    reference = build_reference(config, model, plan=plan, mesh=mesh) if config.grpo.kl else None
+    return PolicyLoss(config.grpo, config.rollout, reference=reference)
+
+
+class PolicyLoss:
+    """The objective of a step on rollouts; see docs/recipes.md for what an objective is.
+
+    A micro-batch has of each target ``advantages``, ``weights`` (`response_weights`) and ``engine_log_probs``, float32
+    ``[N]``. Metrics are means over all tokens of responses: ``entropy``, ``clip_fraction``, ``log_prob_gap`` (mean
+    absolute difference of trainer's and engine's log-probability) and, with a reference, ``kl``.
+
+    Args:
+        reference: the frozen model that the KL term compares with; None: there is no such term.
+    """
+
+    def __init__(self, section: GRPOConfig, rollout: RolloutConfig, *, reference: Reference | None = None) -> None:
+        self._section, self._rollout, self._reference = section, rollout, reference
+        self._largest_gap: Tensor | None = None
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None, dict[str, Tensor]]:
+        advantages, weights, engine = (inputs.pop(name) for name in ("advantages", "weights", "engine_log_probs"))
+        inputs["temperature"] = self._rollout.temperature
+        # First, since no other forward may come between the trained model's and its backward.
+        anchor = None if self._reference is None else self._reference.token_log_probs(**inputs)[0]
+        log_probs, entropies = model.token_log_probs(**inputs)
+        current = log_probs.detach()
+        # A single update is made on policy: its ratio is 1, and only its gradient matters.
+        before = current if self._rollout.updates == 1 else engine
+        losses, clipped = clipped_losses(self._section, log_probs, before, advantages)
+        if self._rollout.updates == 1 and self._section.importance_cap:
+            losses = losses * (current - engine).exp().clamp(max=self._section.importance_cap)
+        metrics = {"entropy": entropies.sum(), "clip_fraction": clipped.sum()}
+        if anchor is not None:
+            kl = k3(log_probs, anchor)
+            losses = losses + self._section.kl * kl
+            metrics["kl"] = kl.detach().sum()
+        gaps = (current - engine).abs()
+        metrics["log_prob_gap"] = gaps.sum()
+        largest = torch.cat([gaps, gaps.new_zeros(1)]).max()  # a micro-batch may have no target
+        self._largest_gap = largest if self._largest_gap is None else torch.maximum(self._largest_gap, largest)
+        return (losses * weights).sum(), None, metrics
+
+    def describe(self) -> list[str]:
+        """What it compares with, a line for the start of a run."""
+        return [] if self._reference is None else [f"reference: {self._reference.describe()}"]
+
+    def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """For a step's record: ``log_prob_gap_max`` over all ranks since the last call. Collective."""
+        mine = 0.0 if self._largest_gap is None else self._largest_gap.item()
+        self._largest_gap = None
+        return {"log_prob_gap_max": reduce_numbers([mine], dist.ReduceOp.MAX)[0]}
+
+
+def clipped_losses(
+    section: GRPOConfig, log_probs: Tensor, before: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """−min(ratio · A, clip(ratio) · A) of each token, and whether it is clipped; float32 and bool ``[N]``.
+
+    Args:
+        log_probs: ``[N]``, under the policy that is trained.
+        before: ``[N]``, under the one that the ratio is relative to.
+    """
+    ratio = (log_probs - before).exp()
+    low, high = 1 - section.clip_low, 1 + section.clip_high
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+
+
+def k3(log_probs: Tensor, anchor: Tensor) -> Tensor:
+    """Each token's estimate of the KL to the anchor, unbiased, never negative: r − log r − 1, r = anchor ÷ policy."""
+    difference = anchor - log_probs
+    return difference.exp() - difference - 1

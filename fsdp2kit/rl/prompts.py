@@ -1,0 +1,133 @@
+"""The prompts of ``[data]``, and in which order they are asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.console import counted
+from fsdp2kit.data.formats import Prompt, encode_prompts, row_format
+from fsdp2kit.data.loader import permutation
+from fsdp2kit.data.row_sets import source_of_set
+from fsdp2kit.data.rows import RowReader
+from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import turn_ends
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """All prompts, which every rank has, in an order that neither the mesh nor the number of steps changes."""
+
+    prompts: Sequence[Prompt]
+    fingerprint: str
+    """Digest of the rows and of their tokens."""
+    per_round: int
+    """Prompts in a batch of rollouts."""
+    updates: int
+    """Steps on each."""
+    seed: int
+    shuffle: bool
+    total_steps: int
+    """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
+    endings: frozenset[int]
+    """The tokens that a turn of the model ends in."""
+    dropped: int = 0
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which every prompt is asked once."""
+        return len(self.prompts) / self.per_round * self.updates
+
+    def of_round(self, number: int) -> list[int]:
+        """Indices of the prompts of a batch of rollouts; it may reach from one pass over them into the next."""
+        found, count = [], len(self.prompts)
+        for position in range(number * self.per_round, (number + 1) * self.per_round):
+            epoch, at = divmod(position, count)
+            found.append(int(permutation(count, self.seed, 1 + epoch)[at]) if self.shuffle else at)
+        return found
+
+    def describe(self) -> list[str]:
+        """What the user should know of them before training, a line each."""
+        lengths = sorted(len(prompt.ids) for prompt in self.prompts)
+        dropped = f"; {counted(self.dropped, 'prompt')} dropped: too long" if self.dropped else ""
+        return [
+            f"data: {counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
+            f"{lengths[len(lengths) // 2]}{dropped}",
+            f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
+        ]
+
+
+def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """Read the prompts. Collective.
+
+    Raises:
+        UserError: a row is malformed, or too long under ``overlong = "error"``.
+    """
+    with agreement():
+        return _read(config, tokenizer)
+
+
+def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    section, rollout, train = config.data, config.rollout, config.train
+    per_step, room = train.global_batch_size // rollout.n, section.seq_len - rollout.max_new_tokens
+    if section.path is None:
+        raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
+    rows = list(RowReader(source_of_set(section, "data.path"), download=True))
+    prompts = encode_prompts(rows, row_format(section), tokenizer)
+    short = [prompt for prompt in prompts if len(prompt.ids) <= room]
+    if len(short) < len(prompts) and (section.overlong == "error" or not short):
+        at, long = next((at, prompt) for at, prompt in enumerate(prompts) if len(prompt.ids) > room)
+        what = f"the prompt has {len(long.ids)} tokens, and data.seq_len − rollout.max_new_tokens leaves {room}"
+        todo = 'use a larger data.seq_len, or set data.overlong = "drop"'
+        raise UserError(rows[at].where, f"{what} ({len(prompts) - len(short)} such rows of {len(prompts)})", todo)
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in short:
+        digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
+    per_round = per_step * rollout.updates
+    steps = train.steps
+    if steps is None:
+        steps = math.ceil((train.epochs or 0) * len(short) / per_step)
+    return Prompts(
+        short,
+        digest.hexdigest(),
+        per_round,
+        rollout.updates,
+        config.run.seed,
+        section.shuffle,
+        steps,
+        frozenset(turn_ends(tokenizer)),
+        len(prompts) - len(short),
+    )
+
+
+def arguments_of(
+    prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]], truncated: Sequence[bool]
+) -> dict[str, list[Any]]:
+    """What reward functions are called with, by keyword: one item for each response in every list.
+
+    Args:
+        prompts: the prompt of each response.
+        texts: the responses.
+        ids: their tokens.
+    """
+    as_messages = [not isinstance(prompt.messages, str) for prompt in prompts]
+    answers = [
+        [{"role": "assistant", "content": text}] if chats else text
+        for chats, text in zip(as_messages, texts, strict=True)
+    ]
+    columns = {name: None for prompt in prompts for name in prompt.row if name != "prompt"}
+    return {
+        **{name: [prompt.row.get(name) for prompt in prompts] for name in columns},
+        "prompts": [prompt.messages for prompt in prompts],
+        "completions": answers,
+        "completion_ids": list(ids),
+        "truncated": list(truncated),
+    }

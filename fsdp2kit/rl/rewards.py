@@ -1,0 +1,152 @@
+"""The user's reward functions, each in a process of its own, so that one that hangs can be ended.
+
+A function is called as TRL calls its own: by keywords, with a list of each thing, and returns a number for each
+response (None: it does not apply, and counts 0)::
+
+    def reward(prompts, completions, completion_ids, truncated, **columns): ...
+
+A prompt is a list of messages and a completion the assistant's message in a list, so that ``prompt + completion`` is
+the whole conversation; both are texts where the tokenizer has no chat template. ``columns`` holds the rows' own.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
+
+_WORKER = Path(__file__).with_name("reward_worker.py")
+_IMPORT_SECONDS = 120.0
+
+
+class Rewards:
+    """The functions of ``[[reward]]``; a context manager, which ends their processes."""
+
+    def __init__(self, sections: Sequence[RewardConfig]) -> None:
+        """Start this rank's processes. Collective.
+
+        Raises:
+            UserError: a function cannot be imported; two have the same name.
+        """
+        self._sections = sections
+        self._workers: list[_Worker] = []
+        with agreement():
+            names = [section.label for section in sections]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
+            self._workers = [_Worker(number, section) for number, section in enumerate(sections)]
+            try:
+                for worker in self._workers:
+                    worker.receive(_IMPORT_SECONDS)
+            except UserError:
+                self.__exit__()
+                raise
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    @property
+    def names(self) -> list[str]:
+        """What the metrics call each function."""
+        return [section.label for section in self._sections]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Each function's weight in the sum, float64."""
+        return np.array([section.weight for section in self._sections])
+
+    def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
+        """Each response's reward by each function, float64 ``[responses, functions]``; all of them work at once.
+
+        Args:
+            arguments: by keyword, a list of one item for each response.
+
+        Raises:
+            UserError: a function raised, did not answer in time, ended its process, or returned another number of
+                rewards or one that is not finite.
+        """
+        count = len(arguments["completions"])
+        if not count:
+            return np.zeros((0, len(self._workers)))
+        for worker in self._workers:
+            worker.send(arguments)
+        columns = [worker.rewards(count) for worker in self._workers]
+        return np.stack(columns, axis=1)
+
+
+class _Worker:
+    """The process of one function."""
+
+    def __init__(self, number: int, section: RewardConfig) -> None:
+        self._section, self._where = section, f"reward.{number}.function: {section.function}"
+        self._connection, theirs = multiprocessing.Pipe()
+        handle = theirs.fileno()
+        # Not by multiprocessing, whose children import the trainer's own modules, torch among them. In a session of
+        # its own, Ctrl-C in the terminal is not for it: the trainer finishes its step.
+        command = [sys.executable, str(_WORKER), str(handle), section.function]
+        self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+
+    def send(self, request: Any) -> None:
+        with self._lost_is_an_error():
+            self._connection.send(request)
+
+    def receive(self, seconds: float) -> Any:
+        """The next message.
+
+        Raises:
+            UserError: it is an error, or none comes in time.
+        """
+        with self._lost_is_an_error():
+            if not self._connection.poll(seconds):
+                self.end()
+                todo = "mend it, or give it more time: reward.timeout_seconds"
+                raise UserError(self._where, f"did not answer within {seconds:g} s", todo)
+            is_good, value = self._connection.recv()
+        if not is_good:
+            raise UserError(self._where, value, "mend the function")
+        return value
+
+    def rewards(self, count: int) -> np.ndarray:
+        """The answer to a request with ``count`` responses."""
+        values = self.receive(self._section.timeout_seconds)
+        if len(values) != count:
+            what = f"returned {len(values)} rewards for {count} responses"
+            raise UserError(self._where, what, "return one for each completion")
+        for number, value in enumerate(values, start=1):
+            if value is not None and not math.isfinite(value):
+                what = f"returned {value} for response {number} of {count}"
+                raise UserError(self._where, what, "return finite numbers, or None where it does not apply")
+        return np.array([value or 0.0 for value in values])
+
+    def end(self) -> None:
+        """End the process, whatever it is doing."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    @contextmanager
+    def _lost_is_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+            self.end()
+            what = f"its process ended with exit code {self._process.returncode}"
+            raise UserError(self._where, what, "the function must return; see what it printed above") from None

@@ -1,0 +1,65 @@
+"""Reinforcement learning of a Hugging Face causal language model from rewards: GRPO, Dr. GRPO, DAPO.
+
+Copy this file, change the line that builds what you want different, and name the copy in your TOML's ``recipe``.
+"""
+
+from __future__ import annotations
+
+from fsdp2kit.checkpoint.run import build_checkpoints
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.console import say
+from fsdp2kit.job import start_job
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.objectives.policy import build_policy_loss
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.rl.prompts import build_prompts
+from fsdp2kit.rl.rollouts import build_rollouts
+from fsdp2kit.train.loop import train
+from fsdp2kit.train.metrics import build_metrics
+
+
+class Config(RLConfig):
+    """Reinforcement learning from rewards."""
+
+
+def main(config: Config) -> None:
+    """Train as ``config`` says; every rank calls this."""
+    with start_job(config) as job:
+        # Nothing is allocated yet. A config that would silently train something else is refused here.
+        tokenizer = build_tokenizer(config.model)
+        model = build_model(config.model, lora=config.lora)
+        plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        prompts = build_prompts(config, tokenizer=tokenizer)
+        job.open_run_dir(dtypes=plan.ledger)
+        say(*plan.describe(), *prompts.describe())
+
+        # The sharded model with its weights, and where the loss compares with it, the model as the run began.
+        parallelize_model(model, plan, mesh=job.mesh)
+        optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
+        checkpoints = build_checkpoints(config, model, optimizer, job=job, data=prompts, tokenizer=tokenizer)
+        progress = checkpoints.start()
+        objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
+        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
+        # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
+        built = {"objective": objective, "job": job, "metrics": metrics, "progress": progress}
+        rollouts = build_rollouts(config, model, prompts, tokenizer=tokenizer, **built)
+        say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
+        steps = prompts.total_steps
+        schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
+        train(
+            model,
+            optimizer,
+            schedule,
+            rollouts,
+            objective=objective,
+            config=config,
+            plan=plan,
+            mesh=job.mesh,
+            metrics=metrics,
+            total_steps=steps,
+            progress=progress,
+            checkpoints=checkpoints,
+        )

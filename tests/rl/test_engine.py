@@ -1,0 +1,144 @@
+"""The embedded engine against plain transformers, and against the trainer that its weights come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.rl.engine import Request, TransformersEngine, build_engine
+from fsdp2kit.rl.rollouts import pack
+from fsdp2kit.rl.weight_sync import sync_weights
+from tests.parallel.jobs import Case, build
+from tests.reference import DEMO, tiny_model
+from tests.rl.made_up import make_rollouts, plain_log_probs
+from tests.workers import WorkerPool
+
+STOPS = (3, 9, 20, 41, 66, 77, 90, 103)
+
+
+def engine_of(model: Any, **options: Any) -> TransformersEngine:
+    section = RLConfig.model_validate({"recipe": "x", "reward": [{"function": "a:b"}], "rollout": options}).rollout
+    engine = TransformersEngine(section, model.eval(), stops=STOPS, pad_id=0)
+    engine.version = 1
+    return engine
+
+
+def requests(*lengths: int, seed: int = 0) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Request(torch.randint(128, (length,), generator=generator).tolist(), (seed, at))
+        for at, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "gemma3", "qwen3_moe"])
+def test_log_probs_of_padded_batches_are_those_of_single_rows(kind: str) -> None:
+    model: Any = tiny_model(kind)
+    engine = engine_of(model, batch_size=3)
+    asked = requests(3, 20, 1, 7, 12, 5)
+    found = engine.generate(asked, max_new_tokens=16, temperature=0.7)
+    assert {response.is_whole for response in found} == {True, False}
+    for request, response in zip(asked, found, strict=True):
+        assert (response.ids[-1] in STOPS) == response.is_whole
+        assert not set(response.ids[:-1]) & set(STOPS)
+        assert response.is_whole or len(response.ids) == 16
+        expected, _ = plain_log_probs(model, list(request.ids), response.ids)
+        torch.testing.assert_close(torch.tensor(response.log_probs), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_seed_decides_whatever_the_batch() -> None:
+    model = tiny_model("smollm2")
+    asked = requests(3, 20, 1, 7)
+    whole = engine_of(model).generate(asked, max_new_tokens=16, temperature=1.0)
+    alone = [engine_of(model).generate([one], max_new_tokens=16, temperature=1.0)[0] for one in asked]
+    assert [one.ids for one in whole] == [one.ids for one in alone]
+    other = engine_of(model).generate(requests(3, 20, 1, 7, seed=1), max_new_tokens=16, temperature=1.0)
+    assert [one.ids for one in whole] != [one.ids for one in other]
+
+
+def test_tokens_are_drawn_from_the_models_distribution() -> None:
+    model: Any = tiny_model("smollm2")
+    prompt = requests(5)[0].ids
+    found = engine_of(model, batch_size=4000).generate(
+        [Request(prompt, (at,)) for at in range(4000)], max_new_tokens=1, temperature=0.25
+    )
+    with torch.no_grad():
+        exact = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].double() / 0.25, dim=-1)
+    counts = torch.bincount(torch.tensor([one.ids[0] for one in found]), minlength=128).double()
+    common = exact > 5 / 4000
+    assert common.sum() > 5
+    chi = ((counts - 4000 * exact) ** 2 / (4000 * exact))[common].sum()
+    assert chi < 2 * common.sum(), "about its degrees of freedom"
+
+
+def _trainer_and_engine(folder: Path, case: Case) -> float:
+    """The largest difference between the log-probabilities of a rollout and the trainer's, after weights changed."""
+    rows = {"recipe": "x", "reward": [{"function": "a:b"}]}
+    config = RLConfig.model_validate(
+        {
+            **case.config(folder, steps=1, rows=2).model_dump(exclude={"data", "recipe"}),
+            "data": {"seq_len": 64},
+            **rows,
+            "model": {"path": str(folder / case.kind), "tokenizer": str(DEMO / "tokenizer"), "attention": "sdpa"},
+        }
+    )
+    sharded = build(config)
+    model, mesh = sharded.model, sharded.mesh
+    engine = build_engine(config, model, tokenizer=build_tokenizer(config.model), device=mesh.device)
+    with pytest.raises(RunFailure, match="no weights"):
+        engine.require(0)
+    largest = 0.0
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+        sync_weights(model, engine, version=version, dtype=engine.dtype, bucket_mib=1)
+        engine.require(version)
+        prompts, _ = make_rollouts(tiny_model(case.kind))
+        asked = [Request(prompt, (version, at)) for at, prompt in enumerate(prompts)]
+        found = engine.generate(asked, max_new_tokens=20, temperature=0.8)
+        documents = [
+            (torch.tensor([*one, *two.ids]).numpy(), (torch.arange(len(one) + len(two.ids)) >= len(one)).numpy())
+            for one, two in zip(prompts, found, strict=True)
+        ]
+        values = {"engine": [torch.tensor(response.log_probs).numpy() for response in found]}
+        sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
+        for batch in pack(documents, values, seq_len=64, micro_batch_size=1, pad_id=0, **sizes):
+            inputs = sharded.inputs(batch)
+            expected = inputs.pop("engine")
+            log_probs, _ = model.token_log_probs(**inputs, temperature=0.8)
+            (log_probs.sum() * 0).backward()
+            if len(expected):
+                largest = max(largest, (log_probs - expected).abs().max().item())
+        model.zero_grad()
+        engine.sleep()
+        engine.wake()
+    return largest
+
+
+@pytest.mark.parametrize(
+    "case", [Case("smollm2", 2, 1), Case("llama3", 1, 2), Case("qwen3_moe", 2, 1), Case("gemma3", 1, 2)], ids=str
+)
+def test_trainer_and_engine_agree(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
+    tiny_model(case.kind).save_pretrained(tmp_path / case.kind)
+    assert max(pool.run(case.world, _trainer_and_engine, tmp_path, case)) < 1e-5
+
+
+def test_weights_that_did_not_all_come_are_not_served() -> None:
+    engine = TransformersEngine(
+        RLConfig.model_validate({"recipe": "x", "reward": [{"function": "a:b"}]}).rollout,
+        tiny_model("smollm2").eval(),
+        stops=(),
+        pad_id=None,
+    )
+    engine.begin_update(3)
+    with pytest.raises(RunFailure, match=r"did not get model\.embed_tokens\.weight"):
+        engine.finish_update(3)
+    with pytest.raises(RunFailure, match="broke off"):
+        engine.require(3)

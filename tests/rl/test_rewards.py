@@ -1,0 +1,118 @@
+"""Reward functions in their processes: what they are given, and what becomes of each fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp2kit.config.rl_schema import RewardConfig
+from fsdp2kit.data.formats import Prompt
+from fsdp2kit.errors import UserError
+from fsdp2kit.rl.prompts import arguments_of
+from fsdp2kit.rl.rewards import Rewards
+
+FUNCTIONS = '''
+import json, os, sys, time
+
+def whole(prompts, completions, truncated, target, **columns):
+    """Everything that is given is used."""
+    print("a print is no answer")
+    found = []
+    for prompt, completion, cut, wanted in zip(prompts, completions, truncated, target):
+        conversation = prompt + completion
+        assert [one["role"] for one in conversation] == ["system", "user", "assistant"]
+        found.append(float(conversation[-1]["content"] == wanted) - cut)
+    return found
+
+def lengths(completion_ids, **_):
+    return [len(ids) or None for ids in completion_ids]
+
+def raises(completions, **_):
+    return [1 / 0 for _ in completions]
+
+def hangs(**_):
+    time.sleep(60)
+
+def is_nan(completions, **_):
+    return [0.0] * (len(completions) - 1) + [float("nan")]
+
+def too_few(completions, **_):
+    return [0.0]
+
+def ends(**_):
+    os._exit(3)
+
+def leaves(**_):
+    sys.exit("enough")
+
+def words(completions, **_):
+    return ["good"] * len(completions)
+'''
+
+
+def arguments() -> dict[str, list[Any]]:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say a"}]
+    prompts = [Prompt({"messages": messages, "target": "a"}, messages, [1, 2])] * 3
+    return arguments_of(prompts, ["a", "b", "a"], [[5], [6, 7], []], [False, False, True])
+
+
+@contextmanager
+def functions(folder: Path, *names: str, **options: Any) -> Iterator[Rewards]:
+    path = folder / "mine.py"
+    path.write_text(FUNCTIONS)
+    with Rewards([RewardConfig(function=f"{path}:{name}", **options) for name in names]) as rewards:
+        yield rewards
+
+
+def test_several_functions_see_conversations_and_columns(tmp_path: Path) -> None:
+    with functions(tmp_path, "whole", "lengths", weight=0.5) as rewards:
+        assert rewards.names == ["whole", "lengths"]
+        for _ in range(2):
+            np.testing.assert_array_equal(rewards(arguments()), [[1, 1], [0, 2], [0, 0]])
+    assert rewards._workers[0]._process.returncode is not None, "its process ends with the block"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"ZeroDivisionError: division by zero \(.*mine\.py:18\); mend"),
+        ("hangs", r"did not answer within 0\.5 s; mend it, or give it more time"),
+        ("is_nan", r"returned nan for response 3 of 3; return finite"),
+        ("too_few", r"returned 1 rewards for 3 responses; return one"),
+        ("ends", r"its process ended with exit code 3; "),
+        ("leaves", r"SystemExit: enough"),
+        ("words", r"ValueError: could not convert string to float: 'good'"),
+    ],
+)
+def test_a_fault_is_one_line(name: str, message: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with functions(tmp_path, name, timeout_seconds=0.5 if name == "hangs" else 30.0) as rewards:
+        with pytest.raises(UserError, match=rf"^reward\.0\.function: .*mine\.py:{name}: .*{message}") as error:
+            rewards(arguments())
+        assert "\n" not in str(error.value)
+    assert time.monotonic() - started < 20
+
+
+def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:
+    for name, message in (("absent", "AttributeError"), ("whole", "SyntaxError")):
+        path = tmp_path / f"{name}.py"
+        path.write_text("x = 1\n" if name == "absent" else "def whole(:\n")
+        with pytest.raises(UserError, match=rf"reward\.0\.function: .*{message}.*; mend the function"):
+            Rewards([RewardConfig(function=f"{path}:{name}")])
+    with pytest.raises(UserError, match="ModuleNotFoundError: No module named 'no_such'"):
+        Rewards([RewardConfig(function="no_such.module:f")])
+    with pytest.raises(UserError, match="two are named 'same'"):
+        Rewards([RewardConfig(function=f"math:{name}", name="same") for name in ("sqrt", "sin")])
+
+
+def test_a_module_on_the_path(tmp_path: Path) -> None:
+    with Rewards([RewardConfig(function="statistics:fmean")]) as rewards:
+        with pytest.raises(UserError, match=r"TypeError: fmean\(\) got an unexpected keyword argument"):
+            rewards(arguments())
+        assert rewards({"completions": []}).shape == (0, 1)
