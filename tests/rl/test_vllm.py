@@ -327,6 +327,7 @@ def break_off_an_update(url: str, model: Path) -> None:
     broken.load_weights(
         bucket(**{name: torch.randn_like(one) for name, one in tensors.items() if name.endswith("q_proj.weight")})
     )
+    broken._client.close()
 
 
 def export(folder: Path, step: int) -> Path:
