@@ -92,7 +92,11 @@ class VLLMEngine(Engine):
         if self._is_main:
             self._ask("POST", "/pause")  # what another trainer's requests had begun is over
             self._update("init_weight_transfer_engine", init_info={})
-            self._update("start_weight_update")
+            try:
+                self._update("start_weight_update")
+            except RunFailure:  # an update that broke off is open still: what came of it is closed and overwritten
+                self._update("finish_weight_update", weight_version=self._label(None))
+                self._update("start_weight_update")
 
     def load_weights(self, bucket: Bucket) -> None:
         if self._is_main:

@@ -52,13 +52,8 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to prepare."""
 
-    _is_open = False
-
     def start_weight_update(self) -> None:
         """All weights follow, layer by layer."""
-        if self._is_open:  # or what came of a layer before the last update broke off would be counted again
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._is_open = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -72,7 +67,6 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """All weights have come."""
-        self._is_open = False
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
             # A tied head shares the embedding's weight, but on a CPU it computes with a packed copy, now an old one.
