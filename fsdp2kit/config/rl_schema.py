@@ -57,8 +57,11 @@ class PromptDataConfig(DataConfig):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["transformers"] = "transformers"
-    """"transformers": a whole copy of the model on every rank, in padded batches with a cache."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """"transformers": a whole copy of the model on every rank, in padded batches with a cache. "vllm": a server of
+    vLLM on this host, started with the same model and tokenizer; docs/grpo.md has the command."""
+    url: str = "http://127.0.0.1:8000"
+    """engine = "vllm" only: where the server listens."""
     n: Annotated[int, Field(ge=2)] = 8
     """Responses to each prompt, a group. `train.global_batch_size` counts responses."""
     max_new_tokens: PositiveInt = 256
@@ -66,9 +69,9 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Of the sampling, and of the trained log-probabilities."""
     dtype: TrainingDType | None = None
-    """Dtype of the engine's copy. Default: `fsdp.param_dtype`."""
+    """Dtype of the engine's copy; a server has to be started with the same. Default: `fsdp.param_dtype`."""
     batch_size: PositiveInt = 64
-    """Responses that a rank generates at once."""
+    """Responses that a rank generates, or asks a server for, at once."""
     updates: PositiveInt = 1
     """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""

@@ -60,6 +60,8 @@ class VersionedWeights:
 
     An engine that loses its weights (a server that restarts, sleep without a copy) sets it to None.
     """
+    takes_parts: bool = True
+    """Whether an update may leave out what training does not change."""
     _coming: int | None = None
 
     def begin_update(self, version: int) -> None:

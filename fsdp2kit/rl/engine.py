@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from fsdp2kit.config.rl_schema import RLConfig, RolloutConfig
-from fsdp2kit.distributed import agreement
+from fsdp2kit.distributed import agreement, gather_objects, rank
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import build_model, materialize, source_of
@@ -74,18 +75,25 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
         model: the model that is trained; the engine's has the same config, and no adapters.
         device: where an embedded engine keeps its weights.
     """
-    plain = config.model.model_copy(update={"adapter": None, "freeze": []})
-    copy = build_model(plain).eval().requires_grad_(False)
+    source = source_of(model)
+    found, _ = generation_config(
+        source.config, tokenizer=tokenizer, source=source.directory, stops=turn_ends(tokenizer)
+    )
+    ends = [] if found.eos_token_id is None else found.eos_token_id
+    stops = [ends] if isinstance(ends, int) else list(ends)
     dtype = getattr(torch, config.rollout.dtype or config.fsdp.param_dtype)
+    if config.rollout.engine == "vllm":
+        from fsdp2kit.rl.vllm_engine import VLLMEngine
+
+        run = gather_objects(secrets.token_hex(4))[0]
+        with agreement():
+            return VLLMEngine(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
+    copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []})).eval().requires_grad_(False)
     with agreement():
         for parameter in copy.parameters():
             parameter.data = parameter.data.to(dtype)
         materialize(copy, device=device)  # buffers keep their values and dtypes
-        source, stops = source_of(model), turn_ends(tokenizer)
-        found, _ = generation_config(source.config, tokenizer=tokenizer, source=source.directory, stops=stops)
-        ends = found.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        return TransformersEngine(config.rollout, copy, stops=ends, pad_id=tokenizer.pad_token_id)
+        return TransformersEngine(config.rollout, copy, stops=stops, pad_id=tokenizer.pad_token_id)
 
 
 class TransformersEngine(Engine):

@@ -59,7 +59,7 @@ def sync_weights(
     """
     check_awake(model)
     reshard_all(model)
-    everything = None in gather_objects(engine.version)
+    everything = not engine.takes_parts or None in gather_objects(engine.version)
     with agreement():
         groups = [group for group in _plan(model, dtype) if everything or group.changes]
         shards = _Shards.of(weight.tensor for weight in _weights_of(groups))

@@ -1,0 +1,348 @@
+"""vLLM as the engine: the client against a server that fails in every way, and a real server where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.rl import vllm_engine
+from fsdp2kit.rl.bucket import Bucket, Entry
+from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.vllm_engine import VLLMEngine
+from fsdp2kit.run import load
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers as vLLM's routes do, keeps what it was sent, and fails where a test tells it to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.calls: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = "default"
+        self.paused = False
+        self.faults: dict[str, Callable[[], int]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.calls.append(route)
+        if route in self.faults and (status := self.faults[route]()) != 200:
+            return status, {"error": "as asked"}
+        if route == "v1/models":
+            return 200, {"data": [{"id": "policy"}]}
+        if route == "weight_info":
+            return 200, {"weight_version": self.version}
+        if route == "update_weights":
+            self.weights |= load_file(body["update_info"]["path"])
+        if route == "finish_weight_update":
+            self.version = body["weight_version"]
+        if route in ("pause", "resume"):
+            self.paused = route == "pause"
+        if route == "v1/completions":
+            assert not self.paused
+            ids = [*body["prompt"][:2], body["stop_token_ids"][0]]
+            return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * 3}}]}
+        return 200, {}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        status, found = self.server.answer(self.path.strip("/"), json.loads(body) if body else {})
+        text = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    found = StandIn()
+    thread = threading.Thread(target=found.serve_forever)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def engine_of(url: str, **options: Any) -> VLLMEngine:
+    options = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0, **options}
+    return VLLMEngine(RolloutConfig(engine="vllm", url=url), **options)
+
+
+def bucket(**tensors: torch.Tensor) -> Bucket:
+    entries, offset = [], 0
+    for name, tensor in tensors.items():
+        entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, offset))
+        offset += tensor.nbytes
+    return Bucket(tuple(entries), torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]))
+
+
+WEIGHTS = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
+
+
+def update(engine: VLLMEngine, version: int) -> None:
+    engine.begin_update(version)
+    for name, tensor in WEIGHTS.items():
+        engine.load_weights(bucket(**{name: tensor}))
+    engine.finish_update(version)
+
+
+def test_weights_then_responses(server: StandIn) -> None:
+    engine = engine_of(server.url)
+    update(engine, 3)
+    assert server.weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
+    assert server.version == "a1:3"
+    assert server.calls[1:4] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
+    found = engine.generate([Request([11 + at, 12], (at,)) for at in range(20)], max_new_tokens=4, temperature=1.0)
+    assert [response.ids for response in found] == [[11 + at, 12, 7] for at in range(20)]
+    assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
+
+
+def test_only_one_rank_sends(server: StandIn) -> None:
+    other = engine_of(server.url, is_main=False)
+    update(other, 3)
+    assert (other.version, server.calls) == (3, ["v1/models"])
+
+
+@pytest.mark.parametrize("route", ["pause", "start_weight_update", "update_weights", "finish_weight_update"])
+def test_an_update_that_breaks_off_is_not_served_and_is_sent_again(route: str, server: StandIn) -> None:
+    engine = engine_of(server.url)
+    update(engine, 1)
+    server.faults[route] = lambda: 500
+    with pytest.raises(RunFailure, match=f"{server.url}: /{route} failed with 500: .*as asked"):
+        update(engine, 2)
+    assert engine.version is None
+    with pytest.raises(RunFailure, match="sync the weights"):
+        engine.require(2)
+    server.faults.clear()
+    update(engine, 2)
+    assert (engine.version, server.version, server.paused) == (2, "a1:2", False)
+
+
+def test_a_server_with_other_weights_is_not_asked(server: StandIn) -> None:
+    engine = engine_of(server.url)
+    update(engine, 1)
+    server.version = "default"  # as after a restart
+    with pytest.raises(RunFailure, match=r"no longer those it was sent .version 'default'.: it was restarted"):
+        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
+    assert "v1/completions" not in server.calls
+    update(engine, 1)
+    assert engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
+
+
+def test_weights_that_change_under_way_are_noticed(server: StandIn) -> None:
+    engine = engine_of(server.url)
+    update(engine, 1)
+
+    def restart() -> int:
+        server.version = "b2:9"
+        return 200
+
+    server.faults["v1/completions"] = restart
+    with pytest.raises(RunFailure, match="another trainer uses it"):
+        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
+
+
+def test_a_server_that_hangs(server: StandIn) -> None:
+    engine = engine_of(server.url, timeout=0.2)
+    update(engine, 1)
+    server.faults["v1/completions"] = lambda: time.sleep(1.0) or 200
+    with pytest.raises(RunFailure, match=r"/v1/completions took more than 0\.2 seconds"):
+        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
+
+
+def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_PAUSES", (0.01,))
+    engine = engine_of(server.url)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RunFailure, match=r"does not answer .*; start it"):
+        update(engine, 1)
+    with pytest.raises(RunFailure, match="does not answer"):
+        engine_of("http://127.0.0.1:9")
+
+
+def test_a_server_without_the_routes_of_development(server: StandIn) -> None:
+    engine = engine_of(server.url)
+    server.faults["pause"] = lambda: 404
+    with pytest.raises(RunFailure, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
+        update(engine, 1)
+
+
+# A real server
+
+
+def _path(name: str) -> Path:
+    if name not in os.environ:
+        pytest.skip(f"{name} does not name a path (see docs/colocated.md)")
+    return Path(os.environ[name])
+
+
+@contextmanager
+def vllm_server(python: Path, model: Path, folder: Path, *, dtype: str, port: int) -> Iterator[str]:
+    """A server that knows this repository's plugin, as one that the package is installed beside."""
+    metadata = folder / "fsdp2kit-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2kit\nVersion: 0\n")
+    project = (ROOT / "pyproject.toml").read_text()
+    point = next(line for line in project.splitlines() if line.startswith("fsdp2kit = ") and "vllm_plugin" in line)
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\n" + point.replace('"', "") + "\n")
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype, "--port", port]
+    command += ["--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 16, "--host", "127.0.0.1"]
+    command += ["--weight-transfer-config", '{"backend": "fsdp2kit"}']
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for(url, process, log=folder / "server.log")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _wait_for(url: str, process: subprocess.Popen, *, log: Path) -> None:
+    for _ in range(300):
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(log.read_text()[-2000:])
+
+
+GREEDY = ["The capital of France is", "2 + 2 =", "Water boils at"]
+
+
+def _train_and_ask(toml: str, asked: list[list[int]], out: str) -> None:
+    """Run a recipe; after each sync, rank 0 writes the version and greedy answers of the server."""
+    finish = VLLMEngine.finish_update
+
+    def finish_and_ask(engine: VLLMEngine, version: int) -> None:
+        finish(engine, version)
+        if engine._is_main:
+            found = engine.generate([Request(ids, (0,)) for ids in asked], max_new_tokens=12, temperature=0.0)
+            label = engine._ask("GET", "/weight_info")["weight_version"]
+            with Path(out).open("a") as file:
+                line = {"version": version, "label": label, "answers": [response.ids for response in found]}
+                file.write(json.dumps(line) + "\n")
+
+    VLLMEngine.finish_update = finish_and_ask
+    try:
+        recipe, config = load(toml, [])
+        recipe.main(config)
+    finally:
+        VLLMEngine.finish_update = finish
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_five_cycles_with_a_real_server(dtype: str, bound: float, pool: WorkerPool, tmp_path: Path) -> None:
+    python, model = _path("FSDP2KIT_VLLM_PYTHON"), _path("FSDP2KIT_SMOLLM2")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = [tokenizer(text).input_ids for text in GREEDY]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {at}."}) + "\n" for at in range(8)))
+    (tmp_path / "reward.py").write_text(
+        "def short(completions, **columns):\n    return [-len(one[0]['content']) for one in completions]\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    toml = tmp_path / "x.toml"
+    toml.write_text(f"""
+        recipe = "grpo"
+        run.dir = "{tmp_path}/run"
+        model.path = "{model}"
+        mesh.cp = 2
+        fsdp.param_dtype = "float32"
+        data = {{ path = "prompts.jsonl", seq_len = 256 }}
+        rollout = {{ engine = "vllm", url = "http://127.0.0.1:{port}", n = 4, max_new_tokens = 24, dtype = "{dtype}" }}
+        weight_sync.bucket_mib = 64
+        reward = [{{ function = "reward.py:short" }}]
+        train = {{ steps = 5, global_batch_size = 8 }}
+        optimizer.lr = 1e-5
+        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
+        wandb.mode = "disabled"
+    """)
+    with vllm_server(python, model, tmp_path, dtype=dtype, port=port) as url:
+        break_off_an_update(url, model)
+        pool.run(2, _train_and_ask, str(toml), asked, str(tmp_path / "answers.jsonl"))
+    cycles = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [cycle["version"] for cycle in cycles] == [0, 1, 2, 3, 4]
+    assert len({cycle["label"].partition(":")[0] for cycle in cycles}) == 1
+    for cycle in cycles:
+        weights = model if not cycle["version"] else export(tmp_path, cycle["version"])
+        plain: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype)).eval()
+        for ids, answer in zip(asked, cycle["answers"], strict=True):
+            assert_greedy(plain, ids, answer)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [record["log_prob_gap_max"] for record in records]
+    assert len(gaps) == 5
+    assert 0 < max(gaps) <= bound
+
+
+def break_off_an_update(url: str, model: Path) -> None:
+    """Send some layers' queries, as noise, and nothing more: what a trainer that is killed leaves behind."""
+    broken = engine_of(url)
+    broken.begin_update(1)
+    tensors = load_file(model / "model.safetensors")
+    broken.load_weights(
+        bucket(**{name: torch.randn_like(one) for name, one in tensors.items() if name.endswith("q_proj.weight")})
+    )
+    broken._client.close()
+
+
+def export(folder: Path, step: int) -> Path:
+    from fsdp2kit.checkpoint.hf import dcp_to_hf
+
+    out = folder / f"hf-{step}"
+    dcp_to_hf(folder / "run" / "checkpoints" / f"step-{step:06d}", out, dtype="float32")
+    return out
+
+
+@torch.no_grad()
+def assert_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
+    """Each token of the answer is the model's most likely one, or its logit is as large within two roundings."""
+    logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    best = logits.amax(dim=-1)
+    spacing = torch.finfo(logits.dtype).eps * 2 ** best.float().abs().log2().floor()
+    lost = best - logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+    assert (lost <= (2 * spacing).clamp(min=1e-4)).all()
