@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from statistics import NormalDist
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -84,6 +86,23 @@ def tiny_model(kind: str) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model
+
+
+def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What QLoRA's NF4 (arXiv:2305.14314, appendix E; bitsandbytes) leaves of a weight, in float32, by its definition.
+
+    Blocks of 64 along the flattened weight, scaled by their largest magnitude, to the nearest of 16 levels: quantiles
+    of a normal distribution from 1 − 0.9677083 to 0.9677083, 8 of them above 0 and 7 below, scaled to 1.
+    """
+    quantile, far = NormalDist().inv_cdf, 0.9677083
+    above = [quantile(p) for p in np.linspace(far, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(far, 0.5, 8)[:-1]]
+    levels = np.array(sorted([*below, 0.0, *above])) / max(above)
+    flat = weight.detach().double().numpy().ravel()
+    blocks = np.pad(flat, (0, -flat.size % 64)).reshape(-1, 64)
+    scales = np.abs(blocks).max(axis=1, keepdims=True)
+    nearest = np.abs(blocks[..., None] / np.where(scales == 0, 1, scales)[..., None] - levels).argmin(-1)
+    return torch.from_numpy((levels[nearest] * scales).ravel()[: flat.size].reshape(weight.shape)).float()
 
 
 def make_rows(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Rows:

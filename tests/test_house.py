@@ -172,7 +172,7 @@ def test_every_toml_passes_the_check(
 def test_every_toml_can_be_tried_for_a_few_steps(path: Path) -> None:
     _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "train.global_batch_size=8"])
     check_config(config, world_size=1, local_world_size=1)
-    small = ("demo_cp2", "smollm2_135m_cp2", "lora_smollm2")
+    small = ("demo_cp2", "smollm2_135m_cp2", "lora_smollm2", "distill_smollm2")
     assert config.data.path is None or path.stem in small, "no real run on toy data"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,6 +157,42 @@ def test_the_export_is_what_peft_loads(straight: Path, model_dir: Path) -> None:
     assert not torch.allclose(logits(exported), logits(AutoModelForCausalLM.from_pretrained(model_dir).float()))
 
 
+def run_uploading(toml: str, overrides: Sequence[str]) -> list[tuple[str, set[str]]]:
+    """What a run uploads to the hub: repositories, and the files in them."""
+    uploaded = []
+
+    def upload(_: Any, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+        names = {path.name for path in folder_path.iterdir()}
+        uploaded.append((repo_id, set(filter_repo_objects(names, ignore_patterns=ignore_patterns))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HfApi, "create_repo", lambda _, name, **options: RepoUrl(f"https://huggingface.co/{name}"))
+        patch.setattr(HfApi, "upload_folder", upload)
+        assert not run_recipe(toml, overrides).startswith("error")
+    return uploaded
+
+
+def test_the_best_adapter_is_exported_and_uploaded(
+    toml: Path, model_dir: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    evaluation = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=1", "eval.keep_best=true"]
+    # No later one is so much better than the first.
+    best = ["eval.min_delta=5.0", "checkpoint.every=0", "checkpoint.export=best"]
+    hub = [f"run.dir='{tmp_path / 'run'}'", "checkpoint.push_to_hub=me/mine"]
+    uploads = pool.run(2, run_uploading, str(toml), [*LORA, *evaluation, *best, *hub])
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-000001", "step-000006"]
+    dcp_to_hf(kept / "step-000001", tmp_path / "best")
+    found, expected = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "run/hf", tmp_path / "best")
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    with_adapter(model_dir, tmp_path / "run" / "hf")
+    adapter = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json"}
+    assert uploads == [[("me/mine", adapter | {"tokenizer.json", "tokenizer_config.json"})], []], "rank 0 alone, once"
+
+
 def plain_checkpoint(model: Any, folder: Path) -> Path:
     """A checkpoint of a whole model."""
     model.save_pretrained(folder / "plain")
@@ -192,6 +230,25 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
         assert says in capsys.readouterr().err
     with pytest.raises(UserError, match="holds a whole model, and no adapter"):
         dcp_to_hf(plain_checkpoint(merged, tmp_path), tmp_path / "x", merge=True)
+
+
+def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weights(
+    run: Run, straight: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    quantized = (*LORA, "lora.base=nf4")
+    whole = run(tmp_path / "run", 2, *quantized)
+    assert abs(losses(whole)[0] / losses(straight)[0] - 1) > 1e-4, "it is another model"
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    checkpoint = whole / "checkpoints" / "step-000003"
+    assert all(".lora_" in key for key in SafeReader(checkpoint).stored_tensors())
+    shutil.copytree(checkpoint, tmp_path / "more" / "checkpoints" / checkpoint.name)
+    resumed = run(tmp_path / "more", 4, *quantized, "mesh.cp=2", "fsdp.strategy=shard_grad_op")
+    assert worst_relative(losses(resumed), losses(whole)[3:]) < 1e-5
+
+    dcp_to_hf(whole / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    theirs = with_adapter(model_dir, whole / "hf").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.items())
 
 
 def test_training_goes_on_from_an_adapter(straight: Path, run: Run, tmp_path: Path) -> None:
@@ -262,6 +319,8 @@ def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool
         (f"model.adapter={fewer}",): f"{name} is only in the model",
         (f"model.weights={checkpoint}",): "holds an adapter, and not the model that it belongs to",
         (f"run.resume={checkpoint}", "lora.rank=8"): "was made with lora.rank = '4', and this run has lora.rank = '8'",
+        (f"run.resume={checkpoint}", *LORA, "lora.base=nf4"): "and this run has lora.base = 'nf4'",
+        ("lora.rank=4", "lora.base=nf5"): "lora.base",
         (f"run.resume={checkpoint}",): "was made with lora.rank = '4', and this run has lora.rank = None",
         (
             f"run.resume={checkpoint}",

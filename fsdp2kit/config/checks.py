@@ -14,6 +14,7 @@ from fsdp2kit.config.schema import (
     CheckpointConfig,
     DataConfig,
     DataFormat,
+    DistillConfig,
     DPOConfig,
     EvalConfig,
     FSDPConfig,
@@ -176,6 +177,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     check_wandb(config.wandb)
     _check_float8(config)
     _check_preferences(config)
+    _check_distillation(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):
         what = f"{config.lr_schedule.min_lr_ratio} with name = {config.lr_schedule.name!r}"
         todo = "use name = 'cosine' or 'wsd', which have a floor, or leave it out"
@@ -257,7 +259,7 @@ def _check_lora(config: TrainingConfig) -> None:
     if importlib.util.find_spec("peft") is None:
         key = "lora.rank" if model.adapter is None else "model.adapter"
         raise UserError(key, "needs peft, which is not installed", "install it: pip install 'fsdp2kit[lora]'")
-    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout"})):
+    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout", "base"})):
         what = "is given beside model.adapter, whose adapter_config.json says it"
         raise UserError(f"lora.{given[0]}", what, "leave one of the two out")
     if model.freeze:
@@ -286,6 +288,18 @@ def _check_preferences(config: TrainingConfig) -> None:
         raise UserError("dpo.label_smoothing", what, 'leave it out, or set dpo.loss = "dpo"')
     if config.model.loss_kernel in ("torch", "liger"):
         what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
+        raise UserError("model.loss_kernel", what, "leave it out")
+
+
+def _check_distillation(config: TrainingConfig) -> None:
+    section = getattr(config, "distill", None)
+    if not isinstance(section, DistillConfig):
+        return
+    if section.teacher is None:
+        what = "is not given, and there is nothing to learn from"
+        raise UserError("distill.teacher", what, "give a Hugging Face model directory or hub id")
+    if config.model.loss_kernel in ("torch", "liger"):
+        what = f"{config.model.loss_kernel!r} computes a cross-entropy alone, and not the distance from a teacher"
         raise UserError("model.loss_kernel", what, "leave it out")
 
 

@@ -40,6 +40,7 @@ NAMES = {
     "lora.modules_to_save": "lora_modules_to_save lora.modules_to_save lora_config.modules_to_save",
     "lora.rslora": "rslora lora_use_rslora peft_use_rslora lora.use_rslora",
     "lora.dora": "dora peft_use_dora lora.use_dora",
+    "lora.base": "load_in_4bit qlora",
     "all linear layers": "lora_target_linear",
     "adapter switch": "lora peft",
     "adapter method": "adapter finetuning_type peft_method",
@@ -191,7 +192,7 @@ WITHOUT_KEY = {
 
 # Fields without which something else is trained, of which `migrate` warns: what becomes of them, and their names.
 NOT_OFFERED = {
-    "quantised weights are not offered": "quantization load_in_4bit load_in_8bit qlora",
+    "quantised weights are not offered": "quantization load_in_8bit",
 }
 
 # What to write instead of what has no key to itself, by the word that `NAMES` has for it.

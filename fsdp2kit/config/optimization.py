@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.section import Section
+from fsdp2kit.config.section import InputPath, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,6 +27,9 @@ class LoraConfig(Section):
     """Modules of which a copy is trained whole and kept with the adapter: `["lm_head", "embed_tokens"]`."""
     rslora: bool = False
     """Scale by alpha / √rank (arXiv:2312.03732), which keeps high ranks from learning slowly."""
+    base: Literal["param_dtype", "nf4"] = "param_dtype"
+    """What the frozen model is stored in: `fsdp.param_dtype`, or (QLoRA) the linear layers of its decoder layers in
+    4.5 bits a parameter, which are quantised as they are read."""
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353); slower."""
 
@@ -65,6 +68,21 @@ class DPOConfig(Section):
     def margin(self) -> float:
         """`gamma`, or its default."""
         return self.strength / 2 if self.gamma is None else self.gamma
+
+
+class DistillConfig(Section):
+    """The loss of recipe "distill", which learns a teacher's distribution; docs/recipes.md."""
+
+    teacher: InputPath | None = None
+    """The model to learn from: a Hugging Face model directory or hub id, with the same tokenizer. It is frozen."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """"forward": KL(teacher ‖ model), which covers all that the teacher may say; "reverse": KL(model ‖ teacher), which
+    keeps to what it says most."""
+    temperature: PositiveFloat = 1.0
+    """T: both distributions are those of logits ÷ T. The divergence is multiplied by T², which keeps the size of its
+    gradients."""
+    cross_entropy_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Weight w of the plain cross-entropy of the targets; that of the divergence is 1 − w."""
 
 
 class OptimizerConfig(Section):

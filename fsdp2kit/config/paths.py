@@ -67,6 +67,14 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "run": "give one of its checkpoints, in '{path}/checkpoints/', or run.dir = '{path}'",
         "weights": "a run resumes from a checkpoint of its own; set model.path or model.weights",
     },
+    "distill.teacher": {
+        "checkpoint": "give '{path}/hf', or convert it: tools/dcp_to_hf.py",
+        "run": "give its export, '{path}/hf'",
+        "weights": _A_MODEL,
+        "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
+        "adapter": "merge it into its model first: tools/dcp_to_hf.py --merge",
+        "rows": _ROWS,
+    },
     "data": {
         "model": "set model.path to it, and give rows here (JSONL, parquet, …)",
         "adapter": "give rows here (JSONL, parquet, …)",
@@ -123,6 +131,8 @@ def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
     model, data, evaluation = config.model, config.data, config.eval
     yield from (("model.path", model.path), ("model.weights", model.weights), ("model.tokenizer", model.tokenizer))
     yield "model.adapter", model.adapter
+    if (section := getattr(config, "distill", None)) is not None:
+        yield "distill.teacher", getattr(section, "teacher", None)
     yield from (("run.resume", config.run.resume), ("data.path", data.path), ("eval.path", evaluation.path))
     yield from ((f"data.sources.{at}.path", part.path) for at, part in enumerate(data.sources))
     yield from ((f"eval.sets.{name}.path", part.path) for name, part in evaluation.sets.items())

@@ -19,6 +19,7 @@ from fsdp2kit.config.data_schema import Overlong as Overlong
 from fsdp2kit.config.data_schema import PreferenceDataConfig as PreferenceDataConfig
 from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
 from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
+from fsdp2kit.config.optimization import DistillConfig as DistillConfig
 from fsdp2kit.config.optimization import DPOConfig as DPOConfig
 from fsdp2kit.config.optimization import LoraConfig as LoraConfig
 from fsdp2kit.config.optimization import LRScheduleConfig as LRScheduleConfig

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -112,8 +112,23 @@ def select_supervised(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
-HEAD_METHODS = ("loss_sum", "token_log_probs")
+HEAD_METHODS = ("loss_sum", "token_log_probs", "on_head")
 """What `attach_loss` adds. They read parameters, so FSDP has to gather these around them."""
+
+
+class HeadInputs(NamedTuple):
+    """What ``on_head`` calls a function with, while the parameters that ``logits`` reads are gathered."""
+
+    hidden: Tensor
+    """``[N, H]``: the base model's last hidden states of the tokens that have a target."""
+    labels: Tensor
+    """int64 ``[N]``: these targets."""
+    logits: Callable[[Tensor], Tensor]
+    """From hidden states ``[n, H]`` to the model's own logits ``[n, V]``; for a few rows at a time."""
+    parameters: tuple[Tensor, ...]
+    """Those of the parameters that ``logits`` may read which are trained."""
+    vocabulary: int
+    """V."""
 
 
 def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> nn.Module:
@@ -127,6 +142,9 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     ``model.token_log_probs(input_ids, labels, index=None, temperature=1.0, **inputs)`` returns each target's
     log-probability, differentiable, and the entropy of its distribution (detached, in nats), float32 ``[N]``.
 
+    ``model.on_head(function, input_ids, labels, index=None, **inputs)`` returns ``function(HeadInputs)``, for what
+    needs the distributions themselves.
+
     With an untied head, the head gets methods of its own of these names, so that as an FSDP unit its parameters are
     gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
 
@@ -139,8 +157,8 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     backbone = backbone_name(model)
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
-    if kernel == "own_head":
-        own = _own_head(model, head)
+    own = _own_head(model, head) if kernel == "own_head" else None
+    if own is not None:
         compute_loss: HeadLoss = partial(_chunked_loss, own)
         compute_log_probs = partial(_chunked_log_probs, own)
     else:
@@ -152,6 +170,14 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
 
     def head_log_probs(head: Any, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return compute_log_probs(hidden.to(head.weight.dtype), head.weight, labels, temperature)
+
+    def head_function(head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
+        weight = head.weight
+        logits = own or partial(F.linear, weight=weight)
+        # Some models have layers between their base and the head.
+        beside = [module for name, module in model.named_children() if name != backbone] if own else []
+        read = dict.fromkeys(p for module in (*beside, head) for p in module.parameters() if p.requires_grad)
+        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(read), len(weight)))
 
     def loss_sum(
         model: Any,
@@ -183,12 +209,22 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
         return head_log_probs(head, *selected, temperature) if tied else head.token_log_probs(*selected, temperature)
 
-    root: Any = model
-    root.loss_sum = MethodType(loss_sum, model)
-    root.token_log_probs = MethodType(token_log_probs, model)
-    if not tied:
-        head.loss_sum = MethodType(head_loss, head)
-        head.token_log_probs = MethodType(head_log_probs, head)
+    def on_head(
+        model: Any,
+        function: Callable[[HeadInputs], Any],
+        input_ids: Tensor,
+        labels: Tensor,
+        index: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
+        return head_function(head, function, *selected) if tied else head.on_head(function, *selected)
+
+    methods = (loss_sum, head_loss), (token_log_probs, head_log_probs), (on_head, head_function)
+    for name, (of_model, of_head) in zip(HEAD_METHODS, methods, strict=True):
+        setattr(model, name, MethodType(of_model, model))
+        if not tied:
+            setattr(head, name, MethodType(of_head, head))
     return model if tied else head
 
 

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.nf4 import NF4Linear
 
 ADAPTER = "default"
 """peft's name for the one adapter of a model; it stands in the names of modules, and not in an adapter's file."""
@@ -64,12 +65,23 @@ def base_module(module: nn.Module) -> nn.Module:
 
 
 def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Parameters and persistent buffers by their names without adapters; two of a module that is trained whole."""
+    """Parameters and persistent buffers by their names without adapters; two of a module that is trained whole.
+
+    A weight in 4 bits is there as it is stored; see `nf4_layers`.
+    """
     found: dict[str, list[Tensor]] = {}
+    packed = [name for name, module in model.named_modules() if isinstance(module, NF4Linear)]
+    stored = {f"{name}.nf4": f"{name}.weight" for name in packed}
     for name, tensor in model.state_dict().items():
-        if (inner := base_name(name)) is not None:
+        if (inner := base_name(stored.get(name, name))) is not None:
             found.setdefault(inner, []).append(tensor)
     return found
+
+
+def nf4_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """The layers whose weights are stored in 4 bits, by the names of these weights without adapters."""
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+    return {base_name(name) or name: module for name, module in layers.items()}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -82,12 +94,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
     """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
 
-    Adapters inside the module are left out: their layers are those of the model without them.
+    Adapters inside the module are left out: their layers are those of the model without them. Layers in 4 bits are
+    plain ones.
     Non-persistent buffers, which hold computed values, are copied. A tensor under two names becomes two tensors, as
     it is in transformers before ties are made; a module in two places stays one.
     """
     made = {} if made is None else made
     if module in made:
+        return made[module]
+    if isinstance(module, NF4Linear):
+        made[module] = module.plain()
         return made[module]
     twin: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
     made[module] = twin

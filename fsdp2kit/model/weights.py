@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import local_part
+from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.adapters import adapter_of
@@ -35,12 +36,15 @@ from fsdp2kit.model.names import (
     ADAPTER,
     Source,
     adapter_file_name,
+    base_module,
     base_tensors,
     build_skeleton,
     find_sources,
     is_of_adapter,
+    nf4_layers,
     tied_names,
 )
+from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.torch_compat import local_slices, tree_leaves
 
 _BLOCK = 1 << 22  # elements
@@ -59,7 +63,9 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
     targets = base_tensors(model)  # aliases of the parameters and persistent buffers
+    quantized = nf4_layers(model)
     skeleton = build_skeleton(model)  # in which conversions find the names of the files' own model
+    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     grown, new = grown_tensors(model)
     size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - tied_names(model).keys())
     paths = _safetensors_files(directory)
@@ -68,10 +74,12 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
             for name, value in source.tensors(skeleton, slices):
                 where = f"{directory}: {source.name}"
                 stored = grown.get(name)
-                _check_shape(value, targets[name][0].shape if stored is None else stored, where=where)
+                _check_shape(value, shapes[name] if stored is None else stored, where=where)
                 try:
                     for target in targets[name]:
-                        if stored is None:
+                        if name in quantized:
+                            quantized[name].fill(value)
+                        elif stored is None:
                             _copy_part(target, value)
                         else:
                             fill_vocabulary(target, _row_blocks(value, stored), new_tokens=new)
@@ -291,7 +299,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     Raises:
         UserError: the architecture's initialisation leaves a parameter out.
     """
-    skeleton, targets = build_skeleton(model), base_tensors(model)
+    skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
     for name, recurse in _parts(skeleton, calls):
@@ -310,8 +318,10 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
             if values[key].isnan().any():
                 what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
                 raise UserError("model.weights", what, "start from a checkpoint of this architecture")
-            for target in targets[key]:
+            for target in targets[key] if key not in quantized else ():
                 _copy_part(target, values[key])
+            if key in quantized:
+                quantized[key].fill(values[key])
         done = {id(value) for value in values.values()}
         part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor, recurse=recurse)
 
@@ -339,7 +349,7 @@ def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
     """Give the adapters of a materialised (sharded) model their first values; without adapters nothing happens.
 
     Those of ``model.adapter``; else peft's initialisation of each layer, which depends on the seed and the layer's
-    name alone, and for DoRA the lengths of the weight's rows. The weights must have their values.
+    name alone, and for DoRA the lengths of the weight's rows. The weights must have their values. Collective.
 
     Raises:
         UserError: as `load_adapter`.
@@ -360,10 +370,19 @@ def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
             _copy_part(tensors[f"{name}.{key}"], layer.get_parameter(key))
         lengths = tensors.get(f"{name}.lora_magnitude_vector.{ADAPTER}.weight")
         if lengths is not None:
-            weight = tensors[f"{name}.base_layer.weight"]
-            rows, held = local_slices(lengths)[0], local_slices(weight)[0]  # its rows may be whole on every rank
-            part = local_part(weight)[rows.start - held.start : rows.stop - held.start]
-            local_part(lengths).copy_(torch.linalg.norm(part.float(), dim=1))
+            _copy_part(lengths, _row_lengths(base_module(model.get_submodule(name))))
+
+
+def _row_lengths(layer: Any) -> Tensor:
+    """The lengths of all rows of a linear layer's weight as it is stored, float32 ``[out]``. Collective."""
+    packs = isinstance(layer, NF4Linear)
+    stored = layer.nf4 if packs else layer.weight
+    local = local_part(stored)
+    rows, together = (layer.unpack(local), layer.rows) if packs else (local, 1)
+    lengths = torch.linalg.norm(rows.float(), dim=1).view(len(local), together)
+    found: Any = sharded_like(stored, lengths, torch.Size((len(stored), together)))
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    return whole.flatten()[: layer.out_features]
 
 
 class _InitCall(NamedTuple):

@@ -41,12 +41,20 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
     if adapter is not None and adapter.directory is None:  # new ones, which begin by adding nothing
         return Reference(model, is_trained=True)
     copy = build_model(config.model, lora=config.lora).eval().requires_grad_(False)
-    units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
-    parallelize_model(
-        copy, replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig()), mesh=mesh
-    )
-    fill_weights(config.model, copy, seed=config.run.seed)
+    parallelize_frozen(copy, plan, mesh=mesh, seed=config.run.seed)
     return Reference(copy, is_trained=False)
+
+
+def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int) -> None:
+    """Shard a frozen meta model and give it its values: none of it stays gathered after forward. Collective.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
+    units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
+    plan = replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig())
+    parallelize_model(model, plan, mesh=mesh)
+    fill_weights(plan.model, model, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ one a tensor (tensorwise), or one a row (rowwise).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +21,7 @@ from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits
+from fsdp2kit.model.names import base_name
 
 _MULTIPLE = 16
 """Float8 kernels want inner and outer dimensions divisible by this."""
@@ -47,7 +48,7 @@ class Float8Plan:
         """Lines for the start: how many layers, which are left out and why, and what to expect on this device."""
         lines = [
             f"float8: {self.recipe}, {len(self.names)} linear layers of the decoder layers "
-            f"({self.share:.0%} of all parameters); left out: {_listed(self.left_out) or 'none'}"
+            f"({self.share:.0%} of all parameters); left out: {listed(self.left_out) or 'none'}"
         ]
         if self.recipe != "rowwise_with_gw_hp":
             lines.append(
@@ -77,36 +78,21 @@ def plan_float8(
     section = config.float8
     if section.recipe == "none":
         return None
-    modules: Mapping[str, nn.Module] = dict(model.named_modules())
-    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) and id(m) in inside}
+    linear = decoder_linears(model)
     _check_patterns(section.exclude, linear)
-    tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
-    hf_config = model.config.get_text_config().to_dict()
-    # The numbers of experts, under any name; none without experts.
-    expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}
-    chosen: list[str] = []
-    left_out: dict[str, list[str]] = {}
-    for name, module in linear.items():
-        reasons = {
+
+    def reasons(name: str, layer: nn.Linear) -> dict[str, bool]:
+        return {
             "by float8.exclude": any(fnmatchcase(name, pattern) for pattern in section.exclude),
-            "routers": _is_router(name, module, expert_counts),
             "routed experts, whose tokens vary in number": "experts" in name.split("."),
-            "of a class of their own": type(module) is not nn.Linear,
-            f"with a side not divisible by {_MULTIPLE}": any(side % _MULTIPLE for side in module.weight.shape),
-            "in another dtype by fsdp.class_dtypes": _has_own_dtype(name, modules, config.fsdp),
-            "whose parameters are used elsewhere": name in traits.uncalled_modules or name in tied,
+            f"with a side not divisible by {_MULTIPLE}": any(side % _MULTIPLE for side in layer.weight.shape),
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        if reason is None:
-            chosen.append(name)
-        else:
-            left_out.setdefault(reason, []).append(name)
-    fused = [name for name, module in modules.items() if id(module) in inside and _has_fused_weights(module)]
-    if fused:
+
+    chosen, left_out = choose_layers(linear, config.fsdp, model, traits=traits, reasons=reasons)
+    if fused := fused_experts(model):
         left_out["that are experts in one tensor"] = fused
     if not chosen:
-        what = f"no linear layer of {type(model).__name__} can be in float8 ({_listed(left_out) or 'none'})"
+        what = f"no linear layer of {type(model).__name__} can be in float8 ({listed(left_out) or 'none'})"
         raise UserError("float8.recipe", what, 'set it to "none"')
     emulated = section.emulate or (device is not None and device.type == "cpu")
     if device is not None and not emulated:
@@ -114,9 +100,9 @@ def plan_float8(
     weights = sum(linear[name].weight.numel() for name in chosen)
     return Float8Plan(
         recipe=section.recipe,
-        names=tuple(chosen),
+        names=chosen,
         share=weights / sum(parameter.numel() for parameter in model.parameters()),
-        left_out={reason: tuple(names) for reason, names in left_out.items()},
+        left_out=left_out,
         emulated=emulated,
         compiled=config.compile.enabled,
     )
@@ -138,6 +124,64 @@ def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
         raise UserError("float8.recipe", f"torchao cannot be imported ({error})", todo) from None
     recipe = replace(float8.Float8LinearConfig.from_recipe_name(plan.recipe), emulate=plan.emulated)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in plan.names, config=recipe)
+
+
+def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers inside decoder layers by name, so never embeddings or the output head."""
+    inside = _inside_layers(model)
+    return {name: module for name, module in inside.items() if isinstance(module, nn.Linear)}
+
+
+def fused_experts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules inside decoder layers that hold several matrices in one tensor."""
+    return tuple(name for name, module in _inside_layers(model).items() if _has_fused_weights(module))
+
+
+def choose_layers(
+    linear: Mapping[str, nn.Linear],
+    fsdp: FSDPConfig,
+    model: PreTrainedModel,
+    *,
+    traits: Traits,
+    reasons: Callable[[str, nn.Linear], Mapping[str, bool]],
+) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Names of the layers whose matmuls or weights may be in fewer bits; and of the others, by reason.
+
+    Left out are routers of a mixture of experts, layers that are more than a matmul or whose weight is read past
+    them, and those that ``reasons`` says, by what to call them.
+    """
+    modules = dict(model.named_modules())
+    tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
+    hf_config = model.config.get_text_config().to_dict()
+    # The numbers of experts, under any name; none without experts.
+    expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}
+    chosen: list[str] = []
+    left_out: dict[str, tuple[str, ...]] = {}
+    for name, layer in linear.items():
+        own_name = (base_name(f"{name}.weight") or "").removesuffix(".weight")
+        held = {
+            "routers": _is_router(own_name, layer, expert_counts),
+            "of a class of their own": type(layer) is not nn.Linear,
+            "in another dtype by fsdp.class_dtypes": _has_own_dtype(name, modules, fsdp),
+            "whose parameters are used elsewhere": own_name in traits.uncalled_modules or name in tied,
+            **reasons(name, layer),
+        }
+        reason = next((reason for reason, holds in held.items() if holds), None)
+        if reason is None:
+            chosen.append(name)
+        else:
+            left_out[reason] = (*left_out.get(reason, ()), name)
+    return tuple(chosen), left_out
+
+
+def listed(left_out: Mapping[str, Sequence[str]]) -> str:
+    """How many layers were left out by reason, with an example of each."""
+    return ", ".join(f"{len(names)} {reason} ({names[0]}, …)" for reason, names in left_out.items())
+
+
+def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    return {name: module for name, module in model.named_modules() if id(module) in inside}
 
 
 def _check_device(config: TrainingConfig, device: Any) -> None:
@@ -179,7 +223,3 @@ def _has_own_dtype(name: str, modules: Mapping[str, nn.Module], fsdp: FSDPConfig
 def _has_fused_weights(module: nn.Module) -> bool:
     is_convolution = isinstance(module, (nn.Conv1d, nn.Conv2d))
     return not is_convolution and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
-def _listed(left_out: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"{len(names)} {reason} ({names[0]}, …)" for reason, names in left_out.items())

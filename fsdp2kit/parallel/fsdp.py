@@ -157,6 +157,8 @@ def apply_fsdp(
     is_frozen = adapter_of(model) is not None or not any(p.requires_grad for p in model.parameters())
     for name, parameter in model.named_parameters():
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
+        if not parameter.is_floating_point():  # in 4 bits, two in a byte
+            continue
         dtype = section.param_dtype if parameter in whole else section.storage_dtype
         if is_frozen and not parameter.requires_grad and parameter not in whole:
             # No optimizer adds to it, and no checkpoint keeps it: it is cast once instead of in every gather.

@@ -55,7 +55,7 @@ class DtypeLedger:
     rounding: str = "nearest"
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
     frozen: str | None = None
-    """Shards of what is frozen beside adapters; None: frozen parameters are stored as the others."""
+    """Shards of what is frozen beside adapters; "uint8" is NF4. None: frozen parameters are stored as the others."""
     matmuls: str | None = None
     """Inputs of the decoder layers' linear layers, where that is not ``compute``."""
 
@@ -81,6 +81,7 @@ def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
         export: dtype of the Hugging Face directory.
     """
     section = config.fsdp
+    packed = ["uint8"] if config.lora.base == "nf4" else []
     moments, rounding = _MOMENTS.get(config.optimizer.name, (section.storage_dtype, "nearest"))
     return DtypeLedger(
         storage=section.storage_dtype,
@@ -93,7 +94,7 @@ def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
         output=section.output_dtype or section.param_dtype,
         export=export,
         rounding=rounding,
-        frozen=" or ".join(sorted({section.param_dtype, *section.class_dtypes.values()}))
+        frozen=" or ".join(sorted({section.param_dtype, *section.class_dtypes.values(), *packed}))
         if config.trains_adapter
         else None,
         matmuls=_FLOAT8_MATMULS[config.float8.recipe],
@@ -119,7 +120,8 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
         for module in _modules_of_unit(unit):
             parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
             if parameters:  # `fully_shard` puts "FSDP" in front of a unit's class
-                note(f"compute of {type(module).__name__.removeprefix('FSDP')}", parameters)
+                floating = (p for p in parameters if p.is_floating_point())  # others are unpacked as they are used
+                note(f"compute of {type(module).__name__.removeprefix('FSDP')}", floating)
         note("accumulation", accumulated_gradients(unit))
 
     def watch_update(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

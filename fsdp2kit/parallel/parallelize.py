@@ -15,6 +15,7 @@ from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.float8 import apply_float8
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.plan import ParallelPlan
 
 
@@ -36,6 +37,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         apply_liger(plan.model, model, device=mesh.device)
         if plan.float8 is not None:
             apply_float8(plan.float8, model)
+        if plan.nf4 is not None:
+            apply_nf4(plan.nf4, model)
     apply_attention(model, plan.attention, group=mesh.cp_group)
     # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
     # a layer is recomputed in backward.

@@ -45,6 +45,7 @@ from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
 from fsdp2kit.parallel.float8 import Float8Plan, plan_float8
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
+from fsdp2kit.parallel.nf4 import NF4Plan, plan_nf4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class ParallelPlan:
     """The FSDP units, the root first; ``fsdp`` has the prefetch depths."""
     float8: Float8Plan | None
     """The linear layers that compute in float8; None: none do."""
+    nf4: NF4Plan | None
+    """The linear layers whose frozen weights are in 4 bits; None: none are."""
     ledger: DtypeLedger
     """The dtypes of parameters, gradients, moments, …"""
     flops: ModelFlops
@@ -85,6 +88,7 @@ class ParallelPlan:
         """The plan as lines for the start of a run and for ``--check``."""
         lines = [str(self.sizes), str(self.attention), str(self.loss), *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
+        lines += [str(self.nf4)] if self.nf4 else []
         return [*lines, str(self.ledger), *([self.note] if self.note else [])]
 
     def _describe_sharding(self) -> list[str]:
@@ -163,6 +167,7 @@ def plan_parallel(
             loss=loss,
             units=plan_units(config.fsdp, model, traits=traits),
             float8=plan_float8(config, model, traits=traits, device=device),
+            nf4=plan_nf4(config, model, traits=traits),
             ledger=dtype_ledger(config, export=config.checkpoint.export_dtype or source_of(model).dtype),
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),

@@ -94,7 +94,7 @@ class Estimate:
 
 
 Known = dict[str, tuple[PreTrainedModel, Traits]]
-"""Models that were built and inspected, by their section."""
+"""Models that were built and inspected, by their sections."""
 
 
 def plan_for(
@@ -109,15 +109,15 @@ def plan_for(
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-    if config.trains_adapter:
-        what = "the memory of adapters beside a frozen model is not planned, only that of whole models"
-        raise UserError("lora", what, "leave [lora] and model.adapter out to plan full fine-tuning")
     if isinstance(config.data, PreferenceDataConfig):
         what = "the memory of preference training, with a frozen reference beside the model, is not planned"
         raise UserError("recipe", what, 'plan recipe = "sft", and add what docs/preferences.md says of the reference')
-    known, key = {} if known is None else known, config.model.model_dump_json()
+    if hasattr(config, "distill"):
+        what = "the memory of distillation, with a teacher beside the model, is not planned"
+        raise UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
+    known, key = {} if known is None else known, f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
     if key not in known:
-        built = build_model(config.model, local_files_only=True)
+        built = build_model(config.model, lora=config.lora, local_files_only=True)
         known[key] = built, inspect_model(built)
     model, traits = known[key]
     return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
@@ -193,7 +193,7 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
-    if not world.is_main or plan.adapter is not None:  # the formulas know one dtype of storage, and no adapters
+    if not world.is_main:
         return MemoryPlan(None)
     try:
         device = this_device(world.device)
@@ -212,7 +212,7 @@ def _is_counted(layers: Sequence[LayerMemory]) -> bool:
 
 def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     """Bytes of host memory of one rank, beside Python and torch themselves."""
-    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    shard = sum(unit.stored for unit in step.units) // step.shards
     gradients = sum(unit.trained for unit in step.units) // step.shards * step.storage
     rows = config.train.global_batch_size // step.plan.sizes.dp * config.data.seq_len
     found = {
@@ -225,7 +225,8 @@ def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     if not step.state_on_device:
         found["offloaded optimizer state"] = step.optimizer
     if config.checkpoint.async_save:
-        found["staging of an asynchronous save"] = shard + step.optimizer
+        # A checkpoint of adapters holds them alone.
+        found["staging of an asynchronous save"] = step.optimizer + (shard if step.plan.adapter is None else gradients)
     if offloaded := sum(layer.kept_on_host for _, layer in step.layers):
         found["offloaded activations"] = offloaded
     return found
@@ -233,12 +234,13 @@ def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
 
 def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     plan = step.plan
-    weights = plan.parameters * step.storage
+    kept = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
+    weights = kept * step.storage
     one = weights + step.optimizer * step.shards
     return {
         "checkpoint": one,
         "checkpoints kept": one * config.checkpoint.keep,
-        "export": 0 if config.checkpoint.export_hf == "never" else plan.parameters * item_bytes(plan.ledger.export),
+        "export": 0 if config.checkpoint.export_hf == "never" else kept * item_bytes(plan.ledger.export),
     }
 
 

@@ -7,12 +7,10 @@ sharded over, and the prefetch depths. It is written down here in that order, an
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
@@ -21,9 +19,10 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
 from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
-from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit, reshards_after_forward
+from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, norm_backward
+from fsdp2kit.planner.units import UnitSize, unit_sizes
 
 CATEGORIES = (
     "parameters",
@@ -57,54 +56,6 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class UnitSize:
-    """Elements of one FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
-
-    name: str
-    padded: int
-    trained: int
-    """Those of parameters that are trained."""
-    tensors: int
-    """Number of its parameters that are trained."""
-    item: int
-    """Bytes of a gathered element."""
-    reshard: bool | int
-    gathers_in_backward: bool
-
-    @property
-    def whole(self) -> int:
-        """Bytes of the gathered parameters."""
-        return self.padded * self.item
-
-
-def padded_elements(parameter: nn.Parameter, shards: int) -> int:
-    """Elements of a parameter with its rows padded to a multiple of ``shards``, as FSDP2 stores and sends it."""
-    rows = len(parameter) if parameter.ndim else 1
-    return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
-
-
-def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
-    """The plan's units in its order, the root first."""
-    shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
-    inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
-    sizes = []
-    for unit in units:
-        trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
-        sizes.append(
-            UnitSize(
-                name=unit.name,
-                padded=sum(padded_elements(parameter, shards) for parameter in inside[unit.name]),
-                trained=sum(padded_elements(parameter, shards) for parameter in trained),
-                tensors=len(trained),
-                item=item_bytes(unit.param_dtype),
-                reshard=unit.reshard_after_forward,
-                gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
-            )
-        )
-    return sizes
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """What `step_moments` needs to know of a run, in bytes on one rank."""
 
@@ -118,6 +69,8 @@ class StepMemory:
     """Elements of the hidden state."""
     vocabulary: int
     head_trained: bool
+    norm_trained: bool
+    """Whether the final norm learns: it then keeps what its weight multiplies."""
     tokens: int
     """Tokens of a micro-batch on this rank, each of them taken to have a target."""
     rotary: int
@@ -176,6 +129,7 @@ def step_memory(
         hidden=head.weight.shape[1],
         vocabulary=head.weight.shape[0],
         head_trained=head.weight.requires_grad,
+        norm_trained=_learns_between(model),
         tokens=tokens,
         rotary=2 * tokens * width * compute,
         micro_batches=resolve_accumulation(
@@ -190,9 +144,16 @@ def step_memory(
     )
 
 
+def _learns_between(model: PreTrainedModel) -> bool:
+    """Whether anything is trained that is in no decoder layer, and neither embedding nor head."""
+    modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
+    return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
+
+
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
     """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
-    shard = sum(unit.padded for unit in step.units) // step.shards * step.storage
+    shard = sum(unit.stored for unit in step.units) // step.shards
     trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
     found = {"parameters": (shard if step.on_device else 0) + step.ignored}
     if state and step.state_on_device:
@@ -223,16 +184,19 @@ def _base(step: StepMemory) -> dict[str, int]:
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
-    """The modules that a forward pass comes to, in order: what is before the layers, the layers, the head."""
+    """The modules that a forward pass comes to, in order; a frozen final norm may be a unit of its own."""
     layers = [name for name, _ in step.layers]
-    before = [
+    others = [
         unit.name
         for unit in step.units
         if unit.name not in ("", step.head)
         and not any(unit.name == layer or unit.name.startswith(f"{layer}.") for layer in layers)
         and not any(layer.startswith(f"{unit.name}.") for layer in layers)
     ]
-    return [*((name, None) for name in before), *step.layers, (step.head, None)]
+    order = [unit.name for unit in step.units]  # of declaration
+    last = max((number for number, name in enumerate(order) if name in layers), default=len(order))
+    before, after = ([(name, None) for name in others if (order.index(name) > last) is late] for late in (False, True))
+    return [*before, *step.layers, *after, (step.head, None)]
 
 
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
@@ -280,14 +244,14 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
 
 def _head_activations(step: StepMemory) -> int:
     """What the final norm keeps, and the hidden states that go into the head."""
-    return step.tokens * step.hidden * (4 + step.compute)
+    return step.tokens * step.hidden * (4 + (step.compute if step.norm_trained else 0))
 
 
 def _loss_saved(step: StepMemory) -> tuple[int, int]:
     """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
     rows, _ = _chunk(step)
     weight_item = 4 if rows < step.tokens else step.compute
-    weight = step.vocabulary * step.hidden * weight_item
+    weight = step.vocabulary * step.hidden * weight_item if step.head_trained else 0
     hidden = step.tokens * step.hidden * step.compute
     return (0, 0) if step.plan.loss.kernel == "own_head" else (hidden, weight)
 
@@ -304,7 +268,7 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
     rows, logits = _chunk(step)
     selected = step.tokens * step.hidden * step.compute
     product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
-    adds = product if rows < step.tokens and step.compute != 4 else 0
+    adds = product if rows < step.tokens and step.compute != 4 and step.head_trained else 0
     now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
     yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
     yield Moment("forward", "end", {**now, "activations": now["activations"] - selected, "loss": weight})
@@ -341,12 +305,14 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             rest += _head_activations(step)
             waiting, moments = _loss_backward(step, now, rest)
             yield from moments
-        if layer is not None:
-            if number == 1:  # no layer is gathered before the final norm's backward is over
-                norm = kept + _head_activations(step) + norm_backward(step.compute) * step.tokens * step.hidden
-                whole = now["unsharded parameters"]
+        if number == 1:
+            freed = step.compute if step.norm_trained else 0  # what the weight multiplied
+            norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
+            whole = now["unsharded parameters"]
+            if layer is not None:  # none is gathered before the final norm's backward is over
                 whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
-                yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+            yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+        if layer is not None:
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
             rest = kept
@@ -396,7 +362,7 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    becomes = weight == gradient  # nothing is cast, and what was kept becomes the gradient
+    becomes = weight == gradient and step.plan.loss.kernel != "own_head"  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     first = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -224,7 +225,7 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
         raise UserError("--trace", what, "add optimizer.name=adamw")
     with _fake_group(sizes.world_size) as world:
         mesh = build_mesh(config.mesh, config.fsdp, world=world)
-        model: Any = build_model(config.model)
+        model: Any = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, sizes, "cpu")
         inputs = _inputs(config, model, plan, mesh)
         vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -284,9 +285,11 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     """
     layers = decoder_layers(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    # The first that learns has no gradient to hand on, if what is before it is frozen.
+    learns = list(itertools.accumulate([model.get_input_embeddings(), *layers], _or_learns, initial=False))[1:]
     kinds = [
-        (type(layer).__name__, kind, str([tuple(p.shape) for p in layer.parameters()]))
-        for layer, kind in zip(layers, types, strict=False)
+        (type(layer).__name__, kind, str([tuple(p.shape) for p in layer.parameters()]), before)
+        for layer, kind, before in zip(layers, types, learns, strict=False)
     ]
     firsts = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     depth = max(firsts.values()) + 1
@@ -342,17 +345,22 @@ def _count(
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
-        def enter(*_: Any) -> None:
+        def enter(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            if layer is layers[0] and given:  # or the embeddings, which the model holds on to, would count as kept
+                given = given[0].clone(), *given[1:]
             peaks.append(_by_category(allocations.peak())["activations"])
             before.append(allocations.alive().get("activations", 0))
             allocations.start()
+            return given
 
         def note_backward(*_: Any) -> None:
             backwards.append((allocations.peak(), allocations.snapshot()))
             allocations.start()
 
         def leave(_module: Any, _inputs: Any, output: Any) -> None:
-            (output[0] if isinstance(output, tuple) else output).register_hook(note_backward)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:  # else nothing so far learns
+                hidden.register_hook(note_backward)
 
         for layer in layers:
             layer.register_forward_pre_hook(enter)
@@ -365,12 +373,19 @@ def _count(
     found = []
     for number in range(depth):
         kept = before[number + 1] - before[number]
+        if depth - number + 1 >= len(backwards):
+            found.append(_Counted(kept, peaks[number + 1] - before[number + 1], 0, 0))
+            continue
         # Backward comes to the layers last to first; each one's peak is read where the next one begins.
         begun = _by_category(backwards[depth - number][1])
         highest = _by_category(backwards[depth - number + 1][0])
         more = {key: highest.get(key, 0) - begun.get(key, 0) for key in ("activations", "gradients")}
         found.append(_Counted(kept, peaks[number + 1] - before[number + 1], more["activations"], more["gradients"]))
     return found
+
+
+def _or_learns(before: bool, module: nn.Module) -> bool:
+    return before or any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Module]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fsdp2kit.files import sha256
 from tests.checkpoint.chaos import Harness, Kill, draw, tally
+from tests.reference import demo_model_dir
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 STEPS, EVERY, SIZE = 6, 2, 2
@@ -43,15 +45,16 @@ def outcome(run_dir: Path) -> tuple[list[tuple[float, ...]], str]:
     """Every step's numbers, and a digest of the exported weights."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     numbers = [tuple(line[key] for key in ("step", "loss", "grad_norm", "tokens_total")) for line in lines]
-    return numbers, sha256(run_dir / "hf" / "model.safetensors")
+    [weights] = (run_dir / "hf").glob("*.safetensors")
+    return numbers, sha256(weights)
 
 
-def kill_runs(folder: Path, *, runs: int, seed: int) -> list[Kill]:
+def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()) -> list[Kill]:
     """Kill so many runs, half of which save asynchronously; every one must end as the one that is not killed."""
     toml = folder / "run.toml"
     toml.write_text(TOML)
     harness = Harness(folder / "starts", toml=toml, size=SIZE)
-    assert harness.start([f"run.dir='{folder / 'straight'}'"]) == -1
+    assert harness.start([f"run.dir='{folder / 'straight'}'", *options]) == -1
     expected = outcome(folder / "straight")
     assert len(expected[0]) == STEPS
     generator, kills, killed_runs = random.Random(seed), [], 0
@@ -60,7 +63,7 @@ def kill_runs(folder: Path, *, runs: int, seed: int) -> list[Kill]:
         shutil.rmtree(run_dir, ignore_errors=True)  # of one that came to its end before its doom did
         dooms = [draw(generator, size=SIZE, saves=STEPS // EVERY) for _ in range(generator.randint(1, 3))]
         is_async = str(killed_runs % 2 == 1).lower()
-        found = harness.kill_and_resume(run_dir, [f"checkpoint.async_save={is_async}"], dooms)
+        found = harness.kill_and_resume(run_dir, [f"checkpoint.async_save={is_async}", *options], dooms)
         assert outcome(run_dir) == expected, f"{run_dir}: {found}"
         kept = sorted(path.name for path in (run_dir / "checkpoints").glob("*"))
         if found and found[-1].newest == STEPS:
@@ -73,6 +76,17 @@ def kill_runs(folder: Path, *, runs: int, seed: int) -> list[Kill]:
 
 def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kills = kill_runs(tmp_path, runs=4, seed=1)
+    with capsys.disabled():
+        print(f"\n{tally(kills)}")
+
+
+def test_killed_runs_with_adapters_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What they keep is the adapters; the model beside them comes from its own directory at every start."""
+    model = demo_model_dir(tmp_path / "model")
+    options = [f"model.path='{model}'", "model.weights=pretrained", "model.config=none", "lora.rank=4"]
+    kills = kill_runs(tmp_path, runs=2, seed=3, options=options)
+    [kept] = (tmp_path / "run-000" / "hf").glob("*.safetensors")
+    assert kept.name == "adapter_model.safetensors"
     with capsys.disabled():
         print(f"\n{tally(kills)}")
 

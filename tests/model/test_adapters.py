@@ -99,6 +99,45 @@ def test_dora_is_not_compiled_in_silence(tmp_path: Path) -> None:
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
 
 
+def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tmp_path: Path) -> None:
+    section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
+    lora = LoraSection(rank=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"], base="nf4")
+    config = TrainingConfig(recipe="sft", model=section, lora=lora)
+    plan = plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1)).nf4
+    assert plan is not None
+    kinds = [
+        "self_attn.q_proj.base_layer",
+        *(f"self_attn.{kind}_proj" for kind in "kvo"),
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    ]
+    assert set(plan.names) == {f"model.layers.{layer}.{kind}" for layer in range(2) for kind in kinds}
+    assert "4.5 bits a parameter; left out: 2 of which a copy is trained (model.layers.0.mlp.down_proj" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "qwen3_moe",
+            "lora.base: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor (model.layers.0.mlp.experts,",
+        ),
+        (GPT2, "lora.base: 'nf4', but no linear layer of GPT2LMHeadModel can be in 4 bits (none); leave it out"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Path) -> None:
+    if isinstance(model, str):
+        section = ModelConfig(path=str(tiny_model_dir(model, tmp_path)))
+    else:
+        section = ModelConfig(config={**model, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, weights="random")
+    lora = LoraSection(rank=4, base="nf4")
+    config = TrainingConfig.model_validate({"recipe": "sft", "model": section, "lora": lora, "data": {"seq_len": 16}})
+    with pytest.raises(UserError) as error:
+        plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
+    assert str(error.value).startswith(says)
+
+
 WRONG = [
     (
         {"target_modules": ["q_prj"]},
@@ -146,6 +185,7 @@ def test_directories_that_hold_no_such_adapter_are_refused(values: Any, says: st
 
 CHECKED = [
     ({"lora": {"alpha": 8}}, "lora.alpha: is set, but lora.rank is not"),
+    ({"lora": {"base": "nf4"}}, "lora.base: is set, but lora.rank is not"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "adapter": "a"}}, "lora.rank: is given beside model.adapter"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "freeze": ["*"]}}, "model.freeze: is set with adapters"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "/"}}, "model.weights: is a checkpoint"),

@@ -42,7 +42,7 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int]:
     Attention's operations are among them on CUDA only: torch does not count those of its CPU kernel.
     """
     with FlopCounterMode(display=False) as operations:
-        with _Alive() as alive:
+        with Alive() as alive:
             loss = model.loss_sum(tokens, tokens)
         kept = alive.bytes
         loss.backward()
@@ -50,7 +50,7 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int]:
     return kept, operations.get_total_flops()
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Follows the memory that operators allocate while it is open."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         inputs = {_storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage_of(leaf) not in inputs:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and _storage_of(leaf) not in inputs:
                 storage = leaf.untyped_storage()
                 self._storages[_storage_of(leaf)] = (StorageWeakRef(storage), storage.nbytes())
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,7 @@ def compiled_step(folder: Path, case: Case) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     original = torch.nn.Module.compile
+    gc.collect()  # an earlier job's models may not go while Dynamo iterates over FSDP's weak references
     torch.compiler.reset()
     counters.clear()
     torch.nn.Module.compile = lambda self: original(self, backend="aot_eager")

@@ -14,18 +14,26 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
+from fsdp2kit.checkpoint.run import fill_weights
 from fsdp2kit.config.schema import LoraConfig as LoraSection
-from fsdp2kit.model.names import base_name
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.names import base_name, nf4_layers
+from fsdp2kit.model.nf4 import dequantize, level_pairs
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import Curves, beyond, errors, load_plain, plain_loop
 from fsdp2kit.parity.variants import pairs_of
 from tests.parallel.jobs import Case, by_world_size
+from tests.parallel.test_checkpointing import Alive
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import make_batches, plain_batches, tiny_model, tiny_model_dir
+from tests.reference import make_batches, nf4_rounded, plain_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 KINDS = ("llama3", "qwen3", "smollm2", "qwen3_moe")
@@ -57,7 +65,19 @@ def _cases() -> Iterator[Case]:
     yield Case("smollm2", 1, 2, 1, (("strategy", "no_shard"),), adapter="saved")
 
 
-CASES = list(_cases())
+def _quantized_cases() -> Iterator[Case]:
+    """Rows of 72 and 80 elements, so that blocks begin in the middle of some, and shards are unequal."""
+    kinds = (("llama3", "lora"), ("qwen3", "dora"), ("smollm2", "lora"), ("llama3", "dora"))
+    for (kind, adapter), (dp, cp) in zip(kinds, MESHES, strict=True):
+        yield Case(kind, dp, cp, 1, adapter=adapter, base="nf4")
+    hybrid = (("strategy", "hybrid_shard"),)
+    yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="saved", base="nf4")
+    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora", base="nf4")
+    yield Case("qwen3", 2, 1, 1, (("unit", "root"),), checkpointing=True, adapter="saved", base="nf4")
+    yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", base="nf4")
+
+
+CASES = [*_cases(), *_quantized_cases()]
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:
@@ -94,6 +114,9 @@ def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
     trained: list[str] = []
 
     def prepare(model: Any) -> None:
+        layers = model.model.layers if case.base == "nf4" else ()
+        for module in (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)):
+            module.weight.data = nf4_rounded(module.weight)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             PeftModel.from_pretrained(model, models / f"{case.kind}-{case.adapter}", is_trainable=True)
@@ -116,11 +139,25 @@ def test_adapters_train_as_peft_trains_them(case: Case, outcome: Callable, model
     assert not beyond(differences, control)
 
 
-@pytest.mark.parametrize(("adapter", "reduced"), [("lora", 2), ("saved", 4)])
+def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, base: str) -> int:
+    """What a rank holds of a parameter, padded, and sends of it to each other one: its rows in bfloat16, or NF4.
+
+    In NF4 a block of 64 elements has 36 bytes, and the rows that are kept together fill whole blocks.
+    """
+    if base != "nf4" or ".layers." not in name or not name.endswith("base_layer.weight"):
+        return math.ceil(len(parameter) / ranks) * parameter[0].numel() * BYTES["bfloat16"]
+    rows, width = parameter.shape
+    together = 64 // math.gcd(64, width)
+    return math.ceil(math.ceil(rows / together) / ranks) * together * width // 64 * 36
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reduced", "base"), [("lora", 2, "param_dtype"), ("saved", 4, "param_dtype"), ("lora", 2, "nf4")]
+)
 def test_everything_is_gathered_and_adapters_alone_are_reduced(
-    adapter: str, reduced: int, pool: WorkerPool, models: Path
+    adapter: str, reduced: int, base: str, pool: WorkerPool, models: Path
 ) -> None:
-    """A step of two micro-batches on four ranks: gathers in bfloat16, reductions in float32."""
+    """A step of two micro-batches on four ranks: gathers in bfloat16 or NF4, reductions in float32."""
     gathered: dict[str, int] = {}
     trained: dict[str, int] = {}
     with warnings.catch_warnings():
@@ -131,26 +168,73 @@ def test_everything_is_gathered_and_adapters_alone_are_reduced(
     for name, parameter in model.get_base_model().named_parameters():
         unit = next((part for part in ("layers.0", "layers.1", "embed_tokens", "lm_head") if part in name), "norm")
         size = math.ceil(len(parameter) / 4) * parameter[0].numel()  # a rank's rows, padded
-        gathered[unit] = gathered.get(unit, 0) + size
+        gathered[unit] = gathered.get(unit, 0) + share_in_bytes(name, parameter, ranks=4, base=base)
         if parameter.requires_grad:
             trained[unit] = trained.get(unit, 0) + size
     assert len(trained) == reduced
     once = ("embed_tokens", "lm_head")  # not in backward: a look-up needs no weight, and the head was not freed
     gathers = 2 * sum(size * (1 if unit in once else 2) for unit, size in gathered.items())
-    case = Case("llama3", 4, 1, 1, (("param_dtype", "bfloat16"),), adapter=adapter)
+    case = Case("llama3", 4, 1, 1, (("param_dtype", "bfloat16"),), adapter=adapter, base=base)
     for traffic in pool.run(4, one_step, models, case):
         assert traffic.calls["reduce_scatter"] == reduced
         assert traffic.sent["reduce_scatter"] == 3 * sum(trained.values()) * BYTES["float32"]
         # A head that is trained, FSDP2 may gather once more at the end of backward, ahead of the next forward.
-        again = traffic.sent["all_gather"] - 3 * gathers * BYTES["bfloat16"]
-        assert again in ({0} if adapter == "lora" else {0, 3 * gathered["lm_head"] * BYTES["bfloat16"]})
+        again = traffic.sent["all_gather"] - 3 * gathers
+        assert again in ({0} if adapter == "lora" else {0, 3 * gathered["lm_head"]})
 
 
-def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(pool: WorkerPool, models: Path) -> None:
+class Peak(Alive):
+    """Follows also the most memory that was alive at once."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+
+def loaded(folder: Path, case: Case) -> tuple[int, int]:
+    """Bytes of this rank's shards, and the most that filling them took beside them."""
+    config = case.config(folder, steps=1, rows=4)
+    mesh = build_mesh(config.mesh, config.fsdp, world=distributed.start())
+    model = build_model(config.model, lora=config.lora)
+    plan = plan_parallel(model, config, mesh.sizes, mesh.device.type)
+    parallelize_model(model, plan, mesh=mesh)
+    with Peak() as memory:
+        fill_weights(config.model, model, seed=0)
+    return sum(distributed.local_part(parameter).nbytes for parameter in model.parameters()), memory.peak
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
+    """Beside the shards there is never more than a rank's rows of one tensor, as it is quantised."""
+    deep = {**tiny_model("llama3").config.to_dict(), "num_hidden_layers": 8, "hidden_size": 144, "head_dim": 16}
+    model = LlamaForCausalLM(LlamaConfig(**deep))
+    model.save_pretrained(str(tmp_path / "llama3"))
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(model, config).save_pretrained(str(tmp_path / "llama3-dora"))
+    bfloat16 = (("param_dtype", "bfloat16"),)
+    found = pool.run(ranks, loaded, tmp_path, Case("llama3", ranks, 1, 1, bfloat16, adapter="dora", base="nf4"))
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    stored = sum(share_in_bytes(name, p, ranks=1, base="nf4") for name, p in frozen.items())
+    assert sum(shards for shards, _ in found) == stored + trained
+    largest = max(p.numel() for p in frozen.values())
+    for _, peak in found:
+        assert peak < 24 * largest / ranks < sum(p.nbytes for p in frozen.values()) / 4
+
+
+@pytest.mark.parametrize(("base", "packed"), [("param_dtype", ""), ("nf4", ", torch.uint8")])
+def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(
+    base: str, packed: str, pool: WorkerPool, models: Path
+) -> None:
     fsdp = (("param_dtype", "bfloat16"), ("class_dtypes", {"LlamaRMSNorm": "float32"}))
-    case = Case("llama3", 2, 1, 1, fsdp, adapter="dora")
+    case = Case("llama3", 2, 1, 1, fsdp, adapter="dora", base=base)
     assert pool.run(2, step_with_ledger, models, case) == ["ok", "ok"]
-    for wrong, found in (("frozen", "torch.bfloat16, torch.float32"), ("storage", "torch.float32")):
+    for wrong, found in (("frozen", f"torch.bfloat16, torch.float32{packed}"), ("storage", "torch.float32")):
         said = pool.run(2, step_with_ledger, models, case, **{wrong: "float16"})[0]
         assert said == f"dtype ledger: {wrong} should be float16, but {found} was found"
 
@@ -191,6 +275,38 @@ def test_first_values_are_pefts_by_seed_and_name_on_every_mesh(pool: WorkerPool,
             assert torch.equal(value, other[name]), "from the files, not from the model in bfloat16"
 
 
+def stored_in_4_bits(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
+    """Whole, by the names of the plain model's weights."""
+    config = case.config(folder, steps=1, rows=4)
+    model = config.model.model_copy(update={"weights": weights})
+    sharded = Sharded(config.model_copy(update={"model": model}), world=distributed.start())
+    return {name: whole(layer.nf4.detach()).clone() for name, layer in nf4_layers(sharded.model).items()}
+
+
+def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
+    """What a base that is stored in float32 has."""
+    config = case.config(folder, steps=1, rows=4)
+    model = config.model.model_copy(update={"weights": weights})
+    sharded = Sharded(config.model_copy(update={"model": model}), world=distributed.start())
+    return {base_name(name) or "": whole(p.detach()).clone() for name, p in sharded.model.named_parameters()}
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_what_is_stored_in_4_bits_does_not_depend_on_the_mesh(weights: str, pool: WorkerPool, models: Path) -> None:
+    case = Case("llama3", adapter="lora", base="nf4")
+    alone = pool.run(1, stored_in_4_bits, models, case, weights)[0]
+    spread = replace(case, dp=2, cp=2, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2)
+    other = pool.run(4, stored_in_4_bits, models, spread, weights)[1]
+    third = pool.run(4, stored_in_4_bits, models, replace(case, dp=4), weights)[3]
+    plain = pool.run(1, plain_values, models, replace(case, base="param_dtype"), weights)[0]
+    assert len(alone) == 14
+    for name, stored in alone.items():
+        assert torch.equal(stored, other[name])
+        assert torch.equal(stored, third[name])
+        left = dequantize(stored, level_pairs(), plain[name].shape[1], torch.float32)[: len(plain[name])]
+        assert torch.allclose(left, nf4_rounded(plain[name]), rtol=1e-6, atol=0)
+
+
 def losses_with(folder: Path, case: Case, options: dict[str, dict[str, Any]]) -> list[float]:
     config = case.config(folder, steps=5, rows=4)
     values = config.model_dump() | {name: config.model_dump()[name] | keys for name, keys in options.items()}
@@ -208,5 +324,6 @@ def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, model
 
 def test_layers_with_adapters_are_one_graph(pool: WorkerPool, models: Path) -> None:
     """One for the first layer, whose inputs come from a frozen embedding, and one for the others."""
-    case = Case("llama3", checkpointing=True, adapter="lora")
-    assert pool.run(1, compiled_step, models, case) == [{"graphs": 2, "breaks": {}}]
+    for base in ("param_dtype", "nf4"):
+        case = Case("llama3", checkpointing=True, adapter="lora", base=base)
+        assert pool.run(1, compiled_step, models, case) == [{"graphs": 2, "breaks": {}}]

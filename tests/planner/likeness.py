@@ -90,6 +90,6 @@ def planned(
 ) -> Estimate:
     """The estimate for ``ranks`` ranks."""
     sizes = check_config(config, world_size=ranks, local_world_size=min(local, ranks))
-    model = build_model(config.model)
+    model = build_model(config.model, lora=config.lora)
     plan = plan_parallel(model, config, sizes, device_type)
     return estimate(config, model, plan, local_world_size=local, **named)

@@ -63,6 +63,10 @@ def _together(sizes: dict[str, int], *names: str) -> dict[str, int]:
     return {**sizes, **dict.fromkeys(names, 0), names[0]: sum(sizes.get(name, 0) for name in names)}
 
 
+def lora(**options: Any) -> dict[str, Any]:
+    return {"lora": {"rank": 8, **options}, "checkpoint": {"export_hf": "never"}}
+
+
 def checkpointing(mode: str, every: int = 1) -> dict[str, Any]:
     return {"activation_checkpointing": {"mode": mode, "every": every}}
 
@@ -102,6 +106,22 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     ),
     "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
     "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
+    "lora": (small(LLAMA_8B, layers=8), 8, {"data": {"seq_len": 1024}, **lora()}),
+    "lora, tied, full, accumulated": (
+        small(REAL["llama1b"], layers=4),
+        4,
+        {**SHORT, **lora(target_modules=["q_proj", "down_proj"]), **checkpointing("full"), "rows": 8},
+    ),
+    "lora and the head, selective, float32": (
+        small(LLAMA_8B, layers=4),
+        2,
+        {
+            **SHORT,
+            **lora(modules_to_save=["lm_head"]),
+            **checkpointing("selective"),
+            "fsdp": {"param_dtype": "float32"},
+        },
+    ),
     "mixtral, counted, full": (small(MIXTRAL), 8, {**LONG, **checkpointing("full")}),
 }
 

@@ -1,0 +1,137 @@
+"""Frozen linear layers whose weights are stored in 4 bits: QLoRA's NF4 (arXiv:2305.14314), as bitsandbytes has it.
+
+64 consecutive elements of the flattened weight are a block: each is stored as the index of the nearest of 16 levels,
+quantiles of a normal distribution, and all of them are scaled by the block's largest magnitude, a float32. That is 36
+bytes a block.
+
+A weight is one ordinary uint8 parameter, so FSDP2 shards and gathers it as any other, in these bytes. Its first
+dimension is the weight's rows, as many together as fill whole blocks, so no mesh cuts a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2kit.distributed import local_part
+from fsdp2kit.torch_compat import local_slices
+
+BLOCK = 64
+"""Elements that share a scale."""
+BLOCK_BYTES = BLOCK // 2 + 4
+"""Of a block as it is stored: two elements a byte, and the scale in float32."""
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_SMALLEST = 1e-38  # of a scale that is divided by: a block of zeros
+_AT_A_TIME = 1 << 22  # elements
+
+
+def quantize(values: Tensor) -> Tensor:
+    """Floating-point ``[rows, n]``, n a multiple of 64, as uint8 ``[rows, n / 64 · 36]``.
+
+    A row holds its blocks' codes, the first of two elements in the byte's high bits, and then the blocks' scales.
+    """
+    blocks = values.float().view(len(values), -1, BLOCK)
+    scales = blocks.abs().amax(-1)
+    levels = torch.tensor(LEVELS, device=values.device)
+    normed = blocks * (1.0 / scales.clamp(min=_SMALLEST))[..., None]
+    codes = torch.bucketize(normed, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
+
+
+def dequantize(stored: Tensor, pairs: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """What `quantize` gave, as ``[…, width]`` of ``dtype``; computed in float32.
+
+    Args:
+        pairs: `level_pairs`, on the device.
+    """
+    count = stored.shape[1] // BLOCK_BYTES  # blocks in a row
+    codes, scales = stored.split([count * BLOCK // 2, count * 4], dim=1)
+    values = F.embedding(codes.int(), pairs).view(len(stored), count, BLOCK)
+    values = values.mul_(scales.view(torch.float32)[..., None]).to(dtype)
+    return values.view(len(stored) * count * BLOCK // width, width)
+
+
+def level_pairs() -> Tensor:
+    """The two levels that a byte of codes stands for, ``[256, 2]`` float32."""
+    levels = torch.tensor(LEVELS)
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+
+
+class NF4Linear(nn.Module):
+    """A linear layer with a frozen weight in 4 bits. What needs the weight is given it anew, and nothing keeps it."""
+
+    pairs: Tensor
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        """Of the same sizes and on the same device, with the same bias; the weight gets its values from `fill`.
+
+        Args:
+            dtype: of the weight as others read it.
+        """
+        super().__init__()
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
+        self.rows = BLOCK // math.gcd(BLOCK, linear.in_features)
+        """Rows of the weight that are one row of what is stored; the last ones are filled up with zeros."""
+        shape = (-(-linear.out_features // self.rows), self.rows * linear.in_features // BLOCK * BLOCK_BYTES)
+        stored = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
+        self.nf4 = nn.Parameter(stored, requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("pairs", level_pairs(), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the layer stands for, ``[out, in]``, made when it is read: peft's DoRA and others do."""
+        return self.unpack(self.nf4)[: self.out_features]
+
+    def unpack(self, stored: Tensor) -> Tensor:
+        """The rows ``[n, in]`` of the weight that some rows of what is stored stand for."""
+        return dequantize(stored, self.pairs, self.in_features, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weightᵀ + bias``."""
+        return _Linear.apply(x, self.nf4, self.pairs, self.bias, self.in_features, self.out_features)
+
+    @torch.no_grad()
+    def fill(self, weight: Any) -> None:
+        """Quantise the rows of a weight that this rank's shard stands for, some at a time.
+
+        Args:
+            weight: sliceable, ``[out, in]``, of any floating-point dtype.
+        """
+        local, start = local_part(self.nf4), local_slices(self.nf4)[0].start
+        step = max(1, _AT_A_TIME // (self.rows * self.in_features))
+        for first in range(0, len(local), step):
+            part, at = local[first : first + step], (start + first) * self.rows
+            rows = weight[at : at + len(part) * self.rows].to(local.device)
+            missing = len(part) * self.rows - len(rows)
+            part.copy_(quantize(F.pad(rows, (0, 0, 0, missing)).view(len(part), -1)))
+
+    def plain(self) -> nn.Linear:
+        """The layer as it was, on meta."""
+        return nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps what is stored for backward, where autograd would keep the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stored: Tensor, pairs: Tensor, bias: Tensor | None, width: int, rows: int
+    ) -> Tensor:
+        ctx.save_for_backward(stored, pairs)
+        ctx.width, ctx.rows = width, rows
+        return F.linear(x, dequantize(stored, pairs, width, x.dtype)[:rows], bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        stored, pairs = ctx.saved_tensors
+        weight = dequantize(stored, pairs, ctx.width, gradients[0].dtype)[: ctx.rows]
+        return gradients[0] @ weight, None, None, None, None, None

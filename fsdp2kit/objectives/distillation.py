@@ -1,0 +1,304 @@
+"""Distillation: a model learns a frozen teacher's whole distribution of the next token (arXiv:1503.02531).
+
+Logits of both models exist for a few hundred tokens at a time. The gradients are computed in the same pass, while the
+heads of both are gathered, so that backward only scales them and needs nothing of the teacher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp2kit.config.schema import (
+    DistillConfig,
+    Float8Config,
+    LoraConfig,
+    ModelConfig,
+    PreflightConfig,
+    TrainingConfig,
+)
+from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.linear_cross_entropy import rows_at_once
+from fsdp2kit.model.loss_head import HeadInputs
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.objectives.reference import parallelize_frozen
+from fsdp2kit.parallel.context_parallel.batch import layer_windows
+from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
+from fsdp2kit.torch_compat import forget_forwards
+
+_KEY = "distill.teacher"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model on meta, and how it is made parallel; see `build_teacher`."""
+
+    model: Any
+    plan: ParallelPlan
+
+    def describe(self) -> str:
+        """It in a line, for the start of a run."""
+        name, units = self.plan.model.path, len(self.plan.units)
+        return f"teacher: {name}, {self.plan.parameters:,} parameters in {self.plan.ledger.compute}, {units} units"
+
+
+def build_teacher(
+    section: DistillConfig,
+    model: PreTrainedModel,
+    *,
+    config: TrainingConfig,
+    plan: ParallelPlan,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Teacher:
+    """The teacher on meta, planned for the same mesh and batches as the model that learns. Collective.
+
+    It is sharded as that is, stored in ``fsdp.param_dtype``, and keeps none of its parameters gathered after forward.
+
+    Args:
+        model: the one that learns, as `build_model` made it.
+        plan: of ``model``.
+        tokenizer: of ``model``; None: not known, and both vocabularies must have the same size.
+
+    Raises:
+        UserError: there is no such model, or it cannot read what ``model`` reads.
+    """
+    theirs = _config_of_teacher(section, config, plan)
+    with _named_teacher():
+        teacher = build_model(theirs.model)
+        own = None if tokenizer is None else build_tokenizer(theirs.model)
+        frozen = plan_parallel(teacher.eval().requires_grad_(False), theirs, plan.sizes, plan.device_type)
+    with agreement():
+        _check_vocabulary(model, tokenizer, teacher, own)
+        windows = [layer_windows(one.config) for one in (model, teacher)]
+        if windows[0] != windows[1]:
+            what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
+            raise UserError(_KEY, what, "choose a teacher whose attention sees the same tokens")
+    return Teacher(teacher, replace(frozen, attention=plan.attention))
+
+
+def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: ParallelPlan) -> TrainingConfig:
+    """The config of a run that would train the teacher on the same batches, cut in the same way."""
+    assert section.teacher is not None, "check_config refuses a distillation without one"
+    # Its own classes and modules have other names.
+    named = {"class_dtypes": {}, "unit_classes": [], "ignored_modules": []}
+    sections = {
+        "model": ModelConfig(
+            path=section.teacher,
+            attention=plan.attention.kernel,
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        "fsdp": config.fsdp.model_copy(update=named),
+        "context_parallel": config.context_parallel.model_copy(update={"method": plan.attention.method or "auto"}),
+        "lora": LoraConfig(),
+        "float8": Float8Config(),
+        # A model that is not trained drops nothing, and routes as it does.
+        "preflight": PreflightConfig(allow=["dropout", "router_aux_loss"]),
+    }
+    return config.model_copy(update=sections)
+
+
+@contextlib.contextmanager
+def _named_teacher() -> Iterator[None]:
+    """Refusals of the teacher name its key, not those of the model that learns."""
+    try:
+        yield
+    except UserError as error:
+        where = error.where.removeprefix("model.path").removeprefix("model.tokenizer").strip(": ")
+        raise UserError(f"{_KEY}: {where}".removesuffix(": "), error.what, "choose another teacher") from error
+
+
+def _check_vocabulary(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    teacher: PreTrainedModel,
+    own: PreTrainedTokenizerBase | None,
+) -> None:
+    """Refuse a teacher to which a token id means something else."""
+    todo = "choose a teacher with the same tokenizer"
+    sizes = [one.get_input_embeddings().num_embeddings for one in (model, teacher)]
+    if tokenizer is None or own is None:
+        if sizes[0] != sizes[1]:
+            raise UserError(_KEY, f"its vocabulary has {sizes[1]} tokens, that of the model {sizes[0]}", todo)
+        return
+    known, others = tokenizer.get_vocab(), own.get_vocab()
+    if differing := sorted((at, text) for text, at in known.items() if others.get(text) != at):
+        at, text = differing[0]
+        theirs = others.get(text, "none")
+        what = f"{len(differing)} of {len(known)} tokens have another id in its vocabulary: {text!r} has {theirs}, in "
+        raise UserError(_KEY, f"{what}the model's {at}", todo)
+    if max(known.values()) >= sizes[1]:
+        what = f"its embedding has {sizes[1]} rows, fewer than its tokenizer has tokens"
+        raise UserError(_KEY, what, todo)
+
+
+def build_distillation(
+    section: DistillConfig, teacher: Teacher, *, config: TrainingConfig, mesh: Mesh
+) -> Distillation:
+    """The objective of a run, with the teacher's weights sharded over the mesh. Collective.
+
+    Args:
+        teacher: `build_teacher`'s; its model is made parallel in place.
+
+    Raises:
+        UserError: its weights cannot be read.
+    """
+    with _named_teacher():
+        parallelize_frozen(teacher.model, teacher.plan, mesh=mesh, seed=config.run.seed)
+    return Distillation(section, teacher.model)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The objective (1 − w)·T²·KL + w·cross-entropy, summed over targets, w being ``cross_entropy_weight``.
+
+    Its metrics are ``kl``, the divergence at temperature T, and the plain ``cross_entropy``.
+    """
+
+    section: DistillConfig
+    teacher: Any
+    """Sharded, with its weights."""
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """See `fsdp2kit.train.step.Objective`. Collective: the teacher runs within the model's forward."""
+        inputs = dict(inputs)
+        groups, num_groups = inputs.pop("groups", None), inputs.pop("num_groups", 0)
+
+        def on_student(student: HeadInputs) -> tuple[Tensor, Tensor]:
+            def run() -> Distilled:
+                return self.teacher.on_head(lambda teacher: distill(student, teacher, self.section), **inputs)
+
+            return _Distillation.apply(run, student.hidden, *student.parameters)
+
+        loss, by_token = model.on_head(on_student, **inputs)
+        forget_forwards(self.teacher)
+        losses, divergences, cross_entropies = by_token.unbind(1)
+        metrics = {"kl": divergences.sum(), "cross_entropy": cross_entropies.sum()}
+        if groups is None:
+            return loss, None, metrics
+        # In float64, since `index_add` adds thousands of tokens one after the other.
+        parts = torch.zeros(num_groups, dtype=torch.float64, device=loss.device)
+        return loss, parts.index_add(0, groups, losses.double()), metrics
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What `distill` computes of N tokens."""
+
+    by_token: Tensor
+    """float32 ``[N, 3]``: loss, divergence, cross-entropy."""
+    gradients: tuple[Tensor, ...]
+    """Of the summed loss: with respect to the hidden states, and to each of the student's head parameters."""
+
+
+class _Distillation(torch.autograd.Function):
+    """The summed loss and its parts by token, from what ``run`` computes with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Distilled], *read: Tensor) -> tuple[Tensor, Tensor]:
+        found = run()  # without a graph, as all of this method
+        ctx.save_for_backward(*found.gradients)
+        ctx.dtypes = [tensor.dtype for tensor in read]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.by_token)
+        return found.by_token[:, 0].sum(), found.by_token
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a second gradient of the head's size would be gigabytes.
+        scaled = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, *(gradient.mul_(grads[0]).to(dtype) for gradient, dtype in scaled)
+
+
+def distill(student: HeadInputs, teacher: HeadInputs, section: DistillConfig) -> Distilled:
+    """Loss and gradients of the student's distributions beside the teacher's, without ever holding all logits.
+
+    Where one vocabulary is padded beyond the other, both distributions are those over the ids that both have.
+
+    Args:
+        student: N tokens, whose hidden states may have another width than the teacher's.
+        teacher: the same N tokens.
+    """
+    count, device = len(student.hidden), student.hidden.device
+    rows = rows_at_once(device, vocabulary=student.vocabulary + teacher.vocabulary)
+    by_token = torch.empty(count, 3, dtype=torch.float32, device=device)
+    hidden = torch.empty_like(student.hidden)
+    # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
+    dtype = torch.float32 if count > rows else None
+    totals = [torch.zeros_like(parameter, dtype=dtype) for parameter in student.parameters]
+    found = Distilled(by_token, (hidden, *totals))
+    for start in range(0, count, rows):
+        _add_chunk(found, slice(start, start + rows), student, teacher, section)
+    return found
+
+
+def _add_chunk(
+    found: Distilled, part: slice, student: HeadInputs, teacher: HeadInputs, section: DistillConfig
+) -> None:
+    """Write a chunk's tokens into ``found``, and add its gradients; nothing of it lives on."""
+    with torch.enable_grad():
+        chunk = student.hidden[part].detach().requires_grad_()
+        logits = student.logits(chunk)
+    with torch.no_grad():
+        target = teacher.logits(teacher.hidden[part])
+        found.by_token[part], slope = divergence(logits, target, student.labels[part], section)
+    del target
+    read = [chunk, *student.parameters]
+    slopes = torch.autograd.grad(logits, read, slope.to(logits.dtype), allow_unused=True, materialize_grads=True)
+    hidden, *totals = found.gradients
+    hidden[part] = slopes[0]
+    for total, addend in zip(totals, slopes[1:], strict=True):
+        total.add_(addend)
+
+
+def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillConfig) -> tuple[Tensor, Tensor]:
+    """Loss, divergence and cross-entropy of each token, float32 ``[n, 3]``, and the loss's gradient.
+
+    Args:
+        logits: ``[n, V]`` of the student.
+        target: ``[n, W]`` of the teacher; only the ids that both have are compared.
+        labels: int64 ``[n]``.
+
+    Returns:
+        The gradient with respect to ``logits`` is float32 ``[n, V]``.
+    """
+    temperature, weight = section.temperature, section.cross_entropy_weight
+    shared = min(logits.shape[1], target.shape[1])
+    log_p = _log_softmax(logits[:, :shared], temperature)
+    log_q = _log_softmax(target[:, :shared], temperature)
+    p = log_p.exp()
+    if section.direction == "forward":
+        q = log_q.exp()
+        kl = log_q.sub_(log_p).mul_(q).sum(dim=1)
+        slope = p.sub_(q)
+    else:
+        ratio = log_p.sub(log_q)
+        kl = (p * ratio).sum(dim=1)
+        slope = ratio.sub_(kl[:, None]).mul_(p)
+    gradient = slope.mul_((1 - weight) * temperature)  # T² of the loss ÷ T of the logits
+    is_plain = temperature == 1 and shared == logits.shape[1]
+    log_softmax = log_p if is_plain else _log_softmax(logits, 1.0)
+    cross_entropy = -log_softmax.gather(1, labels[:, None]).squeeze(1)
+    if shared < logits.shape[1]:
+        gradient = F.pad(gradient, (0, logits.shape[1] - shared))
+    if weight:
+        wanted = torch.full_like(labels, -weight, dtype=torch.float32)[:, None]
+        gradient.add_(log_softmax.exp(), alpha=weight).scatter_add_(1, labels[:, None], wanted)
+    loss = (1 - weight) * temperature**2 * kl + weight * cross_entropy
+    return torch.stack([loss, kl, cross_entropy], dim=1), gradient
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).log_softmax(dim=1)

@@ -1,0 +1,69 @@
+"""Distillation: a Hugging Face causal language model learns a larger one's distributions on conversations.
+
+Copy this file, change the line that builds what you want different, and name the copy in your TOML's ``recipe``.
+"""
+
+from __future__ import annotations
+
+from fsdp2kit.checkpoint.run import build_checkpoints
+from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
+from fsdp2kit.console import say
+from fsdp2kit.data.build import build_data
+from fsdp2kit.job import start_job
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.objectives.distillation import build_distillation, build_teacher
+from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.parallel.parallelize import parallelize_model
+from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.train.evaluation import build_evaluation
+from fsdp2kit.train.loop import train
+from fsdp2kit.train.metrics import build_metrics
+
+
+class Config(TrainingConfig):
+    """Distillation."""
+
+    data: ChatDataConfig = ChatDataConfig()
+    distill: DistillConfig = DistillConfig()
+
+
+def main(config: Config) -> None:
+    """Train as ``config`` says; every rank calls this."""
+    with start_job(config) as job:
+        # Nothing is allocated yet. A config that would silently train something else is refused here.
+        tokenizer = build_tokenizer(config.model)
+        model = build_model(config.model, lora=config.lora)
+        plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        teacher = build_teacher(config.distill, model, config=config, plan=plan, tokenizer=tokenizer)
+        job.open_run_dir(dtypes=plan.ledger)
+        say(*plan.describe(), teacher.describe())
+
+        # Text → tokens → packs → global batches → this rank's share.
+        data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
+        say(*data.describe())
+        # The sharded model, with weights from a checkpoint, from its source, or random ones.
+        parallelize_model(model, plan, mesh=job.mesh)
+        optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
+        checkpoints = build_checkpoints(config, model, optimizer, job=job, data=data, tokenizer=tokenizer)
+        progress = checkpoints.start()
+        objective = build_distillation(config.distill, teacher, config=config, mesh=job.mesh)
+        say(*checkpoints.describe())
+        schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=data.total_steps, step=progress.step)
+        evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
+        metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
+        train(
+            model,
+            optimizer,
+            schedule,
+            data.batches(progress),
+            objective=objective,
+            config=config,
+            plan=plan,
+            mesh=job.mesh,
+            metrics=metrics,
+            total_steps=data.total_steps,
+            progress=progress,
+            checkpoints=checkpoints,
+            evaluate=evaluate,
+        )

@@ -1,0 +1,114 @@
+"""Weights in 4 bits are QLoRA's NF4, and a layer with one computes as a plain layer with what is left of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
+from tests.parallel.test_checkpointing import Alive
+from tests.reference import nf4_rounded
+
+
+def weight_like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Magnitudes that differ from block to block; some zeros."""
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(shape, generator=random) * torch.logspace(-4, 2, shape[0])[:, None]
+    weight[shape[0] // 2] = 0
+    return weight.to(dtype)
+
+
+def filled(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> NF4Linear:
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.bias = None if bias is None else torch.nn.Parameter(bias)  # pyright: ignore[reportAttributeAccessIssue]
+    layer = NF4Linear(linear, dtype)
+    layer.fill(weight)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 128), (30, 72), (7, 80), (5, 33), (3, 1), (1, 64)], ids=str)
+def test_what_is_left_of_a_weight_is_nf4(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = weight_like(*shape, dtype=dtype)
+    layer = filled(weight)
+    want = nf4_rounded(weight)
+    assert torch.allclose(layer.weight, want, rtol=1e-6, atol=0)
+    assert filled(weight, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    blocks = -(-weight.numel() // 64)
+    per_row = layer.rows * shape[1] // 64
+    assert layer.nf4.nbytes == -(-blocks // per_row) * per_row * BLOCK_BYTES, "36 bytes a block, in whole rows"
+
+
+def test_codes_and_scales_are_those_of_torchao() -> None:
+    """Which rounds its levels to four digits: a value in the middle between two may get the other one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import NF4Tensor
+
+    weight = weight_like(64, 256)
+    weight[32] = 1e-3
+    ours, theirs = quantize(weight), NF4Tensor.from_tensor(weight, 64, 256)
+    codes = [
+        torch.stack([packed >> 4, packed & 15]).int() for packed in (ours[:, :128].flatten(), theirs.quantized_data)
+    ]
+    apart = (codes[0] - codes[1]).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 1e-3
+    largest = weight.view(64, 4, 64).abs().amax(-1)
+    assert torch.equal(ours[:, 128:].contiguous().view(torch.float32), largest)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_computes_as_a_plain_layer_with_that_weight(dtype: torch.dtype, compiled: bool) -> None:
+    weight, bias = weight_like(40, 72) / 10, torch.randn(40, dtype=dtype)
+    plain = nf4_rounded(weight).to(dtype)
+    layer: Any = filled(weight, bias)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(3, 5, 72, dtype=dtype, requires_grad=True)
+    y: Any = x.detach().clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*autograd.function.Function.*", category=DeprecationWarning
+        )  # torch's
+        ours, theirs = run(x), F.linear(y, plain, bias)
+    gradient = torch.randn_like(ours)
+    ours.backward(gradient)
+    theirs.backward(gradient)
+    for one, other in ((ours, theirs), (x.grad, y.grad)):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    assert layer.nf4.grad is None
+
+
+def test_no_weight_is_kept_for_backward() -> None:
+    layer = filled(weight_like(256, 512))
+    x = torch.randn(1, 512, requires_grad=True)
+    with Alive() as alive:
+        layer(x)
+    assert alive.bytes == 0
+    with Alive() as alive:
+        kept = layer(x)
+    assert alive.bytes == kept.nbytes
+
+
+def test_a_weight_is_quantised_some_rows_at_a_time() -> None:
+    """Of whatever can be sliced, and never in a second copy of full precision."""
+
+    class Slices:
+        largest = 0
+
+        def __getitem__(self, rows: slice) -> Tensor:
+            self.largest = max(self.largest, rows.stop - rows.start)
+            return weight[rows]
+
+    weight, slices = weight_like(4096, 2048, dtype=torch.bfloat16), Slices()
+    layer = NF4Linear(torch.nn.Linear(2048, 4096, bias=False, device="meta").to_empty(device="cpu"), torch.float32)
+    layer.fill(slices)
+    assert slices.largest == 2048
+    want = dequantize(quantize(weight), level_pairs(), 2048, torch.float32)
+    assert torch.equal(layer.weight, want)
