@@ -157,9 +157,13 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     backbone = backbone_name(model)
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
-    own = _own_head(model, head) if kernel == "own_head" else None
-    compute_log_probs = linear_log_probs if own is None else partial(_chunked_log_probs, own)
-    compute_loss: HeadLoss = linear_loss(kernel) if kernel != "own_head" else partial(_chunked_loss, own)
+    own: Callable[[Tensor], Tensor] | None = None
+    if kernel == "own_head":
+        own = _own_head(model, head)
+        compute_loss: HeadLoss = partial(_chunked_loss, own)
+        compute_log_probs = partial(_chunked_log_probs, own)
+    else:
+        compute_loss, compute_log_probs = linear_loss(kernel), linear_log_probs
 
     # Units may return another dtype than they compute in.
     def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:

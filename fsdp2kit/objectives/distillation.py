@@ -126,7 +126,7 @@ def _check_vocabulary(
 ) -> None:
     """Refuse a teacher to which a token id means something else."""
     todo = "choose a teacher with the same tokenizer"
-    sizes = [one.get_input_embeddings().num_embeddings for one in (model, teacher)]
+    sizes: list[Any] = [one.get_input_embeddings().num_embeddings for one in (model, teacher)]
     if tokenizer is None or own is None:
         if sizes[0] != sizes[1]:
             raise UserError(_KEY, f"its vocabulary has {sizes[1]} tokens, that of the model {sizes[0]}", todo)

@@ -211,7 +211,7 @@ class Rollouts:
         return found.reshape(len(groups), -1, found.shape[1]).tolist()
 
     def _text(self, response: Response) -> str:
-        return self._tokenizer.decode(response.ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
 
     def _totals(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """The weighted sum of each rollout's rewards, float64 ``[groups, n]``."""
@@ -256,7 +256,7 @@ class Rollouts:
         for rollout in rollouts:
             prompt, response = self._prompts.prompts[rollout.prompt].ids, rollout.response.ids
             documents.append((np.array([*prompt, *response]), np.arange(len(prompt) + len(response)) >= len(prompt)))
-        pad_id = self._tokenizer.pad_token_id or 0
+        pad_id: Any = self._tokenizer.pad_token_id or 0
         micro = config.train.micro_batch_size
         return pack(
             documents,

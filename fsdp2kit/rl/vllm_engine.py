@@ -51,7 +51,9 @@ class VLLMEngine(Engine):
         self.dtype = dtype
         self._url, self._at_once = section.url.rstrip("/"), section.batch_size
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
-        self._client = httpx.Client(base_url=self._url, timeout=httpx.Timeout(timeout, connect=10.0))
+        # A connection is not used again: the server drops one on which it answered with an error.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self._url, timeout=httpx.Timeout(timeout, connect=10.0), limits=limits)
         self._sender = SharedMemorySender(lambda path: self._update("update_weights", update_info={"path": path}))
         self._name = str(self._ask("GET", "/v1/models")["data"][0]["id"])
 
