@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from fsdp2kit.config.checks import check_data
+from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.config.schema import ChatDataConfig, PreferenceDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.documents import Documents, build_documents
 from fsdp2kit.data.loader import Share, build_loader

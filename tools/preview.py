@@ -33,7 +33,8 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.config.checks import check_data, resolve_warmup
+from fsdp2kit.config.checks import resolve_warmup
+from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Report

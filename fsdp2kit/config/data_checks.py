@@ -1,0 +1,151 @@
+"""Checks of ``[data]`` and ``[eval]`` against each other and ``[train]``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fsdp2kit.config.data_schema import COLUMNS
+from fsdp2kit.config.schema import (
+    DataConfig,
+    DataFormat,
+    EvalConfig,
+    PreferenceDataConfig,
+    TrainingConfig,
+)
+from fsdp2kit.errors import UserError
+
+
+def check_data(config: TrainingConfig) -> None:
+    """Check ``[data]`` and ``[eval]`` against each other and ``[train]``.
+
+    Raises:
+        UserError: at the first contradiction.
+    """
+    data = config.data
+    if data.format == "preference" and not isinstance(data, PreferenceDataConfig):
+        raise UserError(
+            "data.format",
+            f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
+            'to learn from both set recipe = "dpo"; to learn the better answers set data.format = "chat" and '
+            'data.columns.messages = "chosen" (or "prompt_completion" and data.columns.completion = "chosen")',
+        )
+    parts = (*data.sources, *config.eval.sets.values())
+    formats = {data.format, *(part.format for part in parts)}
+    if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
+        what = f'"chat" with data.format = {data.format!r}, whose rows are no plain prompts and completions'
+        raise UserError("data.wrap", what, 'leave it out, or set data.format = "prompt_completion"')
+    _check_columns(config)
+    if data.format == "preference" and any(part.format for part in data.sources):
+        raise UserError("data.sources", "have formats of their own beside pairs of answers", "give pairs alone")
+    _check_sources(data)
+    if data.streaming:
+        _check_streaming(config)
+    _check_evaluation(config)
+
+
+def _check_columns(config: TrainingConfig) -> None:
+    """A column that is named is one that some format of these rows reads."""
+    data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
+    shared: dict[DataFormat, None] = dict.fromkeys(
+        [data.format, *(part.format or data.format for part in parts if part.columns is None)]
+    )
+    own = [(part.columns, {part.format or data.format: None}) for part in parts if part.columns is not None]
+    for columns, formats in [(data.columns, shared), *own]:
+        read = {name for one in formats for name in COLUMNS[one]}
+        for name, called in columns.model_dump(exclude_none=True).items():
+            if name not in read:
+                what = f"{called!r} with data.format = {next(iter(formats))!r}, which reads no {name}"
+                fitting = next(one for one, names in COLUMNS.items() if name in names)
+                raise UserError(f"data.columns.{name}", what, f'leave it out, or set data.format = "{fitting}"')
+
+
+def _check_sources(data: DataConfig) -> None:
+    parts = data.sources
+    if not parts:
+        return
+    if data.path is not None:
+        raise UserError("data.sources", "given beside data.path", "make data.path one of the sources")
+    if data.format == "synthetic":
+        raise UserError("data.sources", 'given with data.format = "synthetic"', "leave one of them out")
+    with_weight, with_epochs = (
+        sum(getattr(part, name) is not None for part in parts) for name in ("weight", "epochs")
+    )
+    if with_epochs and (with_weight or with_epochs < len(parts)):
+        what = f"{with_epochs} of {len(parts)} have epochs and {with_weight} a weight"
+        raise UserError("data.sources", what, "give all of them epochs, or none")
+    if 0 < with_weight < len(parts):
+        what = f"{with_weight} of {len(parts)} have a weight"
+        raise UserError("data.sources", what, "give all of them one, or none")
+    names = Counter(part.name for part in parts if part.name is not None)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UserError("data.sources", f"two are named {twice[0]!r}", "give each a name of its own")
+
+
+def _check_streaming(config: TrainingConfig) -> None:
+    data = config.data
+    if config.train.steps is None:
+        raise UserError("data.streaming", "with train.epochs: a stream's length is not known", "give train.steps")
+    if data.format == "synthetic":
+        raise UserError("data.streaming", 'with data.format = "synthetic", which is not read', "leave it out")
+    if data.path is None and not data.sources:
+        raise UserError("data.path", "is required by data.streaming", "name a file, folder, URL or hub id")
+    if data.format == "preference":
+        raise UserError("data.streaming", "does not keep the two answers of a preference together", "leave it out")
+    for key, part in [("data", data), *((f"data.sources.{at}", part) for at, part in enumerate(data.sources))]:
+        if "[" in part.split:
+            what = f"{part.split!r} with data.streaming, which does not know how long a split is"
+            raise UserError(f"{key}.split", what, f"set {key}.limit to read the first rows, or data.streaming = false")
+    if any(part.epochs is not None for part in data.sources):
+        raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
+    evaluation = config.eval
+    evaluates, split = evaluation.every or not config.train.steps, evaluation.split
+    if isinstance(split, int):
+        raise UserError("eval.split", f"{split} rows of a stream, which is not counted", "give a share, like 0.01")
+    if isinstance(split, float) and evaluates and evaluation.steps is None:
+        what = f"{split} of a stream, which has no end to look for held-out rows until"
+        raise UserError("eval.split", what, "set eval.steps: the first rows found that fill as many batches are used")
+    if isinstance(split, str) and evaluates and not evaluation.sets and evaluation.path is None:
+        todo = "give eval.path or eval.sets, or hold a share out: eval.split = 0.01"
+        raise UserError("eval", "would be a split of a stream, read whole", todo)
+
+
+def _check_evaluation(config: TrainingConfig) -> None:
+    evaluation, data = config.eval, config.data
+    evaluates = evaluation.every > 0 or config.train.steps == 0
+    if not isinstance(evaluation.split, str):
+        _check_hold_out(evaluation, data)
+    held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
+    if evaluation.path is not None or evaluation.split != data.split:
+        held_out.append((evaluation.path or data.path or "", evaluation.split))
+    trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]
+    trained_on = [] if config.train.steps == 0 else trained_on
+    if evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
+        todo = "give eval.path or eval.sets, or an eval.split other than data.split: 0.02 holds out that share of it"
+        raise UserError("eval", "evaluation would run on the training data itself", todo)
+    is_split = isinstance(evaluation.split, str) and evaluation.path is None and not evaluation.sets
+    if data.sources and evaluates and is_split:
+        todo = "give eval.path or eval.sets, or hold a share of each out: eval.split = 0.02"
+        raise UserError("eval.split", "of which of data.sources?", todo)
+    for name in ("patience", "keep_best", "prompts"):
+        if getattr(evaluation, name) and not evaluation.every:
+            raise UserError(f"eval.{name}", "without evaluations", "set eval.every")
+    if config.checkpoint.export == "best" and not evaluation.keeps_best:
+        raise UserError("checkpoint.export", "'best', but no best checkpoint is kept", "set eval.keep_best = true")
+
+
+def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:
+    """Whether two (path, split) are the same rows, or one is a slice of the other; two slices may be apart."""
+    if one[0] != other[0] or not isinstance(one[1], str):
+        return False
+    names = {split.partition("[")[0] for split in (one[1], other[1])}
+    return one[1] == other[1] or (len(names) == 1 and names & {one[1], other[1]} != set())
+
+
+def _check_hold_out(evaluation: EvalConfig, data: DataConfig) -> None:
+    """`eval.split` is a number: rows are held out of the training data."""
+    what = f"{evaluation.split} of the training data is held out"
+    if evaluation.path is not None:
+        raise UserError("eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets")
+    if data.format == "synthetic":
+        raise UserError("eval.split", f"{what}, which is made up", 'name a split: eval.split = "validation"')
