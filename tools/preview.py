@@ -396,14 +396,13 @@ def _preview(options: argparse.Namespace) -> Preview:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
         train = config.train.model_copy(update={"micro_batch_size": 1, "steps": 1, "epochs": None})
         config = config.model_copy(update={"train": train, "eval": config.eval.model_copy(update={"every": 0})})
-        stops_at_long_rows = config.data.overlong == "error"
-        if stops_at_long_rows:
+        if asked.data.overlong == "error":
             config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
         data = _load(config, tokenizer=tokenizer)
         loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
         too_long = sum(part.documents.report.truncated for part in loader.parts)
-        if stops_at_long_rows and too_long:
+        if asked.data.overlong == "error" and too_long:
             warnings.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
         if not asked.data.streaming:
             try:
