@@ -45,7 +45,7 @@ def main(config: Config) -> None:
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
         # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
         built = {"objective": objective, "job": job, "metrics": metrics, "progress": progress}
-        rollouts = build_rollouts(config, model, prompts, tokenizer=tokenizer, **built)
+        rollouts = build_rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, **built)
         say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)

@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     updates: PositiveInt = 1
     """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
+    sleep: bool = False
+    """Keep parameters, gradients, optimizer state and a reference on the host while responses are generated, so that
+    the device's memory is the engine's (docs/colocated.md)."""
     samples_every: NonNegativeInt = 10
     """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
 
@@ -151,6 +154,9 @@ def check_rollouts(config: RLConfig) -> None:
     if rollout.max_new_tokens >= seq_len:
         what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
         raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    if rollout.sleep and config.fsdp.offload == "params":
+        what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
+        raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
     if config.eval.every or config.train.steps == 0:
         where = "eval.every" if config.eval.every else "train.steps = 0"
         raise UserError(where, f"recipe {config.recipe!r} has no evaluation", "leave [eval] out, and train")

@@ -115,6 +115,11 @@ class PolicyLoss:
         self._largest_gap = largest if self._largest_gap is None else torch.maximum(self._largest_gap, largest)
         return (losses * weights).sum(), None, metrics
 
+    @property
+    def frozen_models(self) -> list[Any]:
+        """Models of its own, beside the one that is trained."""
+        return [] if self._reference is None or self._reference.is_trained else [self._reference.model]
+
     def describe(self) -> list[str]:
         """What it compares with, a line for the start of a run."""
         return [] if self._reference is None else [f"reference: {self._reference.describe()}"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig
@@ -27,11 +28,12 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Engine, Request, Response, build_engine
 from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.sleep import sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 
 _BLOCK = 64  # rows are as long as needed, in steps of this many tokens: a compiled model sees few lengths
-_PHASES = ("sync", "generate", "reward")
+_PHASES = ("sync", "sleep", "generate", "wake_up", "reward")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Rollout:
 def build_rollouts(
     config: RLConfig,
     model: Any,
+    optimizer: Optimizer,
     prompts: Prompts,
     *,
     objective: PolicyLoss,
@@ -60,7 +63,8 @@ def build_rollouts(
 
     Args:
         model: sharded, with its weights.
-        objective: its figures become a part of the records.
+        optimizer: its state sleeps while responses are generated, where `rollout.sleep` says so.
+        objective: its figures become a part of the records; its reference sleeps too.
         metrics: get the rollouts' figures and samples with each record.
         progress: where the run starts.
 
@@ -69,9 +73,11 @@ def build_rollouts(
     """
     rewards = job.closing.enter_context(Rewards(config.reward))
     engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
-    rollouts = Rollouts(
-        config, model, prompts, engine=engine, rewards=rewards, mesh=job.mesh, metrics=metrics, tokenizer=tokenizer
-    )
+    sleepers: list[tuple[Any, Optimizer | None]] = []
+    if config.rollout.sleep:
+        sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
+    built = {"engine": engine, "rewards": rewards, "mesh": job.mesh, "metrics": metrics, "tokenizer": tokenizer}
+    rollouts = Rollouts(config, model, prompts, **built, sleepers=sleepers)
     if progress.data is not None:
         rollouts.resume(progress.data)
     metrics.sources += [rollouts.figures, objective.figures]
@@ -94,10 +100,11 @@ class Rollouts:
         mesh: Mesh,
         metrics: Metrics,
         tokenizer: PreTrainedTokenizerBase,
+        sleepers: Sequence[tuple[Any, Optimizer | None]] = (),
     ) -> None:
         self._config, self._model, self._prompts = config, model, prompts
         self._engine, self._rewards, self._mesh, self._metrics = engine, rewards, mesh, metrics
-        self._tokenizer = tokenizer
+        self._tokenizer, self._sleepers = tokenizer, sleepers
         self._round: tuple[int, list[Rollout]] | None = None
         self._figures: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -173,6 +180,19 @@ class Rollouts:
         memory.end(name)
         self._seconds[name] = time.perf_counter() - start
 
+    @contextmanager
+    def _asleep(self) -> Iterator[None]:
+        """Training state is on the host while this is open."""
+        with self._phase("sleep"):
+            for model, optimizer in self._sleepers:
+                sleep(model, optimizer)
+        try:
+            yield
+        finally:
+            with self._phase("wake_up"):
+                for model, _ in self._sleepers:
+                    wake_up(model)
+
     def _roll_out(self, number: int, *, version: int) -> list[Rollout]:
         """All rollouts of a round, on every rank, group by group. Collective."""
         config, rollout, rank, size = self._config, self._config.rollout, self._mesh.rank, world_size()
@@ -182,7 +202,7 @@ class Rollouts:
             self._engine.flush_cache()
         indices = self._prompts.of_round(number)
         asked = [(at, index, turn) for at, index in enumerate(indices) for turn in range(rollout.n)]
-        with self._phase("generate"), agreement():
+        with self._asleep() if self._sleepers else nullcontext(), self._phase("generate"), agreement():
             self._engine.require(version)
             ids = self._prompts.prompts
             # A prompt is known by its place in the round, since a round may reach from one epoch into the next.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.errors import RunFailure
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.bucket import Bucket, SharedMemorySender
 from fsdp2kit.rl.engine import Engine, Request, Response
 
@@ -34,6 +34,9 @@ class VLLMEngine(Engine):
         is_main: whether this rank sends the weights.
         stops: tokens that end a response.
         timeout: seconds that a request may take.
+
+    Raises:
+        UserError: no server answers.
     """
 
     takes_parts = False  # vLLM loads a fused layer when all of its pieces have come
@@ -55,7 +58,10 @@ class VLLMEngine(Engine):
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self._url, timeout=httpx.Timeout(timeout, connect=10.0), limits=limits)
         self._sender = SharedMemorySender(lambda path: self._update("update_weights", update_info={"path": path}))
-        self._name = str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        try:
+            self._name = str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        except RunFailure as problem:
+            raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
 
     def describe(self) -> str:
         return f"rollouts: vLLM at {self._url}, which serves {self._name!r}"
@@ -141,7 +147,7 @@ class VLLMEngine(Engine):
                 break
             except httpx.ConnectError as error:
                 if pause is None:
-                    raise RunFailure(f"{where}: does not answer ({error}); start it, then this run again") from None
+                    raise RunFailure(f"{where}: does not answer ({error})") from None
                 time.sleep(pause)
             except httpx.TimeoutException:
                 raise RunFailure(f"{where}: {path} took more than {self._timeout:g} seconds") from None

@@ -96,6 +96,14 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
     assert best["reward"] > worst["reward"]
 
 
+def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    awake = run(pool, toml, tmp_path / "awake", 2, *CP2)
+    asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "rollout.sleep=true")
+    assert numbers(asleep) == numbers(awake)
+    assert all(one["seconds/sleep"] > 0 and one["seconds/wake_up"] > 0 for one in asleep)
+    assert not any("seconds/sleep" in one for one in awake)
+
+
 @pytest.mark.parametrize("step", [2, 3])
 def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     step: int, toml: Path, pool: WorkerPool, tmp_path: Path
@@ -142,7 +150,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("eval.every=1", "eval"),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
-        ("rollout.engine=vllm", "rollout.engine"),
+        ("rollout.engine=sglang", "rollout.engine"),
         ("reward=[]", "reward"),
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
         ("reward=[{function='spread'}]", "reward"),

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.errors import RunFailure
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import vllm_engine
 from fsdp2kit.rl.bucket import Bucket, Entry
 from fsdp2kit.rl.engine import Request
@@ -192,9 +192,9 @@ def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(server.url)
     server.shutdown()
     server.server_close()
-    with pytest.raises(RunFailure, match=r"does not answer .*; start it"):
+    with pytest.raises(RunFailure, match=f"vLLM server {server.url}: does not answer"):
         update(engine, 1)
-    with pytest.raises(RunFailure, match="does not answer"):
+    with pytest.raises(UserError, match=r"rollout\.url: .* does not answer .*; start the server first"):
         engine_of("http://127.0.0.1:9")
 
 
