@@ -154,6 +154,9 @@ def check_rollouts(config: RLConfig) -> None:
     if rollout.max_new_tokens >= seq_len:
         what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
         raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    if config.lora.base == "nf4":
+        what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
+        raise UserError("lora.base", what, "leave it out")
     if rollout.sleep and config.fsdp.offload == "params":
         what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
         raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')

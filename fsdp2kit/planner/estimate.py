@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
@@ -109,18 +110,32 @@ def plan_for(
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-    if isinstance(config.data, PreferenceDataConfig):
-        what = "the memory of preference training, with a frozen reference beside the model, is not planned"
-        raise UserError("recipe", what, 'plan recipe = "sft", and add what docs/preferences.md says of the reference')
-    if hasattr(config, "distill"):
-        what = "the memory of distillation, with a teacher beside the model, is not planned"
-        raise UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
+    if refusal := _not_planned(config):
+        raise refusal
     known, key = {} if known is None else known, f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
     if key not in known:
         built = build_model(config.model, lora=config.lora, local_files_only=True)
         known[key] = built, inspect_model(built)
     model, traits = known[key]
     return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
+
+
+def _not_planned(config: TrainingConfig) -> UserError | None:
+    """What is wrong with planning a config whose memory no formula here describes."""
+    alone = 'plan recipe = "sft", and add'
+    if isinstance(config.data, PreferenceDataConfig):
+        what = "the memory of preference training, with a frozen reference beside the model, is not planned"
+        return UserError("recipe", what, f"{alone} what docs/preferences.md says of the reference")
+    if hasattr(config, "distill"):
+        what = "the memory of distillation, with a teacher beside the model, is not planned"
+        return UserError("recipe", what, f"{alone} the teacher's weights ÷ ranks")
+    if isinstance(config, RLConfig):
+        what = "the memory of rollouts, with an engine beside the model, is not planned"
+        return UserError("recipe", what, f"{alone} the engine's copy of the model (docs/grpo.md)")
+    if config.lora.base == "nf4":
+        what = "the memory of a base in 4 bits is not planned"
+        return UserError("lora.base", what, "leave it out, and take off 11.5 bits of each parameter in 4 bits ÷ ranks")
+    return None
 
 
 def estimate(
@@ -193,7 +208,7 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
-    if not world.is_main:
+    if not world.is_main or _not_planned(config):
         return MemoryPlan(None)
     try:
         device = this_device(world.device)

@@ -135,6 +135,23 @@ def test_bad_input_gets_one_line(
     assert not captured.out
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("qlora_llama8b", "the memory of a base in 4 bits"),
+        ("dpo_smollm2", "with a frozen reference beside the model"),
+        ("distill_smollm2", "with a teacher beside the model"),
+        ("grpo_demo", "with an engine beside the model"),
+    ],
+)
+def test_what_is_not_planned_is_said(name: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--world-size", "1", "mesh.cp=1", *([] if name == "grpo_demo" else [f"model.path={tmp_path}"])]
+    assert tool.main([f"toml/{name}.toml", *settings]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "is not planned" in line
+    assert what in line
+
+
 def test_a_model_without_a_config_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.toml"
     path.write_text(
