@@ -108,7 +108,8 @@ class GRPOConfig(Section):
     """Responses without an end: learn from them as from others, or give them no weight in the loss. Their rewards
     count for their group either way."""
     gap_warning: PositiveFloat = 0.1
-    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over a step."""
+    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over a step that is
+    the first on its rollouts."""
 
 
 class RewardConfig(Section):
