@@ -8,6 +8,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.schema import DistillConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import count_steps
 from fsdp2kit.data.row_sets import check_first_rows
@@ -52,6 +54,10 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
         )
     if data.format != "synthetic" and data.path is None and not data.sources:
         return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
+    if isinstance(config, RLConfig):
+        lines.append("reward functions unchecked: the start imports them")
+    elif isinstance(getattr(config, "distill", None), DistillConfig):
+        lines.append("distill.teacher unchecked: the start reads it")
     missing = check_first_rows(config)
     if not missing:
         lines += count_steps(config, model=model)

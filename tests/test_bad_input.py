@@ -99,6 +99,7 @@ def refused(pool: WorkerPool, arguments: list[str], folder: Path, *, says: list[
 
 OVERRIDES = {
     "unknown section": (["trian.steps=1"], ["trian", "did you mean train"]),
+    "section of another recipe": (["dpo.beta=1"], ["'dpo'", 'that is of recipe = "dpo"; leave it out']),
     "unknown key": (["train.stepz=1"], ["train.stepz", "did you mean train.steps"]),
     "key of another section": (["train.seq_len=1"], ["data.seq_len"]),
     "text for a number": (["train.steps=many"], ["train.steps", "'many'"]),

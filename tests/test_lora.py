@@ -318,7 +318,11 @@ def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool
         (f"model.adapter={narrow}",): "has shape [4, 71], and the model wants [4, 72]",
         (f"model.adapter={fewer}",): f"{name} is only in the model",
         (f"model.weights={checkpoint}",): "holds an adapter, and not the model that it belongs to",
-        (f"run.resume={checkpoint}", "lora.rank=8"): "was made with lora.rank = '4', and this run has lora.rank = '8'",
+        (
+            f"run.resume={checkpoint}",
+            "lora.rank=8",
+        ): "was made with lora.rank = '4', and this run has lora.rank = '8'; "
+        "undo that, or choose another run.dir, or go on from its adapter: export it",
         (f"run.resume={checkpoint}", *LORA, "lora.base=nf4"): "and this run has lora.base = 'nf4'",
         ("lora.rank=4", "lora.base=nf5"): "lora.base",
         (f"run.resume={checkpoint}",): "was made with lora.rank = '4', and this run has lora.rank = None",

@@ -354,11 +354,11 @@ def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
         if before != now:
-            raise UserError(
-                str(path),
-                f"was made with {field} = {before!r}, and this run has {field} = {now!r}",
-                f"undo that, or choose another run.dir, or start from the weights alone with model.weights = '{path}'",
-            )
+            anew = f"start from the weights alone with model.weights = '{path}'"
+            if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
+                anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
+            what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
+            raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
 def _read_progress(path: Path, manifest: Manifest) -> Progress:

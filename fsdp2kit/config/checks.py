@@ -151,6 +151,8 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
         raise UserError("train.max_nonfinite", what, "leave it out, or set train.on_nonfinite = 'skip'")
     resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
     check_paths(config)
+    if isinstance(config, RLConfig):
+        check_rollouts(config)
     check_data(config)
     _check_upload(config.checkpoint)
     if config.data.seq_len % sizes.cp:
@@ -171,8 +173,6 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     _check_optimizer(config.optimizer, config.fsdp)
     check_wandb(config.wandb)
     _check_float8(config)
-    if isinstance(config, RLConfig):
-        check_rollouts(config)
     _check_preferences(config)
     _check_distillation(config)
     if config.lr_schedule.min_lr_ratio and config.lr_schedule.name in ("constant", "linear"):

@@ -348,4 +348,6 @@ _SLOTS: dict[str, list[str]] = {}
 for _name, _slot in _slots():
     _SLOTS.setdefault(_name, []).append(_slot)
 SECTION_OF = spellings({names: section for section, names in _SECTIONS.items()})
+# Sections that only one recipe has.
+RECIPE_OF = {"dpo": "dpo", "distill": "distill", **dict.fromkeys(("rollout", "weight_sync", "grpo", "reward"), "grpo")}
 _VALUES = [spellings(table) for table in (STRATEGY_WORDS, DTYPE_WORDS, ADAMW_WORDS)]

@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from fsdp2kit.config.foreign import SECTION_OF, advise_on_key, advise_on_path, advise_on_value, snake_case
+from fsdp2kit.config.foreign import RECIPE_OF, SECTION_OF, advise_on_key, advise_on_path, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
 from fsdp2kit.errors import UserError
 
@@ -306,6 +306,8 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     name, section = location[-1], ".".join(key[:-1])
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     is_section = isinstance(given, Mapping)
+    if len(location) == 1 and name in RECIPE_OF:
+        return f'that is of recipe = "{RECIPE_OF[name]}"; leave it out, or use that recipe'
     # The same name in another section, before similar names; [tokenizer] is not the key model.tokenizer.
     elsewhere = [one for one in known if one.rpartition(".")[2] == name and is_section == _has_keys(one, known)]
     if advice := advise_on_path(location, known):

@@ -108,7 +108,8 @@ class GRPOConfig(Section):
     """Responses without an end: learn from them as from others, or give them no weight in the loss. Their rewards
     count for their group either way."""
     gap_warning: PositiveFloat = 0.1
-    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over a step."""
+    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over the first step
+    on a batch of rollouts."""
 
 
 class RewardConfig(Section):
@@ -157,6 +158,9 @@ def check_rollouts(config: RLConfig) -> None:
     if config.lora.base == "nf4":
         what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
         raise UserError("lora.base", what, "leave it out")
+    if config.model.loss_kernel in ("torch", "liger"):
+        what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
+        raise UserError("model.loss_kernel", what, "leave it out")
     if rollout.sleep and config.fsdp.offload == "params":
         what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
         raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')

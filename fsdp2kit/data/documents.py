@@ -319,6 +319,9 @@ def _slices(
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
     if report.dropped == report.rows:
         return UserError(where, f"all {report.rows} rows are longer than data.seq_len = {seq_len}", "raise it")
+    if report.truncated == report.rows:
+        what = f"all {report.rows} rows are cut at data.seq_len = {seq_len} before their first token to learn"
+        return UserError(where, what, "raise it")
     return UserError(
         where,
         f"no document holds a token to learn ({counted(report.rows, 'row')})",

@@ -156,12 +156,14 @@ class Rollouts:
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """What a step's record has of its rollouts; a warning where engine and trainer disagree. Collective."""
         gap, limit = record["log_prob_gap"], self._config.grpo.gap_warning
-        if gap > limit and not self._warned:
+        # Later updates on the same rollouts: the gap has what the earlier ones changed, too.
+        is_first = (record["step"] - 1) % self._config.rollout.updates == 0
+        if is_first and gap > limit and not self._warned:
             what = (
                 f"trainer and engine differ by {gap:.3g} in a token's log-probability (grpo.gap_warning = {limit:g})"
             )
             self._metrics.message(f"warning: step {record['step']}: {what}; is rollout.dtype fsdp.param_dtype?")
-        self._warned = gap > limit
+        self._warned = gap > limit if is_first else self._warned
         every = self._config.rollout.samples_every
         if every and record["step"] % every == 0:
             self._metrics.log_samples(record["step"], self._samples())

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
 from fsdp2kit.data import build
 from fsdp2kit.data.row_sets import check_first_rows
 from fsdp2kit.errors import UserError
@@ -87,12 +88,26 @@ def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, mon
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
 
 
-def lines_of(folder: Path, *, config: dict = LLAMA, attention: str = "auto", **sections) -> tuple[str, list[str]]:
+def lines_of(
+    folder: Path, kind: type = Config, *, config: dict = LLAMA, attention: str = "auto", **sections
+) -> tuple[str, list[str]]:
     make_tokenizer(templates.CHATML).save_pretrained(folder / "tokenizer")
     model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
     values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
-    lines, unchecked = check_offline(load_config(Config, values, source=folder / "x.toml"), MeshSizes(1, 2, 1))
+    lines, unchecked = check_offline(load_config(kind, values, source=folder / "x.toml"), MeshSizes(1, 2, 1))
     return "\n".join(lines), unchecked
+
+
+def test_what_only_the_start_reads_is_said(tmp_path: Path) -> None:
+    class Distills(Config):
+        distill: DistillConfig = DistillConfig()
+
+    said, _ = lines_of(tmp_path, Distills, distill={"teacher": str(tmp_path / "nowhere")})
+    assert "distill.teacher unchecked: the start reads it" in said
+    rows = write(tmp_path / "prompts.jsonl", {"prompt": "Hi"})
+    (tmp_path / "mine.py").write_text("")
+    said, _ = lines_of(tmp_path, RLConfig, reward=[{"function": "mine.py:f"}], data={"path": rows})
+    assert "reward functions unchecked: the start imports them" in said
 
 
 def test_flash_attention_passes_where_it_cannot_be_had(tmp_path: Path) -> None:

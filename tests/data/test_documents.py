@@ -191,6 +191,9 @@ def test_rows_of_another_format(tmp_path: Path) -> None:
 def test_nothing_to_learn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no document holds a token to learn \(1 row\)"):
         chat(write(tmp_path / "a.jsonl", CHAT[2:]))
+    message = r"all 1 rows are cut at data\.seq_len = 3 before their first token to learn; raise it"
+    with pytest.raises(UserError, match=message):
+        chat(write(tmp_path / "b.jsonl", CHAT[:1]), seq_len=3, overlong="truncate")
 
 
 def test_what_is_missing_is_named() -> None:

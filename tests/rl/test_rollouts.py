@@ -7,6 +7,8 @@ import random
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,22 @@ def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     assert numbers(resumed) == numbers(straight[step:])
 
 
+def _lines_of_recipe(toml: str, overrides: Sequence[str]) -> str:
+    with redirect_stdout(StringIO()) as said:
+        assert _run_recipe(toml, overrides) == ""
+    return said.getvalue()
+
+
+def test_what_updates_change_is_no_gap_of_the_engine(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """Rounding is beyond the smaller limit at step 1; the update is beyond the larger one at step 2."""
+    for name, limit, warned in (("drift", 1e-3, []), ("rounding", 1e-12, ["1"])):
+        options = [f"run.dir='{tmp_path / name}'", "rollout.updates=2", "train.steps=2", f"grpo.gap_warning={limit}"]
+        [said] = pool.run(1, _lines_of_recipe, str(toml), options)
+        assert re.findall(r"warning: step (\d+): trainer and engine differ", said) == warned
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert 1e-12 < records[0]["log_prob_gap"] < 1e-3 < records[1]["log_prob_gap"]
+
+
 def test_groups_without_signal_and_masked_responses_change_nothing(
     toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -147,7 +165,8 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("rollout.n=5", "train.global_batch_size: 16 responses are not whole groups of rollout.n = 5; use 15 or 20"),
         ("rollout.max_new_tokens=50", r"prompts\.jsonl:\d+: the prompt has .* leaves 14 \(\d+ such rows of 10"),
         ("rollout.max_new_tokens=64", "rollout.max_new_tokens: 64 leaves no room for a prompt in data.seq_len = 64"),
-        ("eval.every=1", "eval"),
+        ("eval.every=1", "eval.every: recipe 'grpo' has no evaluation"),
+        ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
         ("rollout.engine=sglang", "rollout.engine"),
