@@ -254,8 +254,9 @@ class _Run:
             self.metrics.log(line)
             return
         line |= self.evaluate()
-        if self.evaluate.objective is not None:
-            self.metrics.shown = self.evaluate.objective.shown
+        # What a recipe of one's own evaluates with may be any function.
+        if (objective := getattr(self.evaluate, "objective", None)) is not None:
+            self.metrics.shown = objective.shown
         self.metrics.log(line)
         self.metrics.log_samples(self.progress.step, self.evaluate.answers())
         self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=self.config.eval.min_delta)

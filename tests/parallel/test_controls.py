@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ def run_controls(folder: Path, cases: list[Case], compiled: bool) -> list[tuple[
         found = []
         for case in cases:
             torch.compiler.reset()
+            gc.collect()  # an earlier case's models may not go while Dynamo iterates over FSDP's weak references
             layers.clear()
             batches = make_batches()
             config = case.config(folder, steps=len(batches), rows=len(batches[0].input_ids))
