@@ -108,8 +108,8 @@ class GRPOConfig(Section):
     """Responses without an end: learn from them as from others, or give them no weight in the loss. Their rewards
     count for their group either way."""
     gap_warning: PositiveFloat = 0.1
-    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over the first step
-    on a batch of rollouts."""
+    """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over the first
+    step on a batch of rollouts."""
 
 
 class RewardConfig(Section):
