@@ -52,12 +52,12 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
             f"{counted(sizes.dp, 'data-parallel rank')}"
         )
-    if data.format != "synthetic" and data.path is None and not data.sources:
-        return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
     if isinstance(config, RLConfig):
         lines.append("reward functions unchecked: the start imports them")
     elif isinstance(getattr(config, "distill", None), DistillConfig):
         lines.append("distill.teacher unchecked: the start reads it")
+    if data.format != "synthetic" and data.path is None and not data.sources:
+        return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
     missing = check_first_rows(config)
     if not missing:
         lines += count_steps(config, model=model)

@@ -380,8 +380,8 @@ def _choices(preview: Preview) -> Table:
 def _preview(options: argparse.Namespace) -> Preview:
     _, config = load(options.toml, options.overrides)
     check_data(config)
-    if config.data.format == "synthetic":
-        raise UserError("data.format", '"synthetic" has no text to show', "preview data that is read")
+    if config.data.format in ("synthetic", "prompts"):  # responses to prompts are documents, and those are sampled
+        raise UserError("data.format", f"{config.data.format!r} has no documents to show", "preview data with answers")
     tokenizer, asked, positions = build_tokenizer(config.model, local_files_only=True), config, None
     try:
         hf_config = load_hf_config(config.model, local_files_only=True)

@@ -170,3 +170,11 @@ def test_what_the_start_would_say_of_the_run_is_warned_of(capsys: pytest.Capture
     said = "\n".join(json.loads(capsys.readouterr().out)["warnings"])
     assert "data.seq_len 1,024 is beyond the 512 positions" in said
     assert "this would be refused: lr_schedule.warmup_steps: 999, but the whole run has" in said
+
+
+@pytest.mark.parametrize(("toml", "kind"), [("grpo_demo", "prompts"), ("pretrain_synthetic", "synthetic")])
+def test_data_without_documents_is_refused(toml: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{toml}.toml"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: data.format: '{kind}' has no documents to show; preview data with answers\n"
+    )
