@@ -124,7 +124,7 @@ def _not_planned(config: TrainingConfig) -> UserError | None:
     """What is wrong with planning a config whose memory no formula here describes."""
     alone = 'plan recipe = "sft", and add'
     if isinstance(config.data, PreferenceDataConfig):
-        what = "the memory of preference training, with a frozen reference beside the model, is not planned"
+        what = "the memory of preference training, often with a frozen reference beside the model, is not planned"
         return UserError("recipe", what, f"{alone} what docs/preferences.md says of the reference")
     if hasattr(config, "distill"):
         what = "the memory of distillation, with a teacher beside the model, is not planned"

@@ -139,7 +139,7 @@ def test_bad_input_gets_one_line(
     ("name", "what"),
     [
         ("qlora_llama8b", "the memory of a base in 4 bits"),
-        ("dpo_smollm2", "with a frozen reference beside the model"),
+        ("dpo_smollm2", "often with a frozen reference beside the model"),
         ("distill_smollm2", "with a teacher beside the model"),
         ("grpo_demo", "with an engine beside the model"),
     ],
