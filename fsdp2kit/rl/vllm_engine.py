@@ -1,6 +1,6 @@
 """A vLLM server on this host as the rollout engine, over its HTTP routes.
 
-It is started with one command, in an environment of its own (docs/colocated.md). A server that restarts has lost the
+It is started with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost the
 weights it was sent, and another trainer may have sent it its own: the version that the server keeps therefore names
 this run, and responses are taken only if it had that version before and after them.
 """

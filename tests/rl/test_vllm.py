@@ -210,7 +210,7 @@ def test_a_server_without_the_routes_of_development(server: StandIn) -> None:
 
 def _path(name: str) -> Path:
     if name not in os.environ:
-        pytest.skip(f"{name} does not name a path (see docs/colocated.md)")
+        pytest.skip(f"{name} does not name a path (see docs/grpo.md)")
     return Path(os.environ[name])
 
 
