@@ -21,6 +21,14 @@ def pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """No test may depend on which ones ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `slow` ones unless asked for: an hour each."""
     import torch

@@ -69,7 +69,9 @@ def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float3
 def demo_model_dir(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny random model with tied embeddings, and the demo's tokenizer, to ``folder`` and return that path."""
     model = tiny_model("smollm2")
-    model.resize_token_embeddings(DEMO_VOCABULARY, mean_resizing=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model.resize_token_embeddings(DEMO_VOCABULARY, mean_resizing=False)
     model.to(dtype).save_pretrained(folder)
     shutil.copytree(DEMO / "tokenizer", folder, dirs_exist_ok=True)
     return folder

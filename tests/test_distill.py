@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,8 @@ from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import plan_for
 from fsdp2kit.run import load
 from tests.reference import DEMO, DEMO_VOCABULARY, demo_model_dir, tiny_model
-from tests.test_lora import run_all, run_recipe
+from tests.runs import Run, run_all, runner
 from tests.workers import WorkerPool
-
-Run = Callable[..., list[dict[str, Any]]]
 
 
 def teacher_dir(folder: Path, *, rows: int = DEMO_VOCABULARY) -> Path:
@@ -60,13 +56,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(pool: WorkerPool, toml: Path) -> Run:
-    def run_into(directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
-        said = pool.run(size, run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])[0]
-        assert not said.startswith("error"), said
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        return [{**line, "said": said} for line in lines]
-
-    return run_into
+    return runner(pool, toml)
 
 
 def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import plan_for
 from fsdp2kit.run import load
 from tests.reference import demo_model_dir
-from tests.test_lora import run_all, run_recipe
+from tests.runs import Run, run_all, runner
 from tests.workers import WorkerPool
 
 PAIRS = [
@@ -39,8 +37,6 @@ METRICS = {
     "margin",
     *(f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")),
 }
-
-Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +64,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(pool: WorkerPool, toml: Path) -> Run:
-    def run_into(directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
-        said = pool.run(size, run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])[0]
-        assert not said.startswith("error"), said
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        return [{**line, "said": said} for line in lines]
-
-    return run_into
+    return runner(pool, toml)
 
 
 def plain_margins(model_dir: Path, reference_dir: Path, rows: list[dict]) -> list[float]:

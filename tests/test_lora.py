@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import warnings
@@ -26,8 +24,8 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import worst_relative
-from fsdp2kit.run import load
 from tests.reference import demo_model_dir
+from tests.runs import run_all, run_recipe
 from tests.workers import WorkerPool
 from tools import dcp_to_hf as convert
 from tools import generate
@@ -71,21 +69,6 @@ def toml(model_dir: Path) -> Path:
         encoding="utf-8",
     )
     return path
-
-
-def run_recipe(toml: str, overrides: Sequence[str]) -> str:
-    """What the recipe said, and the line with which it refuses."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            recipe, config = load(toml, overrides)
-            recipe.main(config)
-        except UserError as error:
-            return f"error: {error}"
-    return said.getvalue()
-
-
-def run_all(toml: str, runs: Sequence[Sequence[str]]) -> list[str]:
-    return [run_recipe(toml, overrides) for overrides in runs]
 
 
 @pytest.fixture(scope="module")

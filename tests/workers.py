@@ -36,6 +36,7 @@ def _serve(connection: Any) -> None:
         try:
             store = dist.FileStore(store_path, size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+            torch.manual_seed(0)
             try:
                 connection.send((True, function(*args, **kwargs)))
             finally:

@@ -158,29 +158,40 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
     tied = head.weight is model.get_input_embeddings().weight
     own: Callable[[Tensor], Tensor] | None = None
+    beside: list[nn.Module] = []
     if kernel == "own_head":
         own = _own_head(model, head)
+        # Some models have layers between their base and the head.
+        beside = [module for name, module in model.named_children() if name != backbone]
         compute_loss: HeadLoss = partial(_chunked_loss, own)
         compute_log_probs = partial(_chunked_log_probs, own)
     else:
         compute_loss, compute_log_probs = linear_loss(kernel), linear_log_probs
+    methods = _Methods(head, tied, backbone, kernel, compute_loss, compute_log_probs, own, beside)
+    for name in HEAD_METHODS:
+        setattr(model, name, MethodType(getattr(methods, name), model))
+        if not tied:
+            setattr(head, name, MethodType(getattr(methods, f"head_{name}"), head))
+    return model if tied else head
 
-    # Units may return another dtype than they compute in.
-    def head_loss(head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        return compute_loss(hidden.to(head.weight.dtype), head.weight, labels)
 
-    def head_log_probs(head: Any, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return compute_log_probs(hidden.to(head.weight.dtype), head.weight, labels, temperature)
+@dataclass(frozen=True, eq=False)
+class _Methods:
+    """What `attach_loss` adds: methods of the model, and those named ``head_…`` of an untied head."""
 
-    def head_function(head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
-        weight = head.weight
-        logits = own or partial(F.linear, weight=weight)
-        # Some models have layers between their base and the head.
-        beside = [module for name, module in model.named_children() if name != backbone] if own else []
-        read = dict.fromkeys(p for module in (*beside, head) for p in module.parameters() if p.requires_grad)
-        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(read), len(weight)))
+    head: Any
+    tied: bool
+    backbone: str
+    kernel: LossKernel
+    compute_loss: HeadLoss
+    compute_log_probs: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    own: Callable[[Tensor], Tensor] | None
+    """The model's own head, where its logits are more than ``hidden @ weightᵀ``."""
+    beside: list[nn.Module]
+    """What that reads parameters of, besides the head."""
 
     def loss_sum(
+        self,
         model: Any,
         input_ids: Tensor,
         labels: Tensor,
@@ -189,17 +200,18 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         num_groups: int = 0,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        hidden, targets = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
-        loss, losses = head_loss(head, hidden, targets) if tied else head.loss_sum(hidden, targets)
+        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
+        loss, losses = self._at_head("loss_sum", *selected)
         if groups is None:
             return loss
         if losses is None:
-            raise ValueError(f"the loss kernel {kernel!r} gives no losses by group; use 'chunked'")
+            raise ValueError(f"the loss kernel {self.kernel!r} gives no losses by group; use 'chunked'")
         # In float64, since `index_add` adds thousands of tokens one after the other.
         by_group = torch.zeros(num_groups, dtype=torch.float64, device=loss.device)
         return loss, by_group.index_add(0, groups, losses.double())
 
     def token_log_probs(
+        self,
         model: Any,
         input_ids: Tensor,
         labels: Tensor,
@@ -207,10 +219,11 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         temperature: float = 1.0,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
-        selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
-        return head_log_probs(head, *selected, temperature) if tied else head.token_log_probs(*selected, temperature)
+        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
+        return self._at_head("token_log_probs", *selected, temperature)
 
     def on_head(
+        self,
         model: Any,
         function: Callable[[HeadInputs], Any],
         input_ids: Tensor,
@@ -218,15 +231,30 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
         index: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        selected = _run_base(getattr(model, backbone), input_ids, labels, index, inputs)
-        return head_function(head, function, *selected) if tied else head.on_head(function, *selected)
+        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
+        return self._at_head("on_head", function, *selected)
 
-    methods = (loss_sum, head_loss), (token_log_probs, head_log_probs), (on_head, head_function)
-    for name, (of_model, of_head) in zip(HEAD_METHODS, methods, strict=True):
-        setattr(model, name, MethodType(of_model, model))
-        if not tied:
-            setattr(head, name, MethodType(of_head, head))
-    return model if tied else head
+    def _at_head(self, name: str, *arguments: Any) -> Any:
+        """Through the head's own method where it has one: FSDP gathers its parameters around that."""
+        if self.tied:
+            return getattr(self, f"head_{name}")(self.head, *arguments)
+        return getattr(self.head, name)(*arguments)
+
+    # Units may return another dtype than they compute in.
+
+    def head_loss_sum(self, head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.compute_loss(hidden.to(head.weight.dtype), head.weight, labels)
+
+    def head_token_log_probs(
+        self, head: Any, hidden: Tensor, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.compute_log_probs(hidden.to(head.weight.dtype), head.weight, labels, temperature)
+
+    def head_on_head(self, head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
+        weight = head.weight
+        logits = self.own or partial(F.linear, weight=weight)
+        read = dict.fromkeys(p for module in (*self.beside, head) for p in module.parameters() if p.requires_grad)
+        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(read), len(weight)))
 
 
 def _run_base(

@@ -169,7 +169,8 @@ def test_losses_and_gradients_are_trls(
         for metric, value in ours.metrics.items():
             # TRL has no such distance, and its rewards of IPO are sums, though its loss is of means over tokens.
             known = plain[name] if metric == "kl" or name == "ipo" else trl.metrics
-            assert value == pytest.approx(known[NAMES.get(metric, metric)], rel=1e-4), f"{case} {metric}"
+            # Rewards may be near 0, and are differences of log-probabilities of about 64, which float32 has to 8e-6.
+            assert value == pytest.approx(known[NAMES.get(metric, metric)], rel=1e-4, abs=4e-6), f"{case} {metric}"
 
 
 def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
