@@ -38,6 +38,11 @@ def schema_of(recipe: Path) -> str:
     return json.dumps(load_recipe(recipe).Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
+def is_current(path: Path, text: str) -> bool:
+    """Whether a file says what ``text`` says; versions of pydantic write numbers differently (0 or 0.0)."""
+    return json.loads(path.read_text(encoding="utf-8")) == json.loads(text)
+
+
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Write the files, or with ``--check`` only say which are out of date. Returns the exit code."""
@@ -49,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in files:
         print(f"first line of a TOML beside it: #:schema ./{path.name}")
     files = files or schema_files(bundled_folder("toml"))
-    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in files.items() if not (path.is_file() and is_current(path, text))]
     for path in stale:
         print(f"{path} is out of date" if options.check else f"wrote {path}")
         if not options.check:

@@ -68,12 +68,8 @@ class StepProfiler:
     def __exit__(self, *exception: Any) -> None:
         if self._profiler is None or self._finished >= self._until:
             return
-        records = self._finished >= self._before
-        if not records:
-            # Otherwise torch would start a trace to stop it at once, of which torch 2.11 has been seen to die.
-            self._profiler.current_action = torch.profiler.ProfilerAction.NONE
         self._profiler.__exit__(*exception)
-        if records:
+        if self._finished >= self._before:
             self._write_snapshot()
 
     def step(self) -> bool:
@@ -90,7 +86,10 @@ class StepProfiler:
         return self._finished in (self._before - 1, self._before, self._until)
 
     def _advance(self) -> None:
-        """Tell torch's profiler of a step; there is one from a step before the first that is traced to the last."""
+        """Tell torch's profiler of a step; there is one from a step before the first that is traced to the last.
+
+        Not earlier: torch 2.11 has been seen to die of leaving a profiler that still waits for its warm-up.
+        """
         if not self._section.enabled:
             return
         if self._finished == self._begins:
@@ -107,8 +106,9 @@ class StepProfiler:
             # start_step = 1 leaves no step for the profiler's warm-up, on purpose.
             warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
             schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self._section.steps, repeat=1)
+        # There is one cycle to accumulate; without `acc_events` torch 2.11 warns that it keeps no other.
         profiler = torch.profiler.profile(
-            activities=self._activities, schedule=schedule, on_trace_ready=self._write_trace
+            activities=self._activities, schedule=schedule, on_trace_ready=self._write_trace, acc_events=True
         )
         profiler.preset_metadata_json("fsdp2kit", json.dumps({"first_step": self._first_step}))
         return profiler.__enter__()

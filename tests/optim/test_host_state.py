@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
 from fsdp2kit.optim.host_state import HostState, in_batches, keep_state_on_host, largest_shard
+from tests.lagging_copies import LaggingCopies
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -81,3 +82,44 @@ def test_all_state_goes_to_the_host_and_comes_back() -> None:
         host.to_device()
         for parameter, state in zip(parameters, before, strict=True):
             assert all(torch.equal(optimizer.state[parameter][name], state[name]) for name in state)
+
+
+def hosted_steps(steps: int) -> tuple[list[nn.Parameter], list[dict[str, Tensor]]]:
+    parameters = _parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    keep_state_on_host(optimizer, elements_at_once=16)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, _gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, [optimizer.state[parameter] for parameter in parameters]
+
+
+def test_copies_may_lag_until_the_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, state = hosted_steps(3)
+    with monkeypatch.context() as patch:
+        copies = LaggingCopies(patch)
+        lagging_parameters, lagging_state = hosted_steps(3)
+        assert copies.waits == 3
+    assert all(torch.equal(a, b) for a, b in zip(parameters, lagging_parameters, strict=True))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(state, lagging_state, strict=True) for name in a)
+
+
+def test_a_state_that_is_read_without_a_wait_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostState, "wait", lambda self: None)
+    with monkeypatch.context() as patch:
+        LaggingCopies(patch)
+        _, state = hosted_steps(1)
+    assert all(values["exp_avg"].isnan().all() for values in state if values)
+
+
+def test_a_buffer_that_the_host_writes_to_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        copies = LaggingCopies(patch)
+        pinned = torch.ones(3)
+        pinned.to("cuda", non_blocking=True)
+        copies.wait()
+        pinned.to("cuda", non_blocking=True)
+        pinned[1] = 2.0
+        with pytest.raises(AssertionError, match="still being copied"):
+            copies.wait()

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.sleep import check_sleep
+from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
+from tests.lagging_copies import LaggingCopies
 from tests.parallel.jobs import Case
 from tests.parallel.test_lora import write_adapter
 from tests.reference import tiny_model_dir
@@ -68,3 +70,21 @@ def test_offloaded_parameters_are_refused() -> None:
     ):
         check_sleep(FSDPConfig(offload="params"))
     check_sleep(FSDPConfig(offload="optimizer"))
+
+
+def test_copies_may_lag_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device orders them: the host waits for none, and empties each storage at once."""
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    before = [tensor.detach().clone() for tensor in tensors]
+    with monkeypatch.context() as patch:
+        copies = LaggingCopies(patch)
+        for _ in range(2):
+            sleep(model, optimizer)
+            assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+            wake_up(model)
+        copies.wait()
+    assert all(torch.equal(tensor, known) for tensor, known in zip(tensors, before, strict=True))
