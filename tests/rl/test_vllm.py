@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -208,14 +208,16 @@ def test_a_server_without_the_routes_of_development(server: StandIn) -> None:
 # A real server
 
 
-def _path(name: str) -> Path:
+def path_in_environment(name: str) -> Path:
     if name not in os.environ:
         pytest.skip(f"{name} does not name a path (see docs/grpo.md)")
     return Path(os.environ[name])
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, folder: Path, *, dtype: str, port: int) -> Iterator[str]:
+def vllm_server(
+    python: Path, model: Path, folder: Path, *, dtype: str, port: int, options: Sequence[object] = ()
+) -> Iterator[str]:
     """A server that knows this repository's plugin, as one that the package is installed beside."""
     metadata = folder / "fsdp2kit-0.dist-info"
     metadata.mkdir()
@@ -227,7 +229,7 @@ def vllm_server(python: Path, model: Path, folder: Path, *, dtype: str, port: in
     environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype, "--port", port]
     command += ["--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 16, "--host", "127.0.0.1"]
-    command += ["--weight-transfer-config", '{"backend": "fsdp2kit"}']
+    command += ["--weight-transfer-config", '{"backend": "fsdp2kit"}', *options]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
         try:
@@ -237,6 +239,11 @@ def vllm_server(python: Path, model: Path, folder: Path, *, dtype: str, port: in
         finally:
             process.terminate()
             process.wait(timeout=60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def _wait_for(url: str, process: subprocess.Popen, *, log: Path) -> None:
@@ -283,15 +290,14 @@ def _train_and_ask(toml: str, asked: list[list[int]], out: str) -> None:
 def test_five_cycles_with_a_real_server(
     dtype: str, slack: float, mean: float, most: float, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    python, model = _path("FSDP2KIT_VLLM_PYTHON"), _path("FSDP2KIT_SMOLLM2")
+    python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = [tokenizer(text).input_ids for text in GREEDY]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {at}."}) + "\n" for at in range(8)))
     (tmp_path / "reward.py").write_text(
         "def short(completions, **columns):\n    return [-len(one[0]['content']) for one in completions]\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     toml = tmp_path / "x.toml"
     toml.write_text(f"""
         recipe = "grpo"

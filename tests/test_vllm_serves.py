@@ -1,0 +1,78 @@
+"""A real vLLM serves what a run with LoRA exports, adapter and merged model, where there is one (docs/lora.md)."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.rl.test_vllm import GREEDY, assert_greedy, free_port, path_in_environment, vllm_server
+from tests.runs import run_recipe
+from tests.workers import WorkerPool
+from tools import dcp_to_hf
+
+SLACK = 1e-3  # float32 logits of about 10, by other kernels, over 30 layers
+
+
+@pytest.mark.timeout(1800)
+def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> None:
+    python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
+    rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    toml = tmp_path / "x.toml"
+    toml.write_text(f"""
+        recipe = "sft"
+        run.dir = "{tmp_path}/run"
+        model.path = "{model}"
+        lora = {{ rank = 8, alpha = 16 }}
+        fsdp.param_dtype = "float32"
+        data = {{ path = "rows.jsonl", seq_len = 128, pack = false }}
+        train = {{ steps = 6, global_batch_size = 2 }}
+        optimizer.lr = 2e-3
+        checkpoint = {{ every = 6 }}
+        wandb.mode = "disabled"
+    """)
+    said = pool.run(2, run_recipe, str(toml), [])[0]
+    assert not said.startswith("error"), said
+    adapter, merged = tmp_path / "run" / "hf", tmp_path / "merged"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000006"
+    assert dcp_to_hf.main([str(checkpoint), str(merged), "--merge", str(model), "--dtype", "float32"]) == 0
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = [tokenizer(text).input_ids for text in GREEDY]
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = {}
+    with_adapter = ("--enable-lora", "--max-lora-rank", 8, "--lora-modules", f"tuned={adapter}")
+    for name, served, options in (
+        ("tuned", model, with_adapter),
+        ("merged", merged, ("--served-model-name", "merged")),
+    ):
+        folder = tmp_path / f"serving_{name}"
+        folder.mkdir()
+        with vllm_server(python, served, folder, dtype="float32", port=free_port(), options=options) as url:
+            answers[name] = [greedy(url, name, ids) for ids in asked]
+    plain: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    transformers_merged: Any = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    changed = False
+    for at, ids in enumerate(asked):
+        assert_greedy(plain, ids, answers["tuned"][at], slack=SLACK)
+        assert_greedy(transformers_merged, ids, answers["merged"][at], slack=SLACK)
+        with plain.disable_adapter(), torch.no_grad():
+            before = base(input_ids=torch.tensor([[*ids, *answers["tuned"][at]]])).logits[0, len(ids) - 1 : -1]
+        changed |= before.argmax(dim=-1).tolist() != answers["tuned"][at]
+    assert changed, "the adapter changes none of these answers"
+
+
+def greedy(url: str, name: str, ids: list[int]) -> list[int]:
+    body = {"model": name, "prompt": ids, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
