@@ -218,7 +218,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
 def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weights(
     run: Run, straight: Path, model_dir: Path, tmp_path: Path
 ) -> None:
-    quantized = (*LORA, "lora.base=nf4")
+    quantized = (*LORA, "lora.quantize=nf4")
     whole = run(tmp_path / "run", 2, *quantized)
     assert abs(losses(whole)[0] / losses(straight)[0] - 1) > 1e-4, "it is another model"
     assert losses(whole)[-1] < losses(whole)[0] - 0.1
@@ -306,8 +306,8 @@ def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool
             "lora.rank=8",
         ): "was made with lora.rank = '4', and this run has lora.rank = '8'; "
         "undo that, or choose another run.dir, or go on from its adapter: export it",
-        (f"run.resume={checkpoint}", *LORA, "lora.base=nf4"): "and this run has lora.base = 'nf4'",
-        ("lora.rank=4", "lora.base=nf5"): "lora.base",
+        (f"run.resume={checkpoint}", *LORA, "lora.quantize=nf4"): "and this run has lora.quantize = 'nf4'",
+        ("lora.rank=4", "lora.quantize=nf5"): "lora.quantize",
         (f"run.resume={checkpoint}",): "was made with lora.rank = '4', and this run has lora.rank = None",
         (
             f"run.resume={checkpoint}",

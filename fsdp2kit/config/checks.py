@@ -14,6 +14,7 @@ from fsdp2kit.config.schema import (
     DistillConfig,
     DPOConfig,
     FSDPConfig,
+    LoraConfig,
     LRScheduleConfig,
     MeshConfig,
     OptimizerConfig,
@@ -250,13 +251,14 @@ def _check_model(config: TrainingConfig) -> None:
 def _check_lora(config: TrainingConfig) -> None:
     section, model = config.lora, config.model
     if not config.trains_adapter:
-        for name in section.model_fields_set - {"rank"}:
-            raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
+        for name, value in LoraConfig():
+            if getattr(section, name) != value:
+                raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
         return
     if importlib.util.find_spec("peft") is None:
         key = "lora.rank" if model.adapter is None else "model.adapter"
         raise UserError(key, "needs peft, which is not installed", "install it: pip install 'fsdp2kit[lora]'")
-    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout", "base"})):
+    if model.adapter is not None and (given := sorted(section.model_fields_set - {"dropout", "quantize"})):
         what = "is given beside model.adapter, whose adapter_config.json says it"
         raise UserError(f"lora.{given[0]}", what, "leave one of the two out")
     if model.freeze:

@@ -40,7 +40,7 @@ NAMES = {
     "lora.modules_to_save": "lora_modules_to_save lora.modules_to_save lora_config.modules_to_save",
     "lora.rslora": "rslora lora_use_rslora peft_use_rslora lora.use_rslora",
     "lora.dora": "dora peft_use_dora lora.use_dora",
-    "lora.base": "load_in_4bit qlora",
+    "lora.quantize": "load_in_4bit qlora",
     "all linear layers": "lora_target_linear",
     "adapter switch": "lora peft",
     "adapter method": "adapter finetuning_type peft_method",

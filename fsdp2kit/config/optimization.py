@@ -27,9 +27,9 @@ class LoraConfig(Section):
     """Modules of which a copy is trained whole and kept with the adapter: `["lm_head", "embed_tokens"]`."""
     rslora: bool = False
     """Scale by alpha / √rank (arXiv:2312.03732), which keeps high ranks from learning slowly."""
-    base: Literal["param_dtype", "nf4"] = "param_dtype"
-    """What the frozen model is stored in: `fsdp.param_dtype`, or (QLoRA) the linear layers of its decoder layers in
-    4.5 bits a parameter, which are quantised as they are read."""
+    quantize: Literal["none", "nf4"] = "none"
+    """"nf4" (QLoRA): the frozen linear layers of decoder layers are stored in
+    4.5 bits a parameter, and quantised as they are read. "none": the frozen model is stored in `fsdp.param_dtype`."""
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353); slower."""
 

@@ -155,9 +155,9 @@ def check_rollouts(config: RLConfig) -> None:
     if rollout.max_new_tokens >= seq_len:
         what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
         raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
-    if config.lora.base == "nf4":
+    if config.lora.quantize == "nf4":
         what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
-        raise UserError("lora.base", what, "leave it out")
+        raise UserError("lora.quantize", what, "leave it out")
     if config.model.loss_kernel in ("torch", "liger"):
         what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
         raise UserError("model.loss_kernel", what, "leave it out")

@@ -83,7 +83,7 @@ def set_adapters(draft: Draft) -> None:
     rank = draft.take("lora.rank", _NO_ADAPTERS)
     details = [(key, draft.take(key, _NO_ADAPTERS), convert) for key, convert in _OF_ADAPTERS]
     everywhere = draft.take("all linear layers", "the default" if rank else _NO_ADAPTERS)
-    four_bits = draft.take("lora.base", "weights are not quantised")
+    four_bits = draft.take("lora.quantize", "weights are not quantised")
     if four_bits is not None and not as_bool(four_bits):
         four_bits = None
     if not (as_bool(switch) if switch else rank if method is None else kind not in ("full", "freeze", "none")):
@@ -102,7 +102,7 @@ def set_adapters(draft: Draft) -> None:
     if everywhere is not None and as_bool(everywhere):
         draft.was("lora.target_modules", "all-linear", everywhere)
     if kind == "qlora" or four_bits is not None:
-        draft.was("lora.base", "nf4", four_bits or method)
+        draft.was("lora.quantize", "nf4", four_bits or method)
 
 
 def _as_targets(field: Field) -> str | list[str]:

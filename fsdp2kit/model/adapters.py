@@ -61,8 +61,8 @@ class Adapter:
     """Names of the linear layers that have an adapter."""
     directory: Path | None
     """Of the adapter that is trained further; None: they start from peft's initialisation."""
-    base: str = "param_dtype"
-    """What the frozen model is stored in: ``lora.base``."""
+    quantize: str = "none"
+    """How the frozen model is stored: ``lora.quantize``."""
 
     def identity(self) -> dict[str, str]:
         """What may not change when a run is resumed, by the TOML's keys: not dropout, nor the model."""
@@ -75,7 +75,7 @@ class Adapter:
             "lora.dora": str(config.use_dora).lower(),
             "lora.modules_to_save": ", ".join(sorted(config.modules_to_save or ())),
             "lora.target_modules": f"{len(self.layers)} layers {hashlib.sha256(layers.encode()).hexdigest()[:8]}",
-            **({"lora.base": self.base} if self.base != "param_dtype" else {}),
+            **({"lora.quantize": self.quantize} if self.quantize != "none" else {}),
         }
 
     def save(self, directory: Path) -> None:
@@ -109,7 +109,7 @@ def apply_lora(
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = _all_linear(model, config)
     try:
-        inject(model, config, directory, stored_as=section.base)
+        inject(model, config, directory, quantize=section.quantize)
     except UserError as error:
         if directory is None:
             raise
@@ -190,13 +190,11 @@ def read_adapter_config(directory: Path, where: str) -> Any:
     return config
 
 
-def inject(
-    model: PreTrainedModel, config: Any, directory: Path | None = None, *, stored_as: str = "param_dtype"
-) -> Adapter:
+def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else.
 
     Args:
-        stored_as: `Adapter.base`.
+        quantize: `Adapter.quantize`.
 
     Raises:
         UserError: as `apply_lora`.
@@ -223,7 +221,7 @@ def inject(
         config.target_modules = sorted(config.target_modules)  # a set, in another order on every rank
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    adapter = Adapter(config, tuple(layers), directory, stored_as)
+    adapter = Adapter(config, tuple(layers), directory, quantize)
     vars(model)["_fsdp2kit_adapter"] = adapter
     return adapter
 

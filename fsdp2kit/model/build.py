@@ -343,7 +343,7 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
     if not fields.get("model_type"):
         raise UserError("model.path", f"{path}/config.json names no model_type", "is it a transformers model?")
     if fields.get("quantization_config"):
-        todo = 'start from the unquantised model; lora.base = "nf4" quantises it as it is read'
+        todo = 'start from the unquantised model; lora.quantize = "nf4" quantises it as it is read'
         raise UserError("model.path", f"{path} holds quantised weights", todo)
     return fields
 

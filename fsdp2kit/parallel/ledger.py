@@ -81,7 +81,7 @@ def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
         export: dtype of the Hugging Face directory.
     """
     section = config.fsdp
-    packed = ["uint8"] if config.lora.base == "nf4" else []
+    packed = ["uint8"] if config.lora.quantize == "nf4" else []
     moments, rounding = _MOMENTS.get(config.optimizer.name, (section.storage_dtype, "nearest"))
     return DtypeLedger(
         storage=section.storage_dtype,

@@ -36,7 +36,7 @@ class NF4Plan:
 
 
 def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) -> NF4Plan | None:
-    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.base`` asks for none.
+    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none.
 
     Args:
         model: with its adapters, before it is sharded; it may be on meta.
@@ -44,9 +44,9 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
     Raises:
         UserError: the model keeps its experts in one tensor, or no layer is left.
     """
-    if config.lora.base != "nf4":
+    if config.lora.quantize != "nf4":
         return None
-    kind, key, todo = type(model).__name__, "lora.base", "leave it out"
+    kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
     if fused := fused_experts(model):
         what = f"'nf4', but {kind} has experts in one tensor ({fused[0]}, …), which cannot be in 4 bits"
         raise UserError(key, what, todo)

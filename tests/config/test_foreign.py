@@ -66,7 +66,7 @@ KEYS = {
     "data.sequence_len=128": "data.seq_len",
     "data.sample_packing=true": "data.pack",
     "data.val_set_size=0.1": "eval.split",
-    "model.load_in_4bit=true": "lora.base",
+    "model.load_in_4bit=true": "lora.quantize",
     "model.load_in_8bit=true": "quantised weights",
     "train.flash_attention=true": "model.attention",
     # torchtune
@@ -102,7 +102,7 @@ KEYS = {
     "model.lora_target_modules=['q_proj']": "lora.target_modules",
     "model.use_dora=true": "lora.dora",
     "peft_config.target_modules=['q_proj']": "lora.target_modules",
-    "model.qlora=true": "lora.base",
+    "model.qlora=true": "lora.quantize",
     "mesh.tp=2": "tensor parallelism is not offered",
     "mesh.pp=2": "pipeline parallelism is not offered",
     "mesh.ep=2": "expert parallelism is not offered",

@@ -236,12 +236,12 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "TRL, off": ({"use_peft": False, "lora_r": 16}, None, ""),
     "axolotl": (
         {"adapter": "qlora", "lora_r": 8, "lora_dropout": 0.05, "lora_target_linear": True, "load_in_4bit": True},
-        {"rank": 8, "dropout": 0.05, "target_modules": "all-linear", "base": "nf4"},
+        {"rank": 8, "dropout": 0.05, "target_modules": "all-linear", "quantize": "nf4"},
         "",
     ),
     "TRL, 4 bits": (
         {"use_peft": True, "lora_r": 16, "load_in_4bit": True},
-        {"rank": 16, "base": "nf4"},
+        {"rank": 16, "quantize": "nf4"},
         "",
     ),
     "4 bits alone": ({"load_in_4bit": True}, None, "unquantised"),

@@ -101,7 +101,7 @@ def test_dora_is_not_compiled_in_silence(tmp_path: Path) -> None:
 
 def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tmp_path: Path) -> None:
     section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
-    lora = LoraSection(rank=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"], base="nf4")
+    lora = LoraSection(rank=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"], quantize="nf4")
     config = TrainingConfig(recipe="sft", model=section, lora=lora)
     plan = plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1)).nf4
     assert plan is not None
@@ -120,9 +120,9 @@ def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tm
     [
         (
             "qwen3_moe",
-            "lora.base: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor (model.layers.0.mlp.experts,",
+            "lora.quantize: 'nf4', but Qwen3MoeForCausalLM has experts in one tensor (model.layers.0.mlp.experts,",
         ),
-        (GPT2, "lora.base: 'nf4', but no linear layer of GPT2LMHeadModel can be in 4 bits (none); leave it out"),
+        (GPT2, "lora.quantize: 'nf4', but no linear layer of GPT2LMHeadModel can be in 4 bits (none); leave it out"),
     ],
     ids=str,
 )
@@ -131,7 +131,7 @@ def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Pa
         section = ModelConfig(path=str(tiny_model_dir(model, tmp_path)))
     else:
         section = ModelConfig(config={**model, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, weights="random")
-    lora = LoraSection(rank=4, base="nf4")
+    lora = LoraSection(rank=4, quantize="nf4")
     config = TrainingConfig.model_validate({"recipe": "sft", "model": section, "lora": lora, "data": {"seq_len": 16}})
     with pytest.raises(UserError) as error:
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
@@ -185,7 +185,7 @@ def test_directories_that_hold_no_such_adapter_are_refused(values: Any, says: st
 
 CHECKED = [
     ({"lora": {"alpha": 8}}, "lora.alpha: is set, but lora.rank is not"),
-    ({"lora": {"base": "nf4"}}, "lora.base: is set, but lora.rank is not"),
+    ({"lora": {"quantize": "nf4"}}, "lora.quantize: is set, but lora.rank is not"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "adapter": "a"}}, "lora.rank: is given beside model.adapter"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "freeze": ["*"]}}, "model.freeze: is set with adapters"),
     ({"lora": {"rank": 4}, "model": {"path": "m", "weights": "/"}}, "model.weights: is a checkpoint"),

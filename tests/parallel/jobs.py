@@ -48,7 +48,7 @@ class Case:
     liger: bool = False
     adapter: str | None = None
     """The adapter that is trained, in the folder ``kind-adapter``."""
-    base: str = "param_dtype"
+    quantize: str = "none"
     """What the model that it belongs to is stored in."""
 
     @property
@@ -67,7 +67,7 @@ class Case:
                 *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
                 *(["liger"] * self.liger),
                 *([self.adapter] * (self.adapter is not None)),
-                *([self.base] * (self.base != "param_dtype")),
+                *([self.quantize] * (self.quantize != "none")),
             ]
         )
 
@@ -85,7 +85,7 @@ class Case:
                     "liger": self.liger,
                     "adapter": self.adapter and str(folder / f"{self.kind}-{self.adapter}"),
                 },
-                "lora": {} if self.base == "param_dtype" else {"base": self.base},
+                "lora": {"quantize": self.quantize} if self.adapter else {},
                 "context_parallel": {"method": self.method},
                 "data": {"seq_len": self.seq_len, "pack": self.pack},
                 "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate},

@@ -69,12 +69,12 @@ def _quantized_cases() -> Iterator[Case]:
     """Rows of 72 and 80 elements, so that blocks begin in the middle of some, and shards are unequal."""
     kinds = (("llama3", "lora"), ("qwen3", "dora"), ("smollm2", "lora"), ("llama3", "dora"))
     for (kind, adapter), (dp, cp) in zip(kinds, MESHES, strict=True):
-        yield Case(kind, dp, cp, 1, adapter=adapter, base="nf4")
+        yield Case(kind, dp, cp, 1, adapter=adapter, quantize="nf4")
     hybrid = (("strategy", "hybrid_shard"),)
-    yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="saved", base="nf4")
-    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora", base="nf4")
-    yield Case("qwen3", 2, 1, 1, (("unit", "root"),), checkpointing=True, adapter="saved", base="nf4")
-    yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", base="nf4")
+    yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="saved", quantize="nf4")
+    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora", quantize="nf4")
+    yield Case("qwen3", 2, 1, 1, (("unit", "root"),), checkpointing=True, adapter="saved", quantize="nf4")
+    yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", quantize="nf4")
 
 
 CASES = [*_cases(), *_quantized_cases()]
@@ -114,7 +114,7 @@ def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
     trained: list[str] = []
 
     def prepare(model: Any) -> None:
-        layers = model.model.layers if case.base == "nf4" else ()
+        layers = model.model.layers if case.quantize == "nf4" else ()
         for module in (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)):
             module.weight.data = nf4_rounded(module.weight)
         with warnings.catch_warnings():
@@ -139,12 +139,12 @@ def test_adapters_train_as_peft_trains_them(case: Case, outcome: Callable, model
     assert not beyond(differences, control)
 
 
-def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, base: str) -> int:
+def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -> int:
     """What a rank holds of a parameter, padded, and sends of it to each other one: its rows in bfloat16, or NF4.
 
     In NF4 a block of 64 elements has 36 bytes, and the rows that are kept together fill whole blocks.
     """
-    if base != "nf4" or ".layers." not in name or not name.endswith("base_layer.weight"):
+    if quantize != "nf4" or ".layers." not in name or not name.endswith("base_layer.weight"):
         return math.ceil(len(parameter) / ranks) * parameter[0].numel() * BYTES["bfloat16"]
     rows, width = parameter.shape
     together = 64 // math.gcd(64, width)
@@ -152,10 +152,10 @@ def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, base: str) -> in
 
 
 @pytest.mark.parametrize(
-    ("adapter", "reduced", "base"), [("lora", 2, "param_dtype"), ("saved", 4, "param_dtype"), ("lora", 2, "nf4")]
+    ("adapter", "reduced", "quantize"), [("lora", 2, "none"), ("saved", 4, "none"), ("lora", 2, "nf4")]
 )
 def test_everything_is_gathered_and_adapters_alone_are_reduced(
-    adapter: str, reduced: int, base: str, pool: WorkerPool, models: Path
+    adapter: str, reduced: int, quantize: str, pool: WorkerPool, models: Path
 ) -> None:
     """A step of two micro-batches on four ranks: gathers in bfloat16 or NF4, reductions in float32."""
     gathered: dict[str, int] = {}
@@ -168,13 +168,13 @@ def test_everything_is_gathered_and_adapters_alone_are_reduced(
     for name, parameter in model.get_base_model().named_parameters():
         unit = next((part for part in ("layers.0", "layers.1", "embed_tokens", "lm_head") if part in name), "norm")
         size = math.ceil(len(parameter) / 4) * parameter[0].numel()  # a rank's rows, padded
-        gathered[unit] = gathered.get(unit, 0) + share_in_bytes(name, parameter, ranks=4, base=base)
+        gathered[unit] = gathered.get(unit, 0) + share_in_bytes(name, parameter, ranks=4, quantize=quantize)
         if parameter.requires_grad:
             trained[unit] = trained.get(unit, 0) + size
     assert len(trained) == reduced
     once = ("embed_tokens", "lm_head")  # not in backward: a look-up needs no weight, and the head was not freed
     gathers = 2 * sum(size * (1 if unit in once else 2) for unit, size in gathered.items())
-    case = Case("llama3", 4, 1, 1, (("param_dtype", "bfloat16"),), adapter=adapter, base=base)
+    case = Case("llama3", 4, 1, 1, (("param_dtype", "bfloat16"),), adapter=adapter, quantize=quantize)
     for traffic in pool.run(4, one_step, models, case):
         assert traffic.calls["reduce_scatter"] == reduced
         assert traffic.sent["reduce_scatter"] == 3 * sum(trained.values()) * BYTES["float32"]
@@ -217,22 +217,22 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
         warnings.simplefilter("ignore")
         get_peft_model(model, config).save_pretrained(str(tmp_path / "llama3-dora"))
     bfloat16 = (("param_dtype", "bfloat16"),)
-    found = pool.run(ranks, loaded, tmp_path, Case("llama3", ranks, 1, 1, bfloat16, adapter="dora", base="nf4"))
+    found = pool.run(ranks, loaded, tmp_path, Case("llama3", ranks, 1, 1, bfloat16, adapter="dora", quantize="nf4"))
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    stored = sum(share_in_bytes(name, p, ranks=1, base="nf4") for name, p in frozen.items())
+    stored = sum(share_in_bytes(name, p, ranks=1, quantize="nf4") for name, p in frozen.items())
     assert sum(shards for shards, _ in found) == stored + trained
     largest = max(p.numel() for p in frozen.values())
     for _, peak in found:
         assert peak < 24 * largest / ranks < sum(p.nbytes for p in frozen.values()) / 4
 
 
-@pytest.mark.parametrize(("base", "packed"), [("param_dtype", ""), ("nf4", ", torch.uint8")])
+@pytest.mark.parametrize(("quantize", "packed"), [("none", ""), ("nf4", ", torch.uint8")])
 def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(
-    base: str, packed: str, pool: WorkerPool, models: Path
+    quantize: str, packed: str, pool: WorkerPool, models: Path
 ) -> None:
     fsdp = (("param_dtype", "bfloat16"), ("class_dtypes", {"LlamaRMSNorm": "float32"}))
-    case = Case("llama3", 2, 1, 1, fsdp, adapter="dora", base=base)
+    case = Case("llama3", 2, 1, 1, fsdp, adapter="dora", quantize=quantize)
     assert pool.run(2, step_with_ledger, models, case) == ["ok", "ok"]
     for wrong, found in (("frozen", f"torch.bfloat16, torch.float32{packed}"), ("storage", "torch.float32")):
         said = pool.run(2, step_with_ledger, models, case, **{wrong: "float16"})[0]
@@ -293,12 +293,12 @@ def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_what_is_stored_in_4_bits_does_not_depend_on_the_mesh(weights: str, pool: WorkerPool, models: Path) -> None:
-    case = Case("llama3", adapter="lora", base="nf4")
+    case = Case("llama3", adapter="lora", quantize="nf4")
     alone = pool.run(1, stored_in_4_bits, models, case, weights)[0]
     spread = replace(case, dp=2, cp=2, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2)
     other = pool.run(4, stored_in_4_bits, models, spread, weights)[1]
     third = pool.run(4, stored_in_4_bits, models, replace(case, dp=4), weights)[3]
-    plain = pool.run(1, plain_values, models, replace(case, base="param_dtype"), weights)[0]
+    plain = pool.run(1, plain_values, models, replace(case, quantize="none"), weights)[0]
     assert len(alone) == 14
     for name, stored in alone.items():
         assert torch.equal(stored, other[name])
@@ -324,6 +324,6 @@ def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, model
 
 def test_layers_with_adapters_are_one_graph(pool: WorkerPool, models: Path) -> None:
     """One for the first layer, whose inputs come from a frozen embedding, and one for the others."""
-    for base in ("param_dtype", "nf4"):
-        case = Case("llama3", checkpointing=True, adapter="lora", base=base)
+    for quantize in ("none", "nf4"):
+        case = Case("llama3", checkpointing=True, adapter="lora", quantize=quantize)
         assert pool.run(1, compiled_step, models, case) == [{"graphs": 2, "breaks": {}}]

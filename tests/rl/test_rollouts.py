@@ -170,7 +170,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
         ("rollout.engine=sglang", "rollout.engine"),
-        ("lora={rank=4, base='nf4'}", "lora.base: 'nf4' with rollouts"),
+        ("lora={rank=4, quantize='nf4'}", "lora.quantize: 'nf4' with rollouts"),
         ("reward=[]", "reward"),
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
         ("reward=[{function='spread'}]", "reward"),
