@@ -290,7 +290,7 @@ def _hold_out(
             border = max(key_border(held_out), int(everything[0]) + 1)
         for one, key in zip(tokens, keys, strict=True):
             if key.max() < border:
-                what = f"{held_out} holds out all {len(key):,} rows of {one.where}"
+                what = f"{held_out} holds out every row of {one.where}"
                 raise UserError("eval.split", what, "hold fewer rows out, or give more data")
     train, evaluation = [], {}
     for one, some, key in zip(sets, tokens, keys, strict=True):

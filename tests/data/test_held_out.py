@@ -103,7 +103,7 @@ def test_a_run_without_evaluations_leaves_the_same_rows_out(tmp_path: Path) -> N
 def test_a_small_share_holds_a_row_and_all_rows_are_too_many(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", TEXTS[:3]))
     assert len(sides(build({"path": path}, split=0.0001))[1]) == 1
-    with pytest.raises(UserError, match=r"^eval\.split: 3 holds out all 3 rows of data\.path"):
+    with pytest.raises(UserError, match=r"^eval\.split: 3 holds out every row of data\.path"):
         build({"path": path}, split=3)
 
 
