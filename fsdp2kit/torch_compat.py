@@ -36,6 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
+# torch 2.11 and 2.12 close what a stager copies with after its first copy; the second raises KeyError.
+STAGER_WORKS_ONCE = torch.__version__ < (2, 13)
+
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The part of the global tensor that this rank's shard of ``tensor`` holds, one slice a dimension."""

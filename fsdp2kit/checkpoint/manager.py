@@ -42,6 +42,7 @@ from fsdp2kit.distributed import agreement, background_group, gather_objects, is
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
+from fsdp2kit.torch_compat import STAGER_WORKS_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +108,7 @@ class CheckpointManager:
         self._saved: Future[object] | None = None
         if section.async_save:
             self._group = background_group()
-            on_device = torch.cuda.is_available()  # a Mac's accelerator is not trained on
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_device,
-                    use_shared_memory=False,
-                    use_async_staging=True,
-                    use_non_blocking_copy=on_device,
-                )
-            )
+            self._stager = _build_stager()
             self._saver = ThreadPoolExecutor(1, "fsdp2kit-save", initializer=work_on_this_device())
 
     def __enter__(self) -> CheckpointManager:
@@ -154,6 +147,9 @@ class CheckpointManager:
             tensors["model"].update({name: buffer.clone() for name, buffer in persistent_buffers(model).items()})
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copying stream does not wait for the optimizer's kernels
+            if STAGER_WORKS_ONCE:
+                self._stager.close()
+                self._stager = _build_stager()
             staged = self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
             self._saved = self._saver.submit(lambda: carry_out(self.collect(staged)))
         return self.store.path(progress.step)
@@ -347,6 +343,19 @@ class CheckpointManager:
         except Exception:  # what hindered the save may hinder this, too
             complete = []
         return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
+
+
+def _build_stager() -> DefaultStager:
+    """What copies tensors to host memory in a thread of its own."""
+    on_device = torch.cuda.is_available()  # a Mac's accelerator is not trained on
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_device,
+            use_shared_memory=False,
+            use_async_staging=True,
+            use_non_blocking_copy=on_device,
+        )
+    )
 
 
 def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
