@@ -148,7 +148,7 @@ def test_no_mesh_packing_or_micro_batch_changes_it(
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
 def test_the_loss_is_trls(loss: Any, updates: int) -> None:
-    from trl import GRPOTrainer
+    trl = pytest.importorskip("trl")
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
     section = GRPOConfig(loss=loss, clip_low=0.15, clip_high=0.25, kl=0.2, importance_cap=1.3)
@@ -169,7 +169,7 @@ def test_the_loss_is_trls(loss: Any, updates: int) -> None:
     asked = torch.tensor([prompts[rollout.prompt] for rollout in rollouts])
     for one in (model, reference):
         add_fused_lm_head(one, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
-    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    trainer: Any = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
     same = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, is_main_process=True)
     same.autocast = nullcontext
     vars(trainer).update(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -46,6 +47,7 @@ def trl_outcome(
 def _outcome(
     policy: Path, reference: Path, documents: Sequence[Document], options: dict[str, Any], scratch: Path
 ) -> Outcome:
+    pytest.importorskip("trl")
     model: Any = load_plain(policy)
     common = {"output_dir": str(scratch), "use_cpu": True, "report_to": "none", "bf16": False, "beta": options["beta"]}
     given = {"model": model, "train_dataset": Dataset.from_list(ROWS)}
