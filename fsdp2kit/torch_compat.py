@@ -1,4 +1,7 @@
-"""Names that torch keeps private or has moved, each with the reason why we need it; nothing else imports them."""
+"""Names that torch keeps private or has moved, each with the reason why we need it; nothing else imports them.
+
+All were tried by the whole test suite on torch 2.11.0 (`make test-oldest`) and 2.13.0; 2.12.0 was read only.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 # torch 2.11 and 2.12 close what a stager copies with after its first copy; the second raises KeyError.
 STAGER_WORKS_ONCE = torch.__version__ < (2, 13)
 
+# FSDP2 of torch 2.11 wants gradients of every shard, and casts every parameter to `param_dtype`.
+SHARDS_INTEGERS = torch.__version__ >= (2, 12)
+
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The part of the global tensor that this rank's shard of ``tensor`` holds, one slice a dimension."""
@@ -50,7 +56,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 def accumulated_gradients(unit: Any) -> list[Tensor]:
     """The unsharded gradients that an FSDP unit keeps between micro-batches; no public name shows them."""
-    parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
+    parameters = [parameter for group in parameter_groups(unit) for parameter in group.fsdp_params]
     found = [parameter.unsharded_accumulated_grad for parameter in parameters]
     # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
     found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
@@ -71,12 +77,12 @@ def forget_forwards(model: nn.Module) -> None:
     FSDP forgets it at the end of a backward alone: the notes of a model without any would pile up for ever.
     """
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        for group in _parameter_groups(unit):
+        for group in parameter_groups(unit):
             group.comm_ctx.post_forward_order.clear()
             group._post_forward_indices.clear()
 
 
-def _parameter_groups(unit: Any) -> list[Any]:
+def parameter_groups(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     # Before torch 2.13 a unit had one group.

@@ -7,11 +7,13 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.parity import reference as synthetic
 from fsdp2kit.parity.reference import Rows
+from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
 VOCABULARY, LENGTH, ROWS, STEPS = 128, 48, 4, 5
 DEMO, DEMO_VOCABULARY = Path(__file__).parents[1] / "toml" / "demo", 1024
@@ -88,6 +90,9 @@ def tiny_model(kind: str) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model
+
+
+needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")
 
 
 def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:

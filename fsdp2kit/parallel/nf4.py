@@ -14,6 +14,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Linear
 from fsdp2kit.parallel.float8 import choose_layers, decoder_linears, fused_experts, listed
+from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
         model: with its adapters, before it is sharded; it may be on meta.
 
     Raises:
-        UserError: the model keeps its experts in one tensor, or no layer is left.
+        UserError: torch is too old, the model keeps its experts in one tensor, or no layer is left.
     """
     if config.lora.quantize != "nf4":
         return None
     kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
+    if not SHARDS_INTEGERS:
+        what = f"'nf4', but FSDP2 of torch {torch.__version__} shards no integers"
+        raise UserError(key, what, "install torch 2.12 or newer, or leave it out")
     if fused := fused_experts(model):
         what = f"'nf4', but {kind} has experts in one tensor ({fused[0]}, …), which cannot be in 4 bits"
         raise UserError(key, what, todo)

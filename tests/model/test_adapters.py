@@ -21,8 +21,9 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops
 from fsdp2kit.model.linear_cross_entropy import linear_cross_entropy
 from fsdp2kit.model.names import adapter_file_name
+from fsdp2kit.parallel import nf4
 from fsdp2kit.parallel.plan import plan_parallel
-from tests.reference import tiny_model, tiny_model_dir
+from tests.reference import needs_integers, tiny_model, tiny_model_dir
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
 MAMBA = {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8,
@@ -99,6 +100,7 @@ def test_dora_is_not_compiled_in_silence(tmp_path: Path) -> None:
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
 
 
+@needs_integers
 def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tmp_path: Path) -> None:
     section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
     lora = LoraSection(rank=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"], quantize="nf4")
@@ -115,6 +117,7 @@ def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tm
     assert "4.5 bits a parameter; left out: 2 of which a copy is trained (model.layers.0.mlp.down_proj" in str(plan)
 
 
+@needs_integers
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -136,6 +139,14 @@ def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Pa
     with pytest.raises(UserError) as error:
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
     assert str(error.value).startswith(says)
+
+
+def test_a_torch_that_shards_no_integers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nf4, "SHARDS_INTEGERS", False)
+    section, lora = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path))), LoraSection(rank=4, quantize="nf4")
+    config = TrainingConfig(recipe="sft", model=section, lora=lora)
+    with pytest.raises(UserError, match=r"^lora.quantize: 'nf4', but FSDP2 of torch .* install torch 2.12 or newer"):
+        plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
 
 
 WRONG = [

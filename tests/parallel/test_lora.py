@@ -28,12 +28,13 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import Curves, beyond, errors, load_plain, plain_loop
 from fsdp2kit.parity.variants import pairs_of
+from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_checkpointing import Alive
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import make_batches, nf4_rounded, plain_batches, tiny_model, tiny_model_dir
+from tests.reference import make_batches, needs_integers, nf4_rounded, plain_batches, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 KINDS = ("llama3", "qwen3", "smollm2", "qwen3_moe")
@@ -77,7 +78,7 @@ def _quantized_cases() -> Iterator[Case]:
     yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", quantize="nf4")
 
 
-CASES = [*_cases(), *_quantized_cases()]
+CASES = [*_cases(), *(pytest.param(case, marks=needs_integers) for case in _quantized_cases())]
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:
@@ -152,7 +153,8 @@ def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -
 
 
 @pytest.mark.parametrize(
-    ("adapter", "reduced", "quantize"), [("lora", 2, "none"), ("saved", 4, "none"), ("lora", 2, "nf4")]
+    ("adapter", "reduced", "quantize"),
+    [("lora", 2, "none"), ("saved", 4, "none"), pytest.param("lora", 2, "nf4", marks=needs_integers)],
 )
 def test_everything_is_gathered_and_adapters_alone_are_reduced(
     adapter: str, reduced: int, quantize: str, pool: WorkerPool, models: Path
@@ -206,6 +208,7 @@ def loaded(folder: Path, case: Case) -> tuple[int, int]:
     return sum(distributed.local_part(parameter).nbytes for parameter in model.parameters()), memory.peak
 
 
+@needs_integers
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
     """Beside the shards there is never more than a rank's rows of one tensor, as it is quantised."""
@@ -227,7 +230,9 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
         assert peak < 24 * largest / ranks < sum(p.nbytes for p in frozen.values()) / 4
 
 
-@pytest.mark.parametrize(("quantize", "packed"), [("none", ""), ("nf4", ", torch.uint8")])
+@pytest.mark.parametrize(
+    ("quantize", "packed"), [("none", ""), pytest.param("nf4", ", torch.uint8", marks=needs_integers)]
+)
 def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(
     quantize: str, packed: str, pool: WorkerPool, models: Path
 ) -> None:
@@ -291,6 +296,7 @@ def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
     return {base_name(name) or "": whole(p.detach()).clone() for name, p in sharded.model.named_parameters()}
 
 
+@needs_integers
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_what_is_stored_in_4_bits_does_not_depend_on_the_mesh(weights: str, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", adapter="lora", quantize="nf4")
@@ -324,6 +330,6 @@ def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, model
 
 def test_layers_with_adapters_are_one_graph(pool: WorkerPool, models: Path) -> None:
     """One for the first layer, whose inputs come from a frozen embedding, and one for the others."""
-    for quantize in ("none", "nf4"):
+    for quantize in ("none", "nf4") if SHARDS_INTEGERS else ("none",):
         case = Case("llama3", checkpointing=True, adapter="lora", quantize=quantize)
         assert pool.run(1, compiled_step, models, case) == [{"graphs": 2, "breaks": {}}]

@@ -22,7 +22,7 @@ from fsdp2kit.planner.trace import Allocations
 from fsdp2kit.rl.bucket import Bucket, Entry, SharedMemorySender, VersionedWeights
 from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
-from fsdp2kit.torch_compat import inner_tensors
+from fsdp2kit.torch_compat import inner_tensors, parameter_groups
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case, build
 from tests.reference import make_batches
@@ -228,7 +228,7 @@ def _nap(model: nn.Module, optimizer: Any, what: list[Tag]) -> None:
             found = [tensor.untyped_storage() for tensor in tensors]
             if "weights" in what:  # what FSDP itself holds of them
                 units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-                groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+                groups = [group for unit in units for group in parameter_groups(unit)]
                 for parameter in (parameter for group in groups for parameter in group.fsdp_params):
                     inner = [parameter._sharded_param_data, *parameter.all_gather_outputs]
                     found += [tensor.untyped_storage() for tensor in inner]
