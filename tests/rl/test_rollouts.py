@@ -81,10 +81,12 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", "train.steps=3")
+    # With AdamW's own eps an update of a gradient that is nearly 0 is one of its rounding, and a token may change by it.
+    options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2")
+    plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", *options)
     samples = (tmp_path / "one" / "samples.jsonl").read_text()
     for name, mesh in (("dp", DP2), ("cp", CP2)):
-        found = run(pool, toml, tmp_path / name, 2, *mesh, "train.steps=3")
+        found = run(pool, toml, tmp_path / name, 2, *mesh, *options)
         for mine, other in zip(numbers(found), numbers(plain), strict=True):
             assert mine == pytest.approx(other, rel=2e-3, abs=2e-5)
             assert mine["reward"] == other["reward"]
