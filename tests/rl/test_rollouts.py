@@ -169,7 +169,11 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
-        ("rollout.engine=sglang", "rollout.engine"),
+        ("rollout.tp=2", r"rollout.tp: 2 does not divide the job's ranks \(1\); use a divisor of them"),
+        (
+            "rollout={tp=2, engine='vllm'}",
+            "rollout.tp: 2 with rollout.engine = 'vllm', which is split as it was started",
+        ),
         ("lora={rank=4, quantize='nf4'}", "lora.quantize: 'nf4' with rollouts"),
         ("reward=[]", "reward"),
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
