@@ -57,11 +57,11 @@ class PromptDataConfig(DataConfig):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """"transformers": a whole copy of the model on every rank, in padded batches with a cache. "vllm": a server of
-    vLLM on this host, started with the same model and tokenizer; docs/grpo.md has the command."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """"transformers": a whole copy of the model on every rank (see `tp`), in padded batches with a cache. "vllm",
+    "sglang": a server on this host, started with the same model and tokenizer; docs/grpo.md has the commands."""
     url: str = "http://127.0.0.1:8000"
-    """engine = "vllm" only: where the server listens."""
+    """Where the server listens."""
     tp: PositiveInt = 1
     """engine = "transformers" only: so many neighbouring ranks share a copy of the model and its cache, split by
     heads, and generate together (docs/colocated.md). A server has its own option for this."""

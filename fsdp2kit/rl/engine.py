@@ -84,12 +84,14 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
     dtype = getattr(torch, config.rollout.dtype or config.fsdp.param_dtype)
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine != "transformers":
+        from fsdp2kit.rl.sglang_engine import SGLangEngine
         from fsdp2kit.rl.vllm_engine import VLLMEngine
 
+        server = VLLMEngine if config.rollout.engine == "vllm" else SGLangEngine
         run = gather_objects(secrets.token_hex(4))[0]
         with agreement():
-            return VLLMEngine(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
+            return server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
     copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []})).eval().requires_grad_(False)
     with agreement():
         for parameter in copy.parameters():

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import vllm_engine
+from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.bucket import Bucket, Entry
 from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
@@ -188,7 +188,7 @@ def test_a_server_that_hangs(server: StandIn) -> None:
 
 
 def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_PAUSES", (0.01,))
     engine = engine_of(server.url)
     server.shutdown()
     server.server_close()
