@@ -73,9 +73,9 @@ def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float3
     return path
 
 
-def demo_model_dir(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model with tied embeddings, and the demo's tokenizer, to ``folder`` and return that path."""
-    model = tiny_model("smollm2")
+def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny random model, with tied embeddings, and the demo's tokenizer, to ``folder`` and return that path."""
+    model = tiny_model(kind)
     with torch.random.fork_rng():
         torch.manual_seed(8)
         model.resize_token_embeddings(DEMO_VOCABULARY, mean_resizing=False)

@@ -38,7 +38,7 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
         heads = getattr(config, key, None)
         counts = heads if isinstance(heads, list) else [heads]
         for count in (count for count in counts if isinstance(count, int) and count % tp):
-            what = f"{tp} does not divide the model's {key} {count}, and each rank has whole heads"
+            what = f"{tp} does not divide the model's {key} {count}"
             raise UserError("rollout.tp", what, "use a divisor of it")
 
 

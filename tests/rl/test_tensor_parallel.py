@@ -115,7 +115,7 @@ def test_ranks_of_a_split_engine_answer_what_each_was_asked(pool: WorkerPool, tm
         (
             "smollm2",
             2,
-            "rollout.tp: 2 does not divide the model's num_key_value_heads 3, and each rank has whole heads",
+            "rollout.tp: 2 does not divide the model's num_key_value_heads 3; use a divisor of it",
         ),
         ("llama3_even", 4, "rollout.tp: 4 does not divide the model's num_key_value_heads 2"),
         (
