@@ -74,7 +74,7 @@ def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float3
 
 
 def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model, tied if its kind is, and the demo's tokenizer, to ``folder``, and return that path."""
+    """Write a tiny random model, tied if its kind is, and the demo's tokenizer, to ``folder``; return that path."""
     model = tiny_model(kind)
     with torch.random.fork_rng():
         torch.manual_seed(8)

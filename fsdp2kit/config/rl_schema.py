@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     """Where the server listens."""
     tp: PositiveInt = 1
     """engine = "transformers" only: so many neighbouring ranks share a copy of the model and its cache, split by
-    heads, and generate together (docs/colocated.md). A server has its own option for this."""
+    heads, and generate together (docs/grpo.md). A server has its own option for this."""
     n: Annotated[int, Field(ge=2)] = 8
     """Responses to each prompt, a group. `train.global_batch_size` counts responses."""
     max_new_tokens: PositiveInt = 256

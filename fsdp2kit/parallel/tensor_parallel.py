@@ -1,7 +1,6 @@
-"""Tensor parallelism of a model that only generates, by transformers' own plan (docs/colocated.md).
+"""Tensor parallelism of a model that only generates, by transformers' own plan (docs/grpo.md).
 
-Weights are split over neighbouring ranks as the plan says, attention's by heads, and with them the cache of keys and
-values. Training is context-parallel and never this.
+Weights are split over neighbouring ranks, attention's by heads, and with them the cache of keys and values.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed import utils as transformers_meshes
 
+from fsdp2kit.distributed import world_size
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.names import tied_names
 from fsdp2kit.parallel.mesh import device_mesh
@@ -35,18 +35,16 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
         what = f"{tp}, but transformers {transformers.__version__} has no tensor-parallel plan for {name}"
         raise UserError("rollout.tp", what, "leave it out")
     for key in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(config, key, None)
-        counts = heads if isinstance(heads, list) else [heads]
-        for count in (count for count in counts if isinstance(count, int) and count % tp):
+        heads = getattr(config, key, None) or 0
+        for count in (count for count in (heads if isinstance(heads, list) else [heads]) if count % tp):
             what = f"{tp} does not divide the model's {key} {count}"
             raise UserError("rollout.tp", what, "use a divisor of it")
 
 
-def apply_tensor_parallel(model: Any, tp: int, *, device_type: str) -> DeviceMesh:
+def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> DeviceMesh:
     """Split a model on meta over each ``tp`` neighbouring ranks of the job, in place; every rank calls it.
 
-    Parameters become DTensors that keep the shape of the whole, and modules exchange what they need to. Generate with
-    gradients off.
+    Parameters become DTensors that keep the shape of the whole. Generate with gradients off.
 
     Returns:
         The mesh of this rank and those it shares the model with.
@@ -54,15 +52,15 @@ def apply_tensor_parallel(model: Any, tp: int, *, device_type: str) -> DeviceMes
     Raises:
         UserError: transformers refuses, by the size of some parameter.
     """
-    ranks = torch.distributed.get_world_size()
-    mesh = device_mesh(device_type, {"pp": 1, "fsdp": ranks // tp, "tp": tp})
+    mesh = device_mesh(device.type, {"pp": 1, "fsdp": world_size() // tp, "tp": tp})
     ties = tied_names(model)
     plan = dict(model.tp_plan)
     for alias, name in ties.items():
         # transformers splits before it ties: both have to be split alike, or neither.
-        styles = [plan.get(tensor.rpartition(".")[0], "") for tensor in (name, alias)]
-        if styles[0] != "embedding_rowwise" or not styles[1].startswith("colwise"):
-            plan = {rule: style for rule, style in plan.items() if rule not in _modules(ties)}
+        modules = [tensor.rpartition(".")[0] for tensor in (name, alias)]
+        first, second = (plan.get(module, "") for module in modules)
+        if first != "embedding_rowwise" or not second.startswith("colwise"):
+            plan = {rule: style for rule, style in plan.items() if rule not in modules}
         _set(model, alias, nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False))
     model.tp_plan = plan
     # From 5.19 on, transformers has the meshes of dense layers and of experts in one object.
@@ -83,10 +81,6 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
         part = distribute_tensor(whole.contiguous(), target.device_mesh, target.placements, src_data_rank=None)
         target, whole = target.to_local(), part.to_local()
     target.copy_(whole)
-
-
-def _modules(ties: dict[str, str]) -> set[str]:
-    return {name.rpartition(".")[0] for pair in ties.items() for name in pair}
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

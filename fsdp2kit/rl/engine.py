@@ -98,7 +98,7 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
             parameter.data = parameter.data.to(dtype)
         tp, group = config.rollout.tp, None
         if tp > 1:
-            group = apply_tensor_parallel(copy, tp, device_type=device.type).get_group()
+            group = apply_tensor_parallel(copy, tp, device=device).get_group()
         materialize(copy, device=device)  # buffers keep their values and dtypes
         return TransformersEngine(config.rollout, copy, stops=stops, pad_id=tokenizer.pad_token_id, group=group)
 

@@ -29,8 +29,6 @@ _PAUSES = (0.5, 2.0, 8.0)
 class ServerEngine(Engine):
     """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights.
 
-    A server's own class has what is asked in which words: the methods here that raise NotImplementedError.
-
     Args:
         dtype: the one that it was started with.
         run: names this run, the same on every rank.
@@ -79,11 +77,7 @@ class ServerEngine(Engine):
         raise NotImplementedError
 
     def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
-        """Ask for one response.
-
-        Args:
-            sampling: temperature, and what turns every other rule of the server's or the model's off.
-        """
+        """Ask for one response, with the temperature, and what turns every other rule of sampling off."""
         raise NotImplementedError
 
     def _open_update(self) -> None:
@@ -145,11 +139,14 @@ class ServerEngine(Engine):
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """An answer without what it should have is an error that names the server."""
+        """What an answer lacks is an error that names the server."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunFailure(f"{self.kind} server {self._url}: gave an answer of another form ({error!r})") from error
+
+    def _post(self, route: str, *, optional: bool = False, **body: Any) -> Any:
+        return self._ask("POST", f"/{route}", optional=optional, json=body)
 
     def _ask(self, method: str, path: str, *, optional: bool = False, **options: Any) -> Any:
         """The answer's JSON; None where it is something else.

@@ -49,7 +49,7 @@ class SGLangEngine(ServerEngine):
     def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
         sampling |= {"max_new_tokens": sampling.pop("max"), "sampling_seed": seed_of(request)}
         body = {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
-        found = self._ask("POST", "/generate", json=body)["meta_info"]
+        found = self._post("generate", **body)["meta_info"]
         reason = found["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise RunFailure(f"SGLang server {self._url}: a response ended with {found['finish_reason']}")
@@ -93,9 +93,6 @@ class SGLangEngine(ServerEngine):
     def wake(self) -> None:
         if self._is_main:
             self._post("resume_memory_occupation", **_MEMORY)
-
-    def _post(self, route: str, *, optional: bool = False, **body: Any) -> None:
-        self._ask("POST", f"/{route}", optional=optional, json=body)
 
 
 @dataclass

@@ -33,27 +33,22 @@ class VLLMEngine(ServerEngine):
             "logprobs": 0,
             **sampling,
         }
-        [choice] = self._ask("POST", "/v1/completions", json=body)["choices"]
+        [choice] = self._post("v1/completions", **body)["choices"]
         ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Response(ids, log_probs, is_whole=bool(ids) and ids[-1] in self._stops)
 
     def _open_update(self) -> None:
-        self._ask("POST", "/pause")  # what another trainer's requests had begun is over
-        self._update("init_weight_transfer_engine", init_info={})
+        self._post("pause")  # what another trainer's requests had begun is over
+        self._post("init_weight_transfer_engine", init_info={})
         try:
-            self._update("start_weight_update")
+            self._post("start_weight_update")
         except RunFailure:  # an update that broke off is open still: what came of it is closed and overwritten
-            self._update("finish_weight_update", weight_version=self._label(None))
-            self._update("start_weight_update")
+            self._post("finish_weight_update", weight_version=self._label(None))
+            self._post("start_weight_update")
 
     def _send(self, bucket: Bucket) -> None:
-        SharedMemorySender(lambda path: self._update("update_weights", update_info={"path": path})).load_weights(
-            bucket
-        )
+        SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path})).load_weights(bucket)
 
     def _close_update(self, label: str) -> None:
-        self._update("finish_weight_update", weight_version=label)
-        self._ask("POST", "/resume")
-
-    def _update(self, route: str, **body: Any) -> None:
-        self._ask("POST", f"/{route}", json=body or None)
+        self._post("finish_weight_update", weight_version=label)
+        self._post("resume")
