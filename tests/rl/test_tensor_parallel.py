@@ -81,7 +81,7 @@ def test_a_split_engine_has_the_trainers_bits(case: Case, tp: int, pool: WorkerP
             assert found.keys() == want.keys()
             assert not [name for name in want if not np.array_equal(found[name], want[name])]
         assert sizes["heads"] == 2 // tp
-        assert sizes["share"] < 1 / tp + 0.02  # norms and routers are whole
+        assert sizes["share"] < 1 / tp + 0.1  # norms and routers are whole; in some transformers the embedding is
 
 
 def _answers(folder: Path, case: Case) -> list[Response]:
