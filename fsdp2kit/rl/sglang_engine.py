@@ -76,13 +76,9 @@ class SGLangEngine(ServerEngine):
 
     def _close_update(self, label: str) -> None:
         self._post("end_weight_update", optional=True)
-        self.flush_cache()
+        self._post("flush_cache")  # refused while anybody generates: nobody does yet
         self._post("update_weight_version", new_version=label, abort_all_requests=True)
         self._post("continue_generation", optional=True)
-
-    def flush_cache(self) -> None:
-        if self._is_main:
-            self._post("flush_cache")
 
     def sleep(self) -> None:
         """Give its memory back; the weights in it are lost. It needs to be started with ``--enable-memory-saver``."""

@@ -145,6 +145,8 @@ def test_weights_then_responses(without: set[str], server: StandIn) -> None:
     assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
     assert (server.version, server.paused, server.is_open) == ("a1:3", False, False)
     assert "flush_cache" in server.calls
+    server.faults["flush_cache"] = lambda: 400  # as while other ranks generate
+    engine.flush_cache()
     found = engine.generate([Request([11 + at, 12], (at,)) for at in range(20)], max_new_tokens=4, temperature=1.0)
     assert [response.ids for response in found] == [[11 + at, 12, 7] for at in range(20)]
     assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
@@ -155,7 +157,6 @@ def test_weights_then_responses(without: set[str], server: StandIn) -> None:
 def test_only_one_rank_sends(server: StandIn) -> None:
     other = engine_of(server.url, is_main=False)
     update(other, 3)
-    other.flush_cache()
     assert (other.version, server.calls) == (3, ["server_info"])
 
 
