@@ -171,7 +171,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("data.pack=false", "data.pack"),
         ("rollout.tp=2", r"rollout.tp: 2 does not divide the job's ranks \(1\); use a divisor of them"),
         (
-            "rollout={tp=2, engine='vllm'}",
+            "rollout={tp=2, engine='vllm', n=4, max_new_tokens=8}",
             "rollout.tp: 2 with rollout.engine = 'vllm', which is split as it was started",
         ),
         ("lora={rank=4, quantize='nf4'}", "lora.quantize: 'nf4' with rollouts"),
