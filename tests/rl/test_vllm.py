@@ -36,6 +36,7 @@ class StandIn(ThreadingHTTPServer):
     """Answers as vLLM's routes do, keeps what it was sent, and fails where a test tells it to."""
 
     daemon_threads = True
+    request_queue_size = 128  # with 5, as it is otherwise, some of 20 connections at once are reset
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
