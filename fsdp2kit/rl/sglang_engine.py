@@ -20,7 +20,7 @@ from fsdp2kit.rl.bucket import Bucket
 from fsdp2kit.rl.engine import Request, Response
 from fsdp2kit.rl.server_engine import ServerEngine, seed_of
 
-_MEMORY = {"tags": ["weights", "kv_cache"]}
+_MEMORY = ["weights", "kv_cache"]
 
 
 class SGLangEngine(ServerEngine):
@@ -84,11 +84,11 @@ class SGLangEngine(ServerEngine):
         """Give its memory back; the weights in it are lost. It needs to be started with ``--enable-memory-saver``."""
         self.version = None
         if self._is_main:
-            self._post("release_memory_occupation", **_MEMORY)
+            self._post("release_memory_occupation", tags=_MEMORY)
 
     def wake(self) -> None:
         if self._is_main:
-            self._post("resume_memory_occupation", **_MEMORY)
+            self._post("resume_memory_occupation", tags=_MEMORY)
 
 
 @dataclass
@@ -132,7 +132,7 @@ def _as_sglang_would() -> Iterator[None]:
     stand_in.FlattenedTensorMetadata = FlattenedTensorMetadata
     places = (name, name.partition(".")[0])  # pickle asks for the package as well
     before = {place: sys.modules[place] for place in places if place in sys.modules}
-    sys.modules.update(dict.fromkeys(places, stand_in))
+    sys.modules.update({place: stand_in for place in places})
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         yield

@@ -25,6 +25,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.bucket import Bucket, Entry
 from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
 from tests.workers import WorkerPool
@@ -116,7 +117,7 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
 WEIGHTS = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
 
 
-def update(engine: VLLMEngine, version: int) -> None:
+def update(engine: ServerEngine, version: int) -> None:
     engine.begin_update(version)
     for name, tensor in WEIGHTS.items():
         engine.load_weights(bucket(**{name: tensor}))
