@@ -128,11 +128,11 @@ def serialize(flat: Tensor, bucket: Bucket) -> str:
 def _as_sglang_would() -> Iterator[None]:
     """pickle finds the class where SGLang has it, and torch shares memory by name, which needs no common parent."""
     name, strategy = FlattenedTensorMetadata.__module__, torch.multiprocessing.get_sharing_strategy()
-    stand_in: Any = ModuleType(name)
-    stand_in.FlattenedTensorMetadata = FlattenedTensorMetadata
+    stand_in = ModuleType(name)
+    vars(stand_in)[FlattenedTensorMetadata.__name__] = FlattenedTensorMetadata
     places = (name, name.partition(".")[0])  # pickle asks for the package as well
     before = {place: sys.modules[place] for place in places if place in sys.modules}
-    sys.modules.update({place: stand_in for place in places})
+    sys.modules.update(dict.fromkeys(places, stand_in))
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         yield
