@@ -219,8 +219,8 @@ def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:
-    """``value`` of every rank, on every rank, in rank order. `group`: as in `agree`."""
-    values = [value] * world_size()
+    """``value`` of every rank (of the group), on every rank, in rank order. `group`: as in `agree`, or some ranks."""
+    values = [value] * (world_size() if group is None else dist.get_world_size(group))
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)  # on gloo, which every group has, also with CUDA
     return values

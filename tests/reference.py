@@ -59,18 +59,23 @@ TINY = {
     "granite": ("granite", {"logits_scaling": 4.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
 }
+# The same with heads that two ranks can share.
+EVEN = {
+    f"{name}_even": (TINY[name][0], {**TINY[name][1], "num_attention_heads": 4, "num_key_value_heads": 2})
+    for name in ("smollm2", "llama3", "gemma3", "qwen3_moe")
+}
 
 
 def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model of one of the `TINY` kinds to ``folder / kind`` and return that path."""
+    """Write a tiny random model of one of the `TINY` or `EVEN` kinds to ``folder / kind`` and return that path."""
     path = folder / kind
     tiny_model(kind).to(dtype).save_pretrained(path)
     return path
 
 
-def demo_model_dir(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model with tied embeddings, and the demo's tokenizer, to ``folder`` and return that path."""
-    model = tiny_model("smollm2")
+def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny random model, tied if its kind is, and the demo's tokenizer, to ``folder``; return that path."""
+    model = tiny_model(kind)
     with torch.random.fork_rng():
         torch.manual_seed(8)
         model.resize_token_embeddings(DEMO_VOCABULARY, mean_resizing=False)
@@ -81,7 +86,7 @@ def demo_model_dir(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
 
 def tiny_model(kind: str) -> PreTrainedModel:
     """A tiny random model in float32, its norms away from one so that a lost or swapped one shows."""
-    model_type, differing = TINY[kind]
+    model_type, differing = {**TINY, **EVEN}[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differing})
     with torch.random.fork_rng():
         torch.manual_seed(7)

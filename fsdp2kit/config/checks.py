@@ -153,7 +153,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
     check_paths(config)
     if isinstance(config, RLConfig):
-        check_rollouts(config)
+        check_rollouts(config, world_size=world_size)
     check_data(config)
     _check_upload(config.checkpoint)
     if config.data.seq_len % sizes.cp:

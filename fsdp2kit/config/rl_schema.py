@@ -57,11 +57,14 @@ class PromptDataConfig(DataConfig):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """"transformers": a whole copy of the model on every rank, in padded batches with a cache. "vllm": a server of
-    vLLM on this host, started with the same model and tokenizer; docs/grpo.md has the command."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """"transformers": a whole copy of the model on every rank (see `tp`), in padded batches with a cache. "vllm",
+    "sglang": a server on this host, started with the same model and tokenizer; docs/grpo.md has the commands."""
     url: str = "http://127.0.0.1:8000"
-    """engine = "vllm" only: where the server listens."""
+    """Where the server listens."""
+    tp: PositiveInt = 1
+    """engine = "transformers" only: so many neighbouring ranks share a copy of the model and its cache, split by
+    heads, and generate together (docs/grpo.md). A server has its own option for this."""
     n: Annotated[int, Field(ge=2)] = 8
     """Responses to each prompt, a group. `train.global_batch_size` counts responses."""
     max_new_tokens: PositiveInt = 256
@@ -71,7 +74,7 @@ class RolloutConfig(Section):
     dtype: TrainingDType | None = None
     """Dtype of the engine's copy; a server has to be started with the same. Default: `fsdp.param_dtype`."""
     batch_size: PositiveInt = 64
-    """Responses that a rank generates, or asks a server for, at once."""
+    """Responses that a rank generates (or `tp` ranks together), or asks a server for, at once."""
     updates: PositiveInt = 1
     """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
@@ -140,8 +143,8 @@ class RLConfig(TrainingConfig):
     reward: Annotated[list[RewardConfig], Field(min_length=1)]
 
 
-def check_rollouts(config: RLConfig) -> None:
-    """Check the sizes of rollouts against ``[train]`` and ``[data]``.
+def check_rollouts(config: RLConfig, *, world_size: int) -> None:
+    """Check the sizes of rollouts against ``[train]``, ``[data]`` and the number of ranks.
 
     Raises:
         UserError: they do not go together.
@@ -155,6 +158,12 @@ def check_rollouts(config: RLConfig) -> None:
     if rollout.max_new_tokens >= seq_len:
         what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
         raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+    if rollout.tp > 1 and rollout.engine != "transformers":
+        what = f"{rollout.tp} with rollout.engine = {rollout.engine!r}, which is split as it was started"
+        raise UserError("rollout.tp", what, "leave it out")
+    if world_size % rollout.tp:
+        what = f"{rollout.tp} does not divide the job's ranks ({world_size})"
+        raise UserError("rollout.tp", what, "use a divisor of them")
     if config.lora.quantize == "nf4":
         what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
         raise UserError("lora.quantize", what, "leave it out")

@@ -98,12 +98,12 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
     replicate = world.size if fsdp.strategy == "no_shard" else sizes.dp_replicate
     assert replicate * shard == world.size, "every rank holds a shard"
     dims = {"replicate": replicate, "shard": shard} if replicate > 1 else {"shard": shard}
-    shard_mesh = _device_mesh(world.device.type, dims)
-    batch_mesh = _device_mesh(world.device.type, {"dp": sizes.dp, "cp": sizes.cp})
+    shard_mesh = device_mesh(world.device.type, dims)
+    batch_mesh = device_mesh(world.device.type, {"dp": sizes.dp, "cp": sizes.cp})
     return Mesh(sizes, world.rank, world.device, shard_mesh, batch_mesh)
 
 
-def _device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
+def device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
     """Like `init_device_mesh`, but its groups have the job's timeout (`run.timeout_minutes`)."""
     ranks = torch.arange(math.prod(dims.values())).view(*dims.values())
     groups = [_group_along(ranks, dim, of_its_own=name == "cp") for dim, name in enumerate(dims)]

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, shard_ranks
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -46,6 +47,7 @@ from fsdp2kit.parallel.float8 import Float8Plan, plan_float8
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.nf4 import NF4Plan, plan_nf4
+from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,8 @@ def _check_model(
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
     _check_adapter(model, config, traits)
+    if isinstance(config, RLConfig):
+        check_tensor_parallel(model, config.rollout.tp)
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
         key = "model.config.output_router_logits"

@@ -1,4 +1,4 @@
-"""What a rollout engine is, and the embedded one: a whole copy of the model on every rank, which transformers runs."""
+"""What a rollout engine is, and the embedded one: transformers, with a copy of the model on every rank or few."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from fsdp2kit.config.rl_schema import RLConfig, RolloutConfig
-from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.distributed import agreement, gather_objects, local_part, rank
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import build_model, materialize, source_of
 from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.model.tokenizer import turn_ends
+from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel, copy_part
 from fsdp2kit.rl.bucket import Bucket, VersionedWeights
 
 
@@ -82,18 +84,23 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
     dtype = getattr(torch, config.rollout.dtype or config.fsdp.param_dtype)
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine != "transformers":
+        from fsdp2kit.rl.sglang_engine import SGLangEngine
         from fsdp2kit.rl.vllm_engine import VLLMEngine
 
+        server = VLLMEngine if config.rollout.engine == "vllm" else SGLangEngine
         run = gather_objects(secrets.token_hex(4))[0]
         with agreement():
-            return VLLMEngine(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
+            return server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
     copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []})).eval().requires_grad_(False)
     with agreement():
         for parameter in copy.parameters():
             parameter.data = parameter.data.to(dtype)
+        tp, group = config.rollout.tp, None
+        if tp > 1:
+            group = apply_tensor_parallel(copy, tp, device=device).get_group()
         materialize(copy, device=device)  # buffers keep their values and dtypes
-        return TransformersEngine(config.rollout, copy, stops=stops, pad_id=tokenizer.pad_token_id)
+        return TransformersEngine(config.rollout, copy, stops=stops, pad_id=tokenizer.pad_token_id, group=group)
 
 
 class TransformersEngine(Engine):
@@ -103,12 +110,20 @@ class TransformersEngine(Engine):
         model: materialised, in evaluation mode.
         stops: tokens that end a response.
         pad_id: fills prompts up from the left; attention leaves it out. None: any token does.
+        group: of the ranks that the model is split over; they generate together. None: it is whole.
     """
 
     def __init__(
-        self, section: RolloutConfig, model: PreTrainedModel, *, stops: Sequence[int], pad_id: int | None
+        self,
+        section: RolloutConfig,
+        model: PreTrainedModel,
+        *,
+        stops: Sequence[int],
+        pad_id: int | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model: Any = model
+        self._group = group
         self._batch_size, self._stops = section.batch_size, tuple(stops)
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
         self._missing = set(model.state_dict()) - set(tied_names(model))
@@ -117,17 +132,27 @@ class TransformersEngine(Engine):
         self._device, self.dtype = first.device, first.dtype
 
     def describe(self) -> str:
-        size = sum(parameter.nbytes for parameter in self._model.parameters()) / 2**30
+        size = sum(local_part(parameter).nbytes for parameter in self._model.parameters()) / 2**30
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"rollouts: transformers, a whole copy of the model on every rank, {size:.2f} GiB in {dtype}"
+        where = "on every rank" if self._group is None else f"on every {self._group.size()} ranks, on each"
+        return f"rollouts: transformers, a whole copy of the model {where}, {size:.2f} GiB in {dtype}"
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
-        """Sample a response to each request.
+        """Sample a response to each request. Collective among the ranks that share the model.
 
         What is sampled depends on the weights, the prompt and the request's seed; on its neighbours in a batch only
         by rounding.
         """
+        if self._group is None:
+            return self._respond(requests, max_new_tokens, temperature)
+        # They answer what any of them was asked, and each keeps its own.
+        asked = gather_objects(list(requests), group=self._group)
+        found = self._respond([request for part in asked for request in part], max_new_tokens, temperature)
+        start = sum(map(len, asked[: self._group.rank()]))
+        return found[start : start + len(requests)]
+
+    def _respond(self, requests: Sequence[Request], max_new_tokens: int, temperature: float) -> list[Response]:
         # Of similar lengths together, so that little is padded.
         order = sorted(range(len(requests)), key=lambda at: -len(requests[at].ids))
         found: dict[int, Response] = {}
@@ -146,7 +171,8 @@ class TransformersEngine(Engine):
             mask[row, width - len(request.ids) :] = 1
         # The bits of PCG64 are the same on every machine and in every numpy.
         bits = np.stack([np.random.PCG64(request.seed).random_raw(max_new_tokens) for request in requests])
-        sampler = _Sampler(torch.from_numpy((bits >> 11) * 2.0**-53).to(self._device), temperature)
+        uniform = torch.from_numpy((bits >> 11) * 2.0**-53).to(self._device)
+        sampler = _Sampler(uniform, temperature, group=self._group)
         settings = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,  # the sampler has chosen already
@@ -176,7 +202,7 @@ class TransformersEngine(Engine):
             assert not unknown, f"a bucket holds {unknown[0]}, which the engine's model does not have"
         for source in self._sources[names]:
             for name, value in source.tensors(self._model, stored):
-                targets[name].copy_(value[...])
+                copy_part(targets[name], value[...])
                 self._missing.discard(name)
 
     def finish_update(self, version: int) -> None:
@@ -201,10 +227,11 @@ class _Sampler(LogitsProcessor):
 
     Args:
         uniform: float64 ``[B, max_new_tokens]`` in [0, 1): one number a token.
+        group: of ranks that take the tokens which its first one chooses.
     """
 
-    def __init__(self, uniform: Tensor, temperature: float) -> None:
-        self._uniform, self._temperature = uniform, temperature
+    def __init__(self, uniform: Tensor, temperature: float, *, group: dist.ProcessGroup | None) -> None:
+        self._uniform, self._temperature, self._group = uniform, temperature, group
         self.log_probs: list[Tensor] = []
         """Of the chosen tokens, float32 ``[B]`` of each step."""
 
@@ -214,5 +241,7 @@ class _Sampler(LogitsProcessor):
         reached = log_probs.double().exp().cumsum(dim=-1)
         wanted = self._uniform[:, len(self.log_probs), None] * reached[:, -1:]
         tokens = torch.searchsorted(reached, wanted, right=True).clamp(max=scores.shape[1] - 1)
+        if self._group is not None:  # a rounding apart, ranks would go on with different texts
+            dist.broadcast(tokens, group_src=0, group=self._group)
         self.log_probs.append(log_probs.gather(1, tokens).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)

@@ -77,17 +77,22 @@ def test_tokens_are_drawn_from_the_models_distribution() -> None:
     assert chi < 2 * common.sum(), "about its degrees of freedom"
 
 
-def _trainer_and_engine(folder: Path, case: Case) -> float:
-    """The largest difference between the log-probabilities of a rollout and the trainer's, after weights changed."""
-    rows = {"recipe": "x", "reward": [{"function": "a:b"}]}
-    config = RLConfig.model_validate(
+def config_of(folder: Path, case: Case, **rollout: Any) -> RLConfig:
+    return RLConfig.model_validate(
         {
             **case.config(folder, steps=1, rows=2).model_dump(exclude={"data", "recipe"}),
             "data": {"seq_len": 64},
-            **rows,
+            "recipe": "x",
+            "reward": [{"function": "a:b"}],
+            "rollout": rollout,
             "model": {"path": str(folder / case.kind), "tokenizer": str(DEMO / "tokenizer"), "attention": "sdpa"},
         }
     )
+
+
+def _trainer_and_engine(folder: Path, case: Case, tp: int) -> float:
+    """The largest difference between the log-probabilities of a rollout and the trainer's, after weights changed."""
+    config = config_of(folder, case, tp=tp)
     sharded = build(config)
     model, mesh = sharded.model, sharded.mesh
     engine = build_engine(config, model, tokenizer=build_tokenizer(config.model), device=mesh.device)
@@ -122,12 +127,19 @@ def _trainer_and_engine(folder: Path, case: Case) -> float:
     return largest
 
 
-@pytest.mark.parametrize(
-    "case", [Case("smollm2", 2, 1), Case("llama3", 1, 2), Case("qwen3_moe", 2, 1), Case("gemma3", 1, 2)], ids=str
-)
-def test_trainer_and_engine_agree(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
+AGREE = [Case("smollm2", 2, 1), Case("llama3", 1, 2), Case("qwen3_moe", 2, 1), Case("gemma3", 1, 2)]
+SPLIT = [
+    Case("llama3_even", 2, 2),
+    Case("smollm2_even", 1, 2),
+    Case("gemma3_even", 2, 1),
+    Case("qwen3_moe_even", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("case", "tp"), [*((case, 1) for case in AGREE), *((case, 2) for case in SPLIT)], ids=str)
+def test_trainer_and_engine_agree(case: Case, tp: int, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model(case.kind).save_pretrained(tmp_path / case.kind)
-    assert max(pool.run(case.world, _trainer_and_engine, tmp_path, case)) < 1e-5
+    assert max(pool.run(case.world, _trainer_and_engine, tmp_path, case, tp)) < 1e-5
 
 
 def test_weights_that_did_not_all_come_are_not_served() -> None:

@@ -38,7 +38,7 @@ DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = demo_model_dir(tmp_path_factory.mktemp("rl"))
+    folder = demo_model_dir(tmp_path_factory.mktemp("rl"), kind="smollm2_even")
     (folder / "mine.py").write_text(REWARDS)
     rows = [{"prompt": f"Say {'it, ' * (at % 4)}{at}.", "level": str(at % 2)} for at in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,7 +85,7 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
     options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2")
     plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", *options)
     samples = (tmp_path / "one" / "samples.jsonl").read_text()
-    for name, mesh in (("dp", DP2), ("cp", CP2)):
+    for name, mesh in (("dp", DP2), ("cp", CP2), ("tp", (*DP2, "rollout.tp=2"))):
         found = run(pool, toml, tmp_path / name, 2, *mesh, *options)
         for mine, other in zip(numbers(found), numbers(plain), strict=True):
             assert mine == pytest.approx(other, rel=2e-3, abs=2e-5)
@@ -171,7 +171,11 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
-        ("rollout.engine=sglang", "rollout.engine"),
+        ("rollout.tp=2", r"rollout.tp: 2 does not divide the job's ranks \(1\); use a divisor of them"),
+        (
+            "rollout={tp=2, engine='vllm', n=4, max_new_tokens=8}",
+            "rollout.tp: 2 with rollout.engine = 'vllm', which is split as it was started",
+        ),
         ("lora={rank=4, quantize='nf4'}", "lora.quantize: 'nf4' with rollouts"),
         ("reward=[]", "reward"),
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
@@ -183,6 +187,13 @@ def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path
     said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", override])
     assert re.search(message, said)
     assert "\n" not in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    options = (*CP2, "rollout.tp=4", f"run.dir='{tmp_path}/x'", "data.path=" + str(toml.parent / "prompts.jsonl"))
+    said = pool.run(4, _run_recipe, str(toml), options)
+    assert set(said) == {"rollout.tp: 4 does not divide the model's num_key_value_heads 2; use a divisor of it"}
     assert not (tmp_path / "x").exists()
 
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import vllm_engine
+from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.bucket import Bucket, Entry
 from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
 from tests.workers import WorkerPool
@@ -36,6 +37,7 @@ class StandIn(ThreadingHTTPServer):
     """Answers as vLLM's routes do, keeps what it was sent, and fails where a test tells it to."""
 
     daemon_threads = True
+    request_queue_size = 128  # with 5, as it is otherwise, some of 20 connections at once are reset
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -115,7 +117,7 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
 WEIGHTS = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
 
 
-def update(engine: VLLMEngine, version: int) -> None:
+def update(engine: ServerEngine, version: int) -> None:
     engine.begin_update(version)
     for name, tensor in WEIGHTS.items():
         engine.load_weights(bucket(**{name: tensor}))
@@ -188,7 +190,7 @@ def test_a_server_that_hangs(server: StandIn) -> None:
 
 
 def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_PAUSES", (0.01,))
     engine = engine_of(server.url)
     server.shutdown()
     server.server_close()

@@ -1,0 +1,186 @@
+"""What servers of vLLM and SGLang have in common as rollout engines: one is on this host, and is asked over HTTP.
+
+It is started with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost the
+weights it was sent, and another trainer may have sent it its own: the version that the server keeps therefore names
+this run, and responses are taken only if it had that version before and after them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.rl.bucket import Bucket
+from fsdp2kit.rl.engine import Engine, Request, Response
+
+_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before a request that found no server is tried again."""
+
+
+class ServerEngine(Engine):
+    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights.
+
+    Args:
+        dtype: the one that it was started with.
+        run: names this run, the same on every rank.
+        is_main: whether this rank sends the weights.
+        stops: tokens that end a response.
+        timeout: seconds that a request may take.
+
+    Raises:
+        UserError: no server answers.
+    """
+
+    kind: str
+    """Of the server, in messages."""
+    missing: str
+    """What to do about a server that does not know a route."""
+    takes_parts = False  # servers load a fused layer when all of its pieces have come
+
+    def __init__(
+        self,
+        section: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        run: str,
+        is_main: bool,
+        stops: Sequence[int],
+        timeout: float = 600.0,
+    ) -> None:
+        self.dtype = dtype
+        self._url, self._at_once = section.url.rstrip("/"), section.batch_size
+        self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
+        # A connection is not used again: the server drops one on which it answered with an error.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self._url, timeout=httpx.Timeout(timeout, connect=10.0), limits=limits)
+        try:
+            with self._understood():
+                self._name = self._served_model()
+        except RunFailure as problem:
+            raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
+
+    def _served_model(self) -> str:
+        """The name of its model."""
+        raise NotImplementedError
+
+    def _served_version(self) -> str:
+        """The label of the weights that it has."""
+        raise NotImplementedError
+
+    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
+        """Ask for one response, with the temperature, and what turns every other rule of sampling off."""
+        raise NotImplementedError
+
+    def _open_update(self) -> None:
+        """Have it answer nobody, and forget what an update that broke off left open."""
+        raise NotImplementedError
+
+    def _send(self, bucket: Bucket) -> None:
+        """Have it load a bucket."""
+        raise NotImplementedError
+
+    def _close_update(self, label: str) -> None:
+        """Everything came: have it answer again, with weights of this label and no cache of others."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        return f"rollouts: {self.kind} at {self._url}, which serves {self._name!r}"
+
+    def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
+        """Sample a response to each request.
+
+        Raises:
+            RunFailure: the server does not answer, or has other weights than it was sent.
+        """
+        # A server's defaults may be those of the model's generation_config.json.
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        sampling |= {"stop_token_ids": list(self._stops), "skip_special_tokens": False}
+        self._check_version()
+        with self._understood(), ThreadPoolExecutor(self._at_once) as pool:
+            found = list(pool.map(lambda one: self._respond(one, {**sampling, "max": max_new_tokens}), requests))
+        self._check_version()
+        return found
+
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        if self._is_main:
+            self._open_update()
+
+    def load_weights(self, bucket: Bucket) -> None:
+        if self._is_main:
+            self._send(bucket)
+
+    def finish_update(self, version: int) -> None:
+        if self._is_main:
+            self._close_update(self._label(version))
+        super().finish_update(version)
+
+    def _label(self, version: int | None) -> str:
+        return f"{self._run}:{version}"
+
+    def _check_version(self) -> None:
+        with self._understood():
+            found = self._served_version()
+        if found != self._label(self.version):
+            self.version = None
+            raise RunFailure(
+                f"{self.kind} server {self._url}: its weights are no longer those it was sent (version {found!r}): it "
+                "was restarted, or another trainer uses it; start this run again, which sends its weights first"
+            )
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """What an answer lacks is an error that names the server."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunFailure(f"{self.kind} server {self._url}: gave an answer of another form ({error!r})") from error
+
+    def _post(self, route: str, *, optional: bool = False, **body: Any) -> Any:
+        return self._ask("POST", f"/{route}", optional=optional, json=body)
+
+    def _ask(self, method: str, path: str, *, optional: bool = False, **options: Any) -> Any:
+        """The answer's JSON; None where it is something else.
+
+        Args:
+            optional: None as well from a server that does not know the route.
+
+        Raises:
+            RunFailure: there is no answer in time, or it is an error.
+        """
+        where = f"{self.kind} server {self._url}"
+        for pause in (*_PAUSES, None):
+            try:
+                answer = self._client.request(method, path, **options)
+                break
+            except httpx.ConnectError as error:
+                if pause is None:
+                    raise RunFailure(f"{where}: does not answer ({error})") from None
+                time.sleep(pause)
+            except httpx.TimeoutException:
+                raise RunFailure(f"{where}: {path} took more than {self._timeout:g} seconds") from None
+            except httpx.HTTPError as error:
+                raise RunFailure(f"{where}: broke off in {path} ({error})") from None
+        if answer.status_code == 404 and optional:
+            return None
+        if answer.is_error:
+            hint = f"; {self.missing}" if answer.status_code == 404 else ""
+            raise RunFailure(f"{where}: {path} failed with {answer.status_code}: {answer.text[:300]}{hint}")
+        try:
+            return answer.json()
+        except ValueError:
+            return None
+
+
+def seed_of(request: Request) -> int:
+    """A number of 31 bits."""
+    return int(np.random.PCG64(request.seed).random_raw() >> 33)

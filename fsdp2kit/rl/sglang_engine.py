@@ -1,0 +1,143 @@
+"""An SGLang server on this host as the rollout engine (docs/grpo.md); weights go to it as SGLang's own buckets."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.rl.bucket import Bucket
+from fsdp2kit.rl.engine import Request, Response
+from fsdp2kit.rl.server_engine import ServerEngine, seed_of
+
+_MEMORY = ["weights", "kv_cache"]
+
+
+class SGLangEngine(ServerEngine):
+    """See `ServerEngine`. Before 0.5.23 a server has no sessions of updates, and fewer routes."""
+
+    kind = "SGLang"
+    missing = "it is too old, or no server of SGLang (docs/grpo.md)"
+
+    def _served_model(self) -> str:
+        info = self._info("server_info")
+        self._tp = int(info["tp_size"])
+        for size in ("dp_size", "pp_size"):
+            if info.get(size, 1) != 1:
+                what = (
+                    f"the SGLang server {self._url} has {size} {info[size]}, and not every copy would get the weights"
+                )
+                raise UserError("rollout.url", what, f"start it with {size} 1; tp_size may be any")
+        return str(info.get("served_model_name") or info["model_path"])
+
+    def _served_version(self) -> str:
+        return self._info("model_info")["weight_version"]
+
+    def _info(self, route: str) -> Any:
+        return self._ask("GET", f"/{route}", optional=True) or self._ask("GET", f"/get_{route}")
+
+    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
+        sampling |= {"max_new_tokens": sampling.pop("max"), "sampling_seed": seed_of(request)}
+        body = {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
+        found = self._post("generate", **body)["meta_info"]
+        reason = found["finish_reason"]["type"]
+        if reason not in ("stop", "length"):
+            raise RunFailure(f"SGLang server {self._url}: a response ended with {found['finish_reason']}")
+        tokens = found["output_token_logprobs"]
+        return Response([token for _, token, *_ in tokens], [one for one, *_ in tokens], is_whole=reason == "stop")
+
+    def _open_update(self) -> None:
+        self._post("pause_generation", optional=True, mode="abort")
+        # From here until everything came, whatever happens, it has a version that no run accepts.
+        self._post("update_weight_version", new_version=self._label(None), abort_all_requests=True)
+        try:
+            self._post("begin_weight_update", optional=True)
+        except RunFailure:  # an update that broke off is open still: what came of it is closed and overwritten
+            with suppress(RunFailure):
+                self._post("end_weight_update")
+            self._post("begin_weight_update")
+
+    def _send(self, bucket: Bucket) -> None:
+        flat = bucket.data.to("cpu", copy=True)  # it becomes shared memory, which the bucket's must not
+        # Each of the server's processes opens one: what was opened twice would be freed too early.
+        payloads = [serialize(flat, bucket) for _ in range(self._tp)]
+        body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+        self._post("update_weights_from_tensor", **body)
+
+    def _close_update(self, label: str) -> None:
+        self._post("end_weight_update", optional=True)
+        self._post("flush_cache")  # refused while anybody generates: nobody does yet
+        self._post("update_weight_version", new_version=label, abort_all_requests=True)
+        self._post("continue_generation", optional=True)
+
+    def sleep(self) -> None:
+        """Give its memory back; the weights in it are lost. It needs to be started with ``--enable-memory-saver``."""
+        self.version = None
+        if self._is_main:
+            self._post("release_memory_occupation", tags=_MEMORY)
+
+    def wake(self) -> None:
+        if self._is_main:
+            self._post("resume_memory_occupation", tags=_MEMORY)
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """SGLang's own of this name, as pickle knows it: where a tensor is in a bucket, in bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+FlattenedTensorMetadata.__module__ = "sglang.srt.weight_sync.tensor_bucket"
+
+
+def serialize(flat: Tensor, bucket: Bucket) -> str:
+    """A bucket as SGLang's `MultiprocessingSerializer` takes it: in base64, with the tensor in shared memory.
+
+    Args:
+        flat: a copy of the bucket's data on the CPU, to be kept until the payload was read, by one process.
+    """
+    metadata = [
+        FlattenedTensorMetadata(
+            entry.name, torch.Size(entry.shape), entry.dtype, entry.offset, entry.offset + entry.nbytes, entry.nbytes
+        )
+        for entry in bucket.entries
+    ]
+    buffer = io.BytesIO()
+    with _as_sglang_would():
+        ForkingPickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+@contextmanager
+def _as_sglang_would() -> Iterator[None]:
+    """pickle finds the class where SGLang has it, and torch shares memory by name, which needs no common parent."""
+    name, strategy = FlattenedTensorMetadata.__module__, torch.multiprocessing.get_sharing_strategy()
+    stand_in = ModuleType(name)
+    vars(stand_in)[FlattenedTensorMetadata.__name__] = FlattenedTensorMetadata
+    places = (name, name.partition(".")[0])  # pickle asks for the package as well
+    before = {place: sys.modules[place] for place in places if place in sys.modules}
+    sys.modules.update(dict.fromkeys(places, stand_in))
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        for place in places:
+            del sys.modules[place]
+        sys.modules.update(before)
