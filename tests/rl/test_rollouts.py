@@ -19,7 +19,7 @@ from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.formats import encode_prompts, row_format
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.rollouts import deal_rows
+from fsdp2kit.rl.packing import deal_rows
 from fsdp2kit.run import load
 from tests.data.templates import make_tokenizer
 from tests.reference import DEMO, demo_model_dir
