@@ -318,7 +318,7 @@ def run_identity(
 
 
 def _of_recipe(config: TrainingConfig) -> dict[str, str]:
-    """Of a recipe's own sections, what decides which rows a step has or what is minimised; rates and weights do not."""
+    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
     parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
     found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
     return {name: str(value) for name, value in found.items() if value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,7 @@ class Prompts:
     @property
     def columns(self) -> Collection[str]:
         """What reward functions are called with, by keyword."""
-        asked = [*self.prompts, *self.held_out]
-        rows = {name for prompt in asked for name in prompt.row if name != "prompt"}
-        return sorted(rows | {"prompts", "completions", "completion_ids", "truncated"})
+        return columns_of(prompt.row for prompt in (*self.prompts, *self.held_out))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -75,6 +73,12 @@ class Prompts:
             f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
             *held_out,
         ]
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
+    """The keywords that reward functions are called with for prompts of these rows."""
+    own = {name for row in rows for name in row if name != "prompt"}
+    return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
 
 
 def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Prompts:

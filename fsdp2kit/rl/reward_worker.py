@@ -48,9 +48,7 @@ def check_call(function: Any, columns: Sequence[str]) -> None:
         if columns:
             signature.bind(**dict.fromkeys(columns))
     except TypeError as error:
-        takes = (
-            f"it is called with {', '.join(columns)}; end its arguments with **columns to take all"
-        )
+        takes = f"it is called with {', '.join(columns)}; end its arguments with **columns to take all"
         raise TypeError(f"{error}: {takes}") from None
 
 
