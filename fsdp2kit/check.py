@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 
 from transformers import AttentionInterface, PreTrainedModel
@@ -12,10 +14,15 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import DistillConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import count_steps
-from fsdp2kit.data.row_sets import check_first_rows
+from fsdp2kit.data.row_sets import ROWS_CHECKED, check_first_rows, source_of_set
+from fsdp2kit.data.rows import RowReader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
-from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.objectives.distillation import build_teacher
+from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
+from fsdp2kit.rl.prompts import columns_of
+from fsdp2kit.rl.rewards import Rewards
 
 
 def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], list[str]]:
@@ -28,7 +35,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     Raises:
         UserError: what `build_model`, `plan_parallel` or the data would refuse.
     """
-    lines, unchecked, model = [str(sizes)], [], None
+    lines, unchecked, model, plan = [str(sizes)], [], None, None
     try:
         load_hf_config(config.model, local_files_only=True)
     except UserError:
@@ -41,7 +48,8 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             model, is_replaced = _build_model(config)
             if is_replaced:
                 unchecked.append(f"model.attention {config.model.attention!r}")
-            lines = plan_parallel(model, config, sizes).describe()
+            plan = plan_parallel(model, config, sizes)
+            lines = plan.describe()
         else:  # of the hub
             unchecked.append("model.adapter")
     data, train = config.data, config.train
@@ -52,13 +60,15 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
             f"{counted(sizes.dp, 'data-parallel rank')}"
         )
-    if isinstance(config, RLConfig):
-        lines.append("reward functions unchecked: the start imports them")
-    elif isinstance(getattr(config, "distill", None), DistillConfig):
-        lines.append("distill.teacher unchecked: the start reads it")
+    if isinstance(getattr(config, "distill", None), DistillConfig):
+        teacher = _describe_teacher(config, model, plan)
+        lines += [teacher] if teacher else []
+        unchecked += [] if teacher else ["distill.teacher"]
     if data.format != "synthetic" and data.path is None and not data.sources:
         return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
     missing = check_first_rows(config)
+    if isinstance(config, RLConfig):
+        lines.append(_check_rewards(config, has_rows="data.path" not in missing))
     if not missing:
         lines += count_steps(config, model=model)
     return lines, [*unchecked, *missing]
@@ -77,3 +87,28 @@ def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
         if not model._supports_flash_attn:
             raise
         return model, True
+
+
+def _describe_teacher(config: TrainingConfig, model: PreTrainedModel | None, plan: ParallelPlan | None) -> str | None:
+    """The line of a teacher that the model can learn from; None if one of both, or a tokenizer, is not here."""
+    section, path = config.distill, config.distill.teacher  # pyright: ignore[reportAttributeAccessIssue]
+    is_here = path is None or Path(path).is_absolute()
+    if model is None or plan is None or path is None:
+        return None
+    try:
+        tokenizer = build_tokenizer(config.model, local_files_only=True)
+        return build_teacher(section, model, config=config, plan=plan, tokenizer=tokenizer).describe()
+    except UserError as error:
+        if is_here and error.where.startswith("distill"):
+            raise
+        return None
+
+
+def _check_rewards(config: RLConfig, *, has_rows: bool) -> str:
+    """Import the reward functions, each in a process, and look whether they take the columns of the first rows."""
+    columns = ()
+    if has_rows:
+        with contextlib.closing(iter(RowReader(source_of_set(config.data, "data.path")))) as rows:
+            columns = columns_of(row.parse() for row in itertools.islice(rows, ROWS_CHECKED))
+    with Rewards(config.reward, columns=columns) as rewards:
+        return f"reward functions: {', '.join(rewards.names)}, imported"

@@ -15,8 +15,10 @@ from fsdp2kit.objectives.policy import build_policy_loss
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.rl.engine import build_engine
 from fsdp2kit.rl.prompts import build_prompts
-from fsdp2kit.rl.rollouts import build_rollouts
+from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rollouts import HeldOutRewards, build_rollouts
 from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import build_metrics
 
@@ -28,11 +30,13 @@ class Config(RLConfig):
 def main(config: Config) -> None:
     """Train as ``config`` says; every rank calls this."""
     with start_job(config) as job:
-        # Nothing is allocated yet. A config that would silently train something else is refused here.
+        # A config that would silently train something else is refused here, as is a reward or a server that is absent.
         tokenizer = build_tokenizer(config.model)
         model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
         prompts = build_prompts(config, tokenizer=tokenizer)
+        rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
+        engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
         job.open_run_dir(dtypes=plan.ledger)
         say(*plan.describe(), *prompts.describe())
 
@@ -44,8 +48,8 @@ def main(config: Config) -> None:
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
         # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
-        built = {"objective": objective, "job": job, "metrics": metrics, "progress": progress}
-        rollouts = build_rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, **built)
+        built = {"engine": engine, "rewards": rewards, "objective": objective, "job": job, "metrics": metrics}
+        rollouts = build_rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, progress=progress, **built)
         say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
@@ -62,4 +66,5 @@ def main(config: Config) -> None:
             total_steps=steps,
             progress=progress,
             checkpoints=checkpoints,
+            evaluate=HeldOutRewards(rollouts) if prompts.held_out else None,
         )

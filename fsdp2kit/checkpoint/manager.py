@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Tensor]]
 
+RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction")
+"""Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
 _LATER = {"nonfinite_steps"}  # of `Progress`: not in checkpoints of earlier versions
 
 
@@ -362,7 +364,7 @@ def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str
     """Refuse a checkpoint of another run, naming the first field that differs, and both values."""
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
-        if before != now:
+        if before != now and not (before is None and field in RECIPE_FIELDS):  # written before they were recorded
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"

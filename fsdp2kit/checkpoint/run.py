@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import RECORD, check_same_base
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manager import RECIPE_FIELDS, CheckpointManager
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
@@ -312,8 +312,16 @@ def run_identity(
         "train.global_batch_size": str(config.train.global_batch_size),
         **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
         **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
+        **_of_recipe(config),
         "data": data,
     }
+
+
+def _of_recipe(config: TrainingConfig) -> dict[str, str]:
+    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
+    parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
+    found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

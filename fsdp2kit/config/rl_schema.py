@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     updates: PositiveInt = 1
     """Optimizer steps on each batch of rollouts, which is so many times as large. From 2 on the ratio of the clipped
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
+    ahead: Annotated[int, Field(ge=0, le=1)] = 0
+    """A server only: 1 has it generate the next batch of rollouts while the trainer learns from this one, with weights
+    that are so many batches old; `grpo.importance_cap` corrects for that. docs/colocated.md says when."""
     sleep: bool = False
     """Keep parameters, gradients, optimizer state and a reference on the host while responses are generated, so that
     the device's memory is the engine's (docs/colocated.md)."""
@@ -173,6 +176,24 @@ def check_rollouts(config: RLConfig, *, world_size: int) -> None:
     if rollout.sleep and config.fsdp.offload == "params":
         what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
         raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
-    if config.eval.every or config.train.steps == 0:
-        where = "eval.every" if config.eval.every else "train.steps = 0"
-        raise UserError(where, f"recipe {config.recipe!r} has no evaluation", "leave [eval] out, and train")
+    _check_ahead(config)
+    if config.eval.sets:
+        raise UserError("eval.sets", "prompts are held out as one set", "use eval.path, or eval.split = 0.02")
+    if config.eval.prompts:
+        what = "held-out rewards have answers to their own prompts, in samples.jsonl"
+        raise UserError("eval.prompts", what, "leave it out")
+
+
+def _check_ahead(config: RLConfig) -> None:
+    rollout = config.rollout
+    if not rollout.ahead:
+        return
+    if rollout.engine == "transformers":
+        what = "1 with rollout.engine = 'transformers', which generates where the trainer trains, and so in turn"
+        raise UserError("rollout.ahead", what, "leave it out, or use a server on devices of its own")
+    if rollout.sleep:
+        what = "with rollout.ahead = 1: what trains while a server generates cannot sleep"
+        raise UserError("rollout.sleep", what, "leave one of them out")
+    if rollout.updates == 1 and not config.grpo.importance_cap:
+        what = "0 with rollout.ahead = 1: nothing would correct for the older weights that sampled"
+        raise UserError("grpo.importance_cap", what, "leave it out")

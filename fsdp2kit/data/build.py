@@ -16,7 +16,7 @@ from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.documents import Document, Documents, Tokens, build_documents, read_tokens, require_tokenizer
-from fsdp2kit.data.formats import key_border, row_format
+from fsdp2kit.data.formats import hold_out_border, key_border, row_format
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.row_sets import RowSet, find_unwrapped, held_out_sets, source_of_set, training_sets
@@ -283,11 +283,7 @@ def _hold_out(
     tokens = [read_tokens(one.section, tokenizer=tokenizer, key=one.key) for one in sets]
     with agreement():
         keys = [one.table["key"].to_numpy() for one in tokens]
-        everything = np.unique(np.concatenate(keys))
-        if isinstance(held_out, int):
-            border = int(everything[min(held_out, len(everything)) - 1]) + 1
-        else:
-            border = max(key_border(held_out), int(everything[0]) + 1)
+        border = hold_out_border(np.concatenate(keys), held_out)
         for one, key in zip(tokens, keys, strict=True):
             if key.max() < border:
                 what = f"{held_out} holds out every row of {one.where}"

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from fsdp2kit.config.data_schema import COLUMNS
 from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
 from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
@@ -73,13 +75,30 @@ def row_format(section: DataConfig) -> RowFormat:
 def row_key(row: Mapping[str, Any], how: RowFormat) -> int:
     """64 bits that a row's content decides, alike for copies of it: those columns that its format reads."""
     content = {name: row[called] for name in COLUMNS[how.format] if (called := how.column(name)) in row}
-    text = json.dumps(without_none(content), sort_keys=True, default=str)
+    return content_key(without_none(content))
+
+
+def content_key(content: Any) -> int:
+    """64 bits that a value, as JSON, decides."""
+    text = json.dumps(content, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def key_border(share: float) -> int:
     """The `row_key` that this share of all rows is below."""
     return int(share * 2**64)
+
+
+def hold_out_border(keys: np.ndarray, held_out: float) -> int:
+    """The `row_key` below which rows are held out: a share of them, or (an int) so many, with their copies.
+
+    Args:
+        keys: of all rows, uint64.
+    """
+    everything = np.unique(keys)
+    if isinstance(held_out, int):
+        return int(everything[min(held_out, len(everything)) - 1]) + 1
+    return max(key_border(held_out), int(everything[0]) + 1)
 
 
 def looks_unwrapped(row: Row, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:

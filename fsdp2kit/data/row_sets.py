@@ -19,7 +19,7 @@ from fsdp2kit.model.tokenizer import build_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_CHECKED = 8
+ROWS_CHECKED = 8
 
 
 class RowSet(NamedTuple):
@@ -95,7 +95,7 @@ def check_first_rows(config: Any) -> list[str]:
             unchecked.append(key)
             continue
         with contextlib.closing(iter(RowReader(found))) as reader:
-            rows = list(itertools.islice(reader, _ROWS_CHECKED))
+            rows = list(itertools.islice(reader, ROWS_CHECKED))
         if tokenizer is None:
             for row in rows:
                 row.parse()

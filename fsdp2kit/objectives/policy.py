@@ -126,6 +126,8 @@ class PolicyLoss:
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """For a step's record: ``log_prob_gap_max`` over all ranks since the last call. Collective."""
+        if "log_prob_gap" not in record:  # of an evaluation alone
+            return {}
         mine = 0.0 if self._largest_gap is None else self._largest_gap.item()
         self._largest_gap = None
         return {"log_prob_gap_max": reduce_numbers([mine], dist.ReduceOp.MAX)[0]}

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.formats import Prompt, encode_prompts, row_format
+from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border, row_format
 from fsdp2kit.data.loader import permutation
-from fsdp2kit.data.row_sets import source_of_set
+from fsdp2kit.data.row_sets import RowSet, held_out_sets, source_of_set
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
@@ -40,6 +41,13 @@ class Prompts:
     endings: frozenset[int]
     """The tokens that a turn of the model ends in."""
     dropped: int = 0
+    held_out: Sequence[Prompt] = ()
+    """What an evaluation asks, and training never."""
+
+    @property
+    def columns(self) -> Collection[str]:
+        """What reward functions are called with, by keyword."""
+        return columns_of(prompt.row for prompt in (*self.prompts, *self.held_out))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -58,11 +66,19 @@ class Prompts:
         """What the user should know of them before training, a line each."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)
         dropped = f"; {counted(self.dropped, 'prompt')} dropped: too long" if self.dropped else ""
+        held_out = [f"held out: {counted(len(self.held_out), 'prompt')}"] if self.held_out else []
         return [
             f"data: {counted(len(lengths), 'prompt')} of {lengths[0]} to {lengths[-1]} tokens, median "
             f"{lengths[len(lengths) // 2]}{dropped}",
             f"an epoch: {self.steps_per_epoch:.1f} steps; {counted(self.per_round, 'prompt')} are asked at a time",
+            *held_out,
         ]
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
+    """The keywords that reward functions are called with for prompts of these rows."""
+    own = {name for row in rows for name in row if name != "prompt"}
+    return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
 
 
 def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Prompts:
@@ -76,11 +92,53 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
 
 
 def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    section, rollout, train = config.data, config.rollout, config.train
-    per_step, room = train.global_batch_size // rollout.n, section.seq_len - rollout.max_new_tokens
+    section, rollout, train, evaluation = config.data, config.rollout, config.train, config.eval
+    per_step = train.global_batch_size // rollout.n
     if section.path is None:
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
-    rows = list(RowReader(source_of_set(section, "data.path"), download=True))
+    prompts, dropped = _read_set(RowSet(section, "data.path"), config, tokenizer)
+    held_out: list[Prompt] = []
+    if not isinstance(evaluation.split, str):
+        prompts, held_out = _hold_out(prompts, evaluation.split)
+    evaluates = evaluation.every > 0 or train.steps == 0
+    for one in held_out_sets(config) if evaluates else []:
+        held_out += _read_set(one, config, tokenizer)[0]
+    most = evaluation.steps * train.global_batch_size if evaluation.steps else None
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
+    steps = train.steps
+    if steps is None:
+        steps = math.ceil((train.epochs or 0) * len(prompts) / per_step)
+    return Prompts(
+        prompts,
+        digest.hexdigest(),
+        per_step * rollout.updates,
+        rollout.updates,
+        config.run.seed,
+        section.shuffle,
+        steps,
+        frozenset(turn_ends(tokenizer)),
+        dropped,
+        held_out[:most] if evaluates else [],
+    )
+
+
+def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to train on, and those held out of them, all rows that ask the same together."""
+    keys = np.array([content_key(prompt.messages) for prompt in prompts], dtype=np.uint64)
+    border = hold_out_border(keys, held_out)
+    if int(keys.max()) < border:
+        raise UserError("eval.split", f"{held_out} holds out every prompt", "hold fewer rows out, or give more data")
+    pairs = list(zip(prompts, map(int, keys), strict=True))
+    return [one for one, key in pairs if key >= border], [one for one, key in pairs if key < border]
+
+
+def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+    """The prompts that leave room for a response, and how many others were dropped."""
+    section: Any = one.section
+    room = config.data.seq_len - config.rollout.max_new_tokens
+    rows = list(RowReader(source_of_set(section, one.key), download=True))
     prompts = encode_prompts(rows, row_format(section), tokenizer)
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if len(short) < len(prompts) and (section.overlong == "error" or not short):
@@ -88,24 +146,7 @@ def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
         what = f"the prompt has {len(long.ids)} tokens, and data.seq_len − rollout.max_new_tokens leaves {room}"
         todo = 'use a larger data.seq_len, or set data.overlong = "drop"'
         raise UserError(rows[at].where, f"{what} ({len(prompts) - len(short)} such rows of {len(prompts)})", todo)
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in short:
-        digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
-    per_round = per_step * rollout.updates
-    steps = train.steps
-    if steps is None:
-        steps = math.ceil((train.epochs or 0) * len(short) / per_step)
-    return Prompts(
-        short,
-        digest.hexdigest(),
-        per_round,
-        rollout.updates,
-        config.run.seed,
-        section.shuffle,
-        steps,
-        frozenset(turn_ends(tokenizer)),
-        len(prompts) - len(short),
-    )
+    return short, len(prompts) - len(short)
 
 
 def arguments_of(

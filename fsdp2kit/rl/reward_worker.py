@@ -1,15 +1,20 @@
-"""A process that calls one reward function: python reward_worker.py FD FUNCTION
+"""A process that calls one reward function: python reward_worker.py FD FUNCTION COLUMNS
 
-FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``. Run by its path, so that it
-imports nothing but what the function does. The first message says that the function was found; then each request, a
-dict of keyword arguments, is answered. Every message is ``(ok, value)``, and of an error the value is its text.
+FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``, COLUMNS is a list in JSON of the
+keywords that it will be called with (empty: not known). Run by its path, so that it imports nothing but what the
+function does. The first message says that the function was found and takes these; then each request, a dict of keyword
+arguments, is answered. Every message is ``(ok, value)``, and of an error the value is its text.
 """
 
+import ctypes
 import importlib
 import importlib.util
+import inspect
+import json
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,29 @@ def load_function(text: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
+def check_call(function: Any, columns: Sequence[str]) -> None:
+    """Raise a TypeError if the function cannot be called with these keywords."""
+    if not callable(function):
+        raise TypeError(f"it is of type {type(function).__name__}, no function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        if columns:
+            signature.bind(**dict.fromkeys(columns))
+    except TypeError as error:
+        takes = f"it is called with {', '.join(columns)}; end its arguments with **columns to take all"
+        raise TypeError(f"{error}: {takes}") from None
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the trainer ends, even inside a function that never returns."""
+    if sys.platform == "linux":  # elsewhere it ends when the function has returned
+        set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
 def describe(error: BaseException) -> str:
     """The error's kind, its first line, and the line of the user's code that it came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
@@ -47,9 +75,11 @@ def plain(rewards: Any) -> list[float | None]:
 
 
 def main() -> None:
-    connection, text = Connection(int(sys.argv[1])), sys.argv[2]
+    end_with_parent()
+    connection, text, columns = Connection(int(sys.argv[1])), sys.argv[2], json.loads(sys.argv[3])
     try:
         function = load_function(text)
+        check_call(function, columns)
         connection.send((True, None))
     except BaseException as error:  # a module may call sys.exit
         connection.send((False, describe(error)))

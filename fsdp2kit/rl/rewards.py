@@ -11,11 +11,12 @@ the whole conversation; both are texts where the tokenizer has no chat template.
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,14 @@ _IMPORT_SECONDS = 120.0
 class Rewards:
     """The functions of ``[[reward]]``; a context manager, which ends their processes."""
 
-    def __init__(self, sections: Sequence[RewardConfig]) -> None:
+    def __init__(self, sections: Sequence[RewardConfig], *, columns: Collection[str] = ()) -> None:
         """Start this rank's processes. Collective.
 
+        Args:
+            columns: what the functions will be called with, by keyword; empty: not known.
+
         Raises:
-            UserError: a function cannot be imported; two have the same name.
+            UserError: a function cannot be imported, or not be called with ``columns``; two have the same name.
         """
         self._sections = sections
         self._workers: list[_Worker] = []
@@ -45,7 +49,7 @@ class Rewards:
             names = [section.label for section in sections]
             if twice := next((name for name in names if names.count(name) > 1), None):
                 raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
-            self._workers = [_Worker(number, section) for number, section in enumerate(sections)]
+            self._workers = [_Worker(number, section, columns) for number, section in enumerate(sections)]
             try:
                 for worker in self._workers:
                     worker.receive(_IMPORT_SECONDS)
@@ -92,13 +96,13 @@ class Rewards:
 class _Worker:
     """The process of one function."""
 
-    def __init__(self, number: int, section: RewardConfig) -> None:
+    def __init__(self, number: int, section: RewardConfig, columns: Collection[str]) -> None:
         self._section, self._where = section, f"reward.{number}.function: {section.function}"
         self._connection, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
         # Not by multiprocessing, whose children import the trainer's own modules, torch among them. In a session of
         # its own, Ctrl-C in the terminal is not for it: the trainer finishes its step.
-        command = [sys.executable, str(_WORKER), str(handle), section.function]
+        command = [sys.executable, str(_WORKER), str(handle), section.function, json.dumps(list(columns))]
         self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
 

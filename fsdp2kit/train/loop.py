@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +33,6 @@ from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.estimate import MemoryPlan
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.evaluation import Evaluation
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
 from fsdp2kit.train.profiling import StepProfiler
@@ -53,6 +53,13 @@ class Checkpoints(Protocol):
     def has_failed(self) -> bool: ...
     def finish_save(self) -> None: ...
     def describe_end(self, *, is_over: bool) -> list[str]: ...
+
+
+class Evaluates(Protocol):
+    """What the loop calls of `fsdp2kit.train.evaluation.Evaluation`, or of a recipe's own."""
+
+    def __call__(self) -> Mapping[str, float]: ...
+    def answers(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class NoCheckpoints(Checkpoints):
@@ -80,7 +87,7 @@ def train(
     total_steps: int | None = None,
     progress: Progress | None = None,
     checkpoints: Checkpoints | None = None,
-    evaluate: Evaluation | None = None,
+    evaluate: Evaluates | None = None,
 ) -> Progress:
     """Train from ``progress.step`` to the last step of ``[train]``, or until stopped. Collective.
 
@@ -140,7 +147,7 @@ class _Run:
     config: TrainingConfig
     metrics: Metrics
     checkpoints: Checkpoints
-    evaluate: Evaluation | None
+    evaluate: Evaluates | None
     progress: Progress
 
     def __post_init__(self) -> None:

@@ -13,10 +13,13 @@ import torch
 from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 
+from fsdp2kit.checkpoint.manager import _check_same_run
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints, run_identity
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import CheckpointConfig, ModelConfig, RunConfig
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, DPOConfig, ModelConfig, RunConfig
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
 from tests.checkpoint import jobs
@@ -143,3 +146,35 @@ def test_other_rows_are_another_run_and_the_key_is_named(key: str, value: Any) -
     plain, changed = identity(), identity(**{section: {name: value}})
     assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
     assert identity(eval={"split": "test"}) == plain, "what is only evaluated may change"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rollout.n", 4),
+        ("rollout.updates", 2),
+        ("grpo.loss", "dapo"),
+        ("dpo.loss", "ipo"),
+        ("distill.direction", "reverse"),
+    ],
+)
+def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_path: Path) -> None:
+    class Config(RLConfig):
+        dpo: DPOConfig = DPOConfig()
+        distill: DistillConfig = DistillConfig()
+
+    section, _, name = key.partition(".")
+    source = ModelSource(None, None, jobs.tiny_llama().config)
+
+    def identity(**sections: Any) -> dict[str, str]:
+        return run_identity(
+            Config.model_validate({"recipe": "x", "reward": [{"function": "a:b"}], **sections}), source, data="d"
+        )
+
+    plain, changed = identity(), identity(**{section: {name: value}})
+    assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
+    assert identity(grpo={"clip_low": 0.1}, dpo={"beta": 0.5}) == plain
+    with pytest.raises(UserError, match=f"was made with {key} = .*, and this run has {key} = '{value}'; undo that"):
+        _check_same_run(tmp_path, saved=plain, current=changed)
+    older = {name: text for name, text in plain.items() if name != key}
+    _check_same_run(tmp_path, saved=older, current=changed)  # it cannot tell

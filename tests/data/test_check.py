@@ -102,12 +102,55 @@ def test_what_only_the_start_reads_is_said(tmp_path: Path) -> None:
     class Distills(Config):
         distill: DistillConfig = DistillConfig()
 
-    said, _ = lines_of(tmp_path, Distills, distill={"teacher": str(tmp_path / "nowhere")})
-    assert "distill.teacher unchecked: the start reads it" in said
-    rows = write(tmp_path / "prompts.jsonl", {"prompt": "Hi"})
-    (tmp_path / "mine.py").write_text("")
-    said, _ = lines_of(tmp_path, RLConfig, reward=[{"function": "mine.py:f"}], data={"path": rows})
-    assert "reward functions unchecked: the start imports them" in said
+    _, unchecked = lines_of(tmp_path, Distills, distill={"teacher": "some/teacher"})
+    assert unchecked == ["distill.teacher"]
+    with pytest.raises(UserError, match=r"^distill\.teacher: .*nowhere is not a directory"):
+        lines_of(tmp_path, Distills, distill={"teacher": str(tmp_path / "nowhere")})
+
+
+def test_a_teacher_is_looked_at(tmp_path: Path) -> None:
+    class Distills(Config):
+        distill: DistillConfig = DistillConfig()
+
+    same, other = tmp_path / "same", tmp_path / "other"
+    AutoConfig.for_model(**LLAMA).save_pretrained(same)
+    make_tokenizer(templates.CHATML).save_pretrained(same)
+    said, unchecked = lines_of(tmp_path, Distills, distill={"teacher": str(same)})
+    assert (f"teacher: {same}, " in said, unchecked) == (True, [])
+    AutoConfig.for_model(**LLAMA).save_pretrained(other)
+    tokenizer = make_tokenizer(templates.CHATML)
+    tokenizer.add_tokens(["<new>"])
+    tokens = json.loads(tokenizer.backend_tokenizer.to_str())
+    first, second = sorted(tokens["model"]["vocab"], key=tokens["model"]["vocab"].get)[5:7]
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    make_tokenizer(templates.CHATML).save_pretrained(other)
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(UserError, match=r"^distill\.teacher: 2 of \d+ tokens have another id"):
+        lines_of(tmp_path, Distills, distill={"teacher": str(other)})
+
+
+def test_reward_functions_are_imported_and_take_the_columns(tmp_path: Path) -> None:
+    rows = write(tmp_path / "prompts.jsonl", {"prompt": "Hi", "answer": "1"})
+    for text, message in (
+        ("def f(completions, answer, **columns): ...", None),
+        ("def f(prompts, completions, completion_ids, truncated, answer): ...", None),
+        ("", "AttributeError: module 'mine' has no attribute 'f'"),
+        ("f = 3", "TypeError: it is of type int, no function"),
+        (
+            "def f(completions): ...",
+            "TypeError: got an unexpected keyword argument 'answer': it is called with ",
+        ),
+        ("def f(completions, level, **columns): ...", "TypeError: missing a required argument: 'level'"),
+    ):
+        (tmp_path / "mine.py").write_text(text)
+        given = {"reward": [{"function": "mine.py:f"}], "data": {"path": rows}}
+        if message is None:
+            assert "reward functions: f, imported" in lines_of(tmp_path, RLConfig, **given)[0]
+            continue
+        with pytest.raises(UserError, match=f"^reward.0.function: .*{message}") as error:
+            lines_of(tmp_path, RLConfig, **given)
+        assert "\n" not in str(error.value)
 
 
 def test_flash_attention_passes_where_it_cannot_be_had(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fsdp2kit.parallel.context_parallel.batch import shard_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import gradient_of, load_plain
-from fsdp2kit.rl.rollouts import Rollout, pack, token_values
+from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from tests.parallel.jobs import Case, build
 from tests.reference import tiny_model, tiny_model_dir

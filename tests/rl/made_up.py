@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp2kit.config.rl_schema import GRPOConfig
 from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.rollouts import Rollout
+from fsdp2kit.rl.packing import Rollout
 
 MAX_NEW, TEMPERATURE = 12, 0.7
 # Of each group: its prompt's length, the lengths of its responses and their rewards. The last group has no signal.

@@ -12,7 +12,7 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.engine import Request, TransformersEngine, build_engine
-from fsdp2kit.rl.rollouts import pack
+from fsdp2kit.rl.packing import pack
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
 from tests.reference import DEMO, tiny_model

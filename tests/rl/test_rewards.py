@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ import pytest
 from fsdp2kit.config.rl_schema import RewardConfig
 from fsdp2kit.data.formats import Prompt
 from fsdp2kit.errors import UserError
+from fsdp2kit.rl import rewards as rewards_module
 from fsdp2kit.rl.prompts import arguments_of
 from fsdp2kit.rl.rewards import Rewards
 
@@ -109,6 +112,40 @@ def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:
         Rewards([RewardConfig(function="no_such.module:f")])
     with pytest.raises(UserError, match="two are named 'same'"):
         Rewards([RewardConfig(function=f"math:{name}", name="same") for name in ("sqrt", "sin")])
+
+
+TRAINER = """
+import json, multiprocessing, subprocess, sys, time
+ours, theirs = multiprocessing.Pipe()
+command = [sys.executable, sys.argv[1], str(theirs.fileno()), sys.argv[2], "[]"]
+worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+assert ours.recv() == (True, None)
+ours.send({})
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+@pytest.mark.parametrize("name", ["sleeps", "keeps_the_interpreter"])
+def test_a_trainer_that_is_killed_takes_a_hanging_function_along(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "hang.py"
+    path.write_text(
+        "import re, time\n\ndef sleeps():\n    time.sleep(60)\n\n"
+        "def keeps_the_interpreter():\n    re.match('(a+)+$', 'a' * 60 + 'b')\n"
+    )
+    worker = Path(rewards_module.__file__).with_name("reward_worker.py")
+    command = [sys.executable, "-c", TRAINER, str(worker), f"{path}:{name}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        status = Path(f"/proc/{trainer.stdout.readline().strip()}/stat")
+        time.sleep(0.2)
+        assert status.exists()
+        trainer.kill()
+    ends = time.monotonic() + 30
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":  # whose parent is not asked
+        assert time.monotonic() < ends, "it lives on"
+        time.sleep(0.05)
 
 
 def test_a_module_on_the_path(tmp_path: Path) -> None:

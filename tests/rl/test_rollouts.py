@@ -6,8 +6,10 @@ import json
 import random
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.formats import encode_prompts, row_format
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
-from fsdp2kit.rl.rollouts import deal_rows
+from fsdp2kit.objectives.policy import PolicyLoss
+from fsdp2kit.rl.packing import deal_rows
 from fsdp2kit.run import load
 from tests.data.templates import make_tokenizer
 from tests.reference import DEMO, demo_model_dir
@@ -32,6 +35,12 @@ def spread(completion_ids, level, **_):
 
 def same(completions, **_):
     return [0.1] * len(completions)
+
+def level(level, **_):
+    return [float(one) for one in level]
+
+def needs(no_such_column, **_):
+    return no_such_column
 '''
 DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=2")
 
@@ -138,6 +147,109 @@ def test_what_updates_change_is_no_gap_of_the_engine(toml: Path, pool: WorkerPoo
         assert 1e-12 < records[0]["log_prob_gap"] < 1e-3 < records[1]["log_prob_gap"]
 
 
+def test_held_out_rewards_are_those_of_the_weights_of_now(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(5)))
+    rewards = f"reward=[{{function='{toml.parent}/mine.py:spread'}}, {{function='{toml.parent}/mine.py:level'}}]"
+    options = ("grpo.kl=0.0", "train.steps=3", rewards)
+    evaluation = f"eval={{every=2, path='{held_out}', keep_best=true}}"
+    plain = run(pool, toml, tmp_path / "plain", 1, *options)
+    found = run(pool, toml, tmp_path / "found", 1, *options, evaluation)
+    assert [one["step"] for one in found if "eval_reward" in one] == [2, 3]
+    kept = [{key: one[key] for key in plain[0] if key in one} for one in found]
+    assert numbers(kept) == numbers(plain), "to evaluate changes nothing"
+    for one in found[1:]:
+        assert one["eval_reward/level"] == 7
+        assert one["reward/level"] < 1
+        assert one["eval_reward"] == -one["eval_loss"] == pytest.approx(7 + one["eval_reward/spread"])
+        assert one["seconds/evaluate"] > 0
+    answers = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
+    assert [one["prompt"] for one in answers if one["prompt"].startswith("Tell")] == ["Tell 0.", "Tell 1."] * 2
+    best = max(found[1:], key=lambda one: one["eval_reward"])["step"]
+    weights = f"model.weights='{tmp_path}/found/checkpoints/step-{best:06d}'"
+    [alone] = run(pool, toml, tmp_path / "alone", 2, *options, evaluation, "train.steps=0", weights, *CP2)
+    assert alone["eval_reward"] == pytest.approx(found[best - 1]["eval_reward"], abs=1e-12)
+    assert "log_prob_gap_max" not in alone
+
+
+def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
+    """A run whose engine generates ahead only while the loss of a step is computed: as a server elsewhere can."""
+    recipe, config = load(toml, ["rollout.engine=vllm", "rollout.ahead=1", *overrides])
+    trains, trainer, build = threading.Event(), threading.get_ident(), recipe.build_engine
+
+    def build_engine(config: Any, *given: Any, **named: Any) -> Any:
+        embedded = config.rollout.model_copy(update={"engine": "transformers"})
+        engine = build(config.model_copy(update={"rollout": embedded}), *given, **named)
+        generate = engine.generate
+
+        def generate_meanwhile(*given: Any, **named: Any) -> Any:
+            assert threading.get_ident() == trainer or trains.wait(60), "the trainer waits for what is not needed yet"
+            return generate(*given, **named)
+
+        engine.generate = generate_meanwhile
+        return engine
+
+    class Loss(PolicyLoss):
+        def __call__(self, *given: Any) -> Any:
+            trains.set()
+            return super().__call__(*given)
+
+    def build_policy_loss(config: Any, *_: Any, **__: Any) -> Any:
+        return Loss(config.grpo, config.rollout)
+
+    recipe.build_engine, recipe.build_policy_loss = build_engine, build_policy_loss
+    recipe.main(config)
+    return ""
+
+
+def test_rollouts_ahead_are_one_batch_old(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    def ahead(name: str, *overrides: str) -> list[dict[str, Any]]:
+        directory = tmp_path / name
+        options = [f"run.dir='{directory}'", "grpo.kl=0.0", *DP2, *overrides]
+        assert set(pool.run(2, _run_with_a_server, str(toml), options)) == {""}
+        return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    straight = ahead("straight")
+    assert [one["rollout/weight_version"] for one in straight] == [0, 0, 1, 2]
+    assert straight[0]["log_prob_gap"] < 2e-5 < 1e-3 < straight[1]["log_prob_gap"]
+    assert all(one["seconds/generate"] > 0 and one["seconds/wait"] > 0 for one in straight[1:])
+    # The second batch of a run whose weights stay as they are: the same prompts, asked with the first weights.
+    still = run(pool, toml, tmp_path / "still", 2, "grpo.kl=0.0", *DP2, "optimizer.lr=1e-12", "train.steps=2")
+    for key in ("reward", "reward/spread", "response_length", "tokens"):
+        assert [one[key] for one in straight[:2]] == [one[key] for one in still]
+    name = "checkpoints/step-000002"
+    shutil.copytree(tmp_path / "straight" / name, tmp_path / "resumed" / name)
+    resumed = ahead("resumed")
+    assert numbers(resumed) == numbers(straight[2:])
+    assert [one["loss"] for one in resumed] == [one["loss"] for one in straight[2:]]
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    """A server that is none: it answers with 501."""
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_what_is_not_there_is_refused_before_a_directory_is_made(toml: Path, tmp_path: Path) -> None:
+    mine = toml.parent / "mine.py"
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for options, message in (
+            (["rollout.engine=vllm", f"rollout.url='http://127.0.0.1:{server.server_port}'"], "^rollout.url: .*501"),
+            ([f"reward=[{{function='{mine}:needs'}}]"], "missing a required argument: 'no_such_column'"),
+            ([f"reward=[{{function='{mine}:absent'}}]"], "^reward.0.function: .*AttributeError"),
+        ):
+            assert re.search(message, _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *options]))
+            assert not (tmp_path / "x").exists()
+        server.shutdown()
+
+
+def test_a_run_that_learns_nothing_is_warned_of_once(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    options = [f"run.dir='{tmp_path}/x'", f"reward=[{{function='{toml.parent}/mine.py:same'}}]", "train.steps=2"]
+    [said] = pool.run(1, _lines_of_recipe, str(toml), options)
+    assert re.findall(r"warning: step (\d+): no group has a signal", said) == ["1"]
+
+
 def test_groups_without_signal_and_masked_responses_change_nothing(
     toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -167,7 +279,13 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("rollout.n=5", "train.global_batch_size: 16 responses are not whole groups of rollout.n = 5; use 15 or 20"),
         ("rollout.max_new_tokens=50", r"prompts\.jsonl:\d+: the prompt has .* leaves 14 \(\d+ such rows of 10"),
         ("rollout.max_new_tokens=64", "rollout.max_new_tokens: 64 leaves no room for a prompt in data.seq_len = 64"),
-        ("eval.every=1", "eval.every: recipe 'grpo' has no evaluation"),
+        ("eval.every=1", "eval: evaluation would run on the training data itself"),
+        ("eval={every=1, split=3, prompts=['Hi']}", "eval.prompts: held-out rewards have answers"),
+        ("eval={every=1, sets={a={path='prompts.jsonl'}}}", "eval.sets: prompts are held out as one set"),
+        ("eval.split=10", "eval.split: 10 holds out every prompt"),
+        ("rollout.ahead=2", "rollout.ahead"),
+        ("rollout.ahead=1", "rollout.ahead: 1 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
+        ("rollout={engine='vllm', ahead=1, n=4, sleep=true, max_new_tokens=8}", "rollout.sleep: with rollout.ahead"),
         ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),

@@ -1,0 +1,113 @@
+"""Draw a cycle of reinforcement learning: how long its phases take, and the memory of each; and the reward over a run.
+
+python tools/cycle.py RUN_DIR --png cycle.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.errors import UserError, in_one_line
+
+COLORS = {
+    "sync": "tab:orange",
+    "sleep": "tab:gray",
+    "generate": "tab:blue",
+    "wake_up": "tab:olive",
+    "wait": "lightgray",
+    "reward": "tab:purple",
+    "train": "tab:green",
+}
+"""Of the phases, in the order in which they follow each other."""
+_TRAIN = ("forward", "backward", "optimizer")
+
+
+@in_one_line
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
+    parser = argparse.ArgumentParser(prog="cycle", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path, help="directory of a run of recipe grpo")
+    parser.add_argument("--png", type=Path, required=True, metavar="FILE", help='(pip install "fsdp2kit[plot]")')
+    options = parser.parse_args(arguments)
+    records = read_records(options.run_dir / "metrics.jsonl")
+    seconds, memory = cycle_of(records)
+    for name, value in seconds.items():
+        print(f"{name:<10}{value:8.3f} s{memory.get(name, 0.0):10.2f} GiB")
+    write_png(records, seconds, memory, options.png)
+    return 0
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run.
+
+    Raises:
+        UserError: there is no such file, or it has no step of rollouts.
+    """
+    if not path.is_file():
+        raise UserError(str(path), "no such file", "name a run's directory")
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if "seconds/sync" in record and "step_seconds" in record]
+    if not records:
+        raise UserError(str(path), "has no step with rollouts", "name the directory of a run of recipe grpo")
+    return records
+
+
+def cycle_of(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean seconds and peak GiB of each phase, by its name in `COLORS`.
+
+    The first step, which warms up, is left out where there are others; so are steps that began no rollouts.
+    """
+    steps = records[1:] or records
+    seconds = {name: _mean([record.get(f"seconds/{name}", 0.0) for record in steps]) for name in COLORS}
+    seconds["train"] = _mean([record["step_seconds"] - record["data_seconds"] for record in steps])
+    peaks = {name: max(record.get(f"memory_gib/{name}", 0.0) for record in steps) for name in (*COLORS, *_TRAIN)}
+    peaks["train"] = max(peaks[name] for name in _TRAIN)
+    found = {name: value for name, value in seconds.items() if value}
+    return found, {name: peaks[name] for name in found}
+
+
+def write_png(
+    records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], memory: Mapping[str, float], out: Path
+) -> None:
+    """Above a bar of each phase, as wide as its seconds and as high as its memory; below the reward by step.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--png", "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    above, below = figure.subplots(2)
+    at = 0.0
+    for name, width in seconds.items():
+        meanwhile = name == "generate" and "wait" in seconds  # a server's, while the trainer trains
+        label = f"{name} {width:.2f} s" + (" (meanwhile)" if meanwhile else "")
+        above.bar(0 if meanwhile else at, memory[name], width, align="edge", color=COLORS[name], label=label)
+        at += 0 if meanwhile else width
+    above.set(xlabel="seconds of a cycle (mean)", ylabel="peak memory of a rank, GiB")
+    above.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    for key, label, style in (("reward", "of training", "-"), ("eval_reward", "held-out prompts", "o--")):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            below.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    below.set(xlabel="step", ylabel="mean reward")
+    below.legend(fontsize=8, frameon=False)
+    try:
+        figure.savefig(out, dpi=110, format="png")
+    except OSError as problem:
+        raise UserError(str(out), f"cannot be written ({problem.strerror})", "choose another --png") from None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
