@@ -14,7 +14,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_a
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory
@@ -65,6 +66,16 @@ _RANGES = {
 class _Allocation:
     bytes: int
     category: str
+    before: list[tuple[int, int]] = field(default_factory=list)
+    """The sizes that it had, each with the number of the event that ended it; none before it was allocated."""
+
+    def at(self, event: int) -> int:
+        """Its bytes after that event."""
+        return next((size for end, size in self.before if event < end), self.bytes)
+
+    def resize(self, size: int, event: int) -> None:
+        self.before.append((event, self.bytes))
+        self.bytes = size
 
 
 _Snapshot = list[tuple[_Allocation, int]]
@@ -85,7 +96,10 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[Any, _Allocation]] = {}
         self._ranges: list[str] = []
         self._total = self._highest = 0
-        self._peak: _Snapshot = []
+        self._seen: list[_Allocation] = []
+        """All that was allocated at any time since `start`."""
+        self._event = self._peak = 0
+        """Allocations, resizes and frees so far; how many there were when most was allocated."""
         self._default = "activations"
         self._resize = torch.UntypedStorage.resize_
         self.on_range: Callable[[str], None] = lambda name: None
@@ -114,6 +128,9 @@ class Allocations(TorchDispatchMode):
             self.on_range(args[0])
         elif name.startswith("profiler._record_function_exit"):
             self._ranges.pop()
+        if name == "aten.add.Tensor" and self._adds_gradients(args):
+            # Autograd adds to the first in place, but not if it is a fake tensor.
+            self._resize_to(self._see(args[0]), 0)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
                 self._see(leaf)
@@ -127,12 +144,14 @@ class Allocations(TorchDispatchMode):
 
     def start(self, category: str = "activations") -> None:
         """Forget the peak; what is allocated from now on, outside of FSDP2, is of this category."""
-        self._default, self._highest, self._peak = category, -1, []
+        self._default, self._highest, self._peak = category, self._total, self._event
+        self._seen = [allocation for _, allocation in self._alive.values()]
+        for allocation in self._seen:
+            allocation.before.clear()
 
     def peak(self) -> _Snapshot:
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
-        self._note_peak()
-        return self._peak
+        return [(allocation, allocation.at(self._peak)) for allocation in self._seen]
 
     def alive(self) -> dict[str, int]:
         """Bytes that are allocated, by category."""
@@ -142,34 +161,34 @@ class Allocations(TorchDispatchMode):
         """What is allocated; as with `peak`, its categories may still change."""
         return [(allocation, allocation.bytes) for _, allocation in self._alive.values()]
 
+    def _adds_gradients(self, args: Any) -> bool:
+        """Whether both parts of a tied table's gradient are added up."""
+        tables = all(isinstance(arg, Tensor) and arg.ndim == 2 and len(arg) == self._vocabulary for arg in args[:2])
+        return tables and self._fake is not None and not torch.is_grad_enabled()
+
     def _see(self, tensor: Tensor) -> _Allocation:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive and self._alive[key][0]() is not None:
             return self._alive[key][1]
-        allocation = _Allocation(storage.nbytes(), self._category(tensor))
-        reference = weakref.ref(storage, lambda _, key=key: self._freed(key))
+        allocation = _Allocation(0, self._category(tensor))
+        reference = weakref.ref(storage, lambda _, key=key: self._resize_to(self._alive.pop(key)[1], 0))
         self._alive[key] = (reference, allocation)
-        self._total += allocation.bytes
+        self._seen.append(allocation)
+        self._resize_to(allocation, storage.nbytes())
         return allocation
-
-    def _freed(self, key: int) -> None:
-        self._note_peak()
-        _, allocation = self._alive.pop(key)
-        self._total -= allocation.bytes
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._alive:
-            self._note_peak()
-            allocation = self._alive[storage._cdata][1]
-            self._total += storage.nbytes() - allocation.bytes
-            allocation.bytes = storage.nbytes()
+            self._resize_to(self._alive[storage._cdata][1], storage.nbytes())
 
-    def _note_peak(self) -> None:
-        """Called before anything is freed: the sum was highest just before that."""
+    def _resize_to(self, allocation: _Allocation, size: int) -> None:
+        """Allocation and end are changes of size, too; each is one event, and `peak` goes back to the highest."""
+        self._event += 1
+        self._total += size - allocation.bytes
+        allocation.resize(size, self._event)
         if self._total > self._highest:
-            self._highest = self._total
-            self._peak = self.snapshot()
+            self._highest, self._peak = self._total, self._event
 
     def _category(self, tensor: Tensor) -> str:
         for name in reversed(self._ranges):
@@ -328,6 +347,10 @@ def _count(
 ) -> list[_Counted]:
     """Of each of the first ``depth`` layers."""
     small, layers = _first_layers(model, depth + 1)
+    small.to(getattr(torch, plan.fsdp.param_dtype))
+    if plan.nf4 is not None:
+        there = dict(small.named_modules())
+        apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
     path = replace(plan.attention, method=None)
     if path.kernel == VARLEN:
         use_attention(small, varlen_attention)
@@ -338,7 +361,6 @@ def _count(
     cpu = torch.device("cpu")
     inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=cpu)
     inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
-    small.to(getattr(torch, plan.fsdp.param_dtype))
     before, peaks = [], []
     backwards: list[tuple[_Snapshot, _Snapshot]] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations:
