@@ -18,10 +18,11 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_bytes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import at_rest_bytes, plan_memory
 from fsdp2kit.planner.memory import Moment
-from fsdp2kit.planner.trace import Allocations, trace_step
+from fsdp2kit.planner.trace import trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
 from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, small
