@@ -79,8 +79,7 @@ def test_nemo_automodel_with_plain_cross_entropy(published: float, ranks: int, c
     found = at_the_loss(step, logits=14)
     if ranks == 1:  # where nothing is sharded, and nothing gathered
         found -= sum(unit.whole for unit in step.units if unit.name == "") / GIB
-    print(published, found)
-    assert found == pytest.approx(published, rel=0.1)
+    assert found == pytest.approx(published, rel=0.03)
 
 
 def test_nemo_automodel_with_linear_cross_entropy() -> None:
@@ -88,8 +87,7 @@ def test_nemo_automodel_with_linear_cross_entropy() -> None:
     step = step_of(LLAMA_1B, ranks=8, rows=8, length=2048, layer=nemo_layer(checkpointed=True), **BF16)
     moments = [moment for moment in step_moments(step) if moment.where.endswith("(MLP)")]
     found = max(moment.total for moment in moments) / GIB
-    print(7.30, found, max(moments, key=lambda moment: moment.total))
-    assert found == pytest.approx(7.30, rel=0.1)
+    assert found == pytest.approx(7.30, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -109,5 +107,4 @@ def test_torchtitan_reserves_more_than_is_allocated(
     layer = LayerMemory(kept=kept * rows * length)
     step = step_of(LLAMA_8B, ranks=ranks, rows=rows, length=length, layer=layer)
     found = at_the_loss(step, logits=12)  # the model's output is given up before backward
-    print(published, found, found / published - 1)
-    assert 0.75 * published < found < published
+    assert 0.8 * published < found < 0.9 * published
