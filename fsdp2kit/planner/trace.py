@@ -174,7 +174,7 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
                 kept_on_host=on_host,
                 recomputed=recomputed,
                 forward=forward,
-                mlp_backward=backward,
+                mlp_backward=backward + hidden,  # the gradient that it is given was there before
                 mlp_gradients=gradients,
                 source="counted",
             )

@@ -108,9 +108,9 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
     "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
     "lora": (small(LLAMA_8B, layers=8), 8, {"data": {"seq_len": 1024}, **lora()}),
-    "nf4": (small(LLAMA_8B, layers=4), 8, {"data": {"seq_len": 1024}, **lora(base="nf4")}),
+    "nf4": (small(LLAMA_8B, layers=4, by=8), 8, {"data": {"seq_len": 1024}, **lora(base="nf4")}),
     "nf4, full, accumulated": (
-        small(LLAMA_8B, layers=4),
+        small(LLAMA_8B, layers=4, by=8),
         8,
         {"data": {"seq_len": 1024}, **lora(base="nf4"), **checkpointing("full"), "rows": 16},
     ),
