@@ -108,11 +108,11 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
     "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
     "lora": (small(LLAMA_8B, layers=8), 8, {"data": {"seq_len": 1024}, **lora()}),
-    "nf4": (small(LLAMA_8B, layers=4, by=8), 8, {"data": {"seq_len": 1024}, **lora(base="nf4")}),
+    "nf4": (small(LLAMA_8B, layers=4, by=8), 8, {"data": {"seq_len": 1024}, **lora(quantize="nf4")}),
     "nf4, full, accumulated": (
         small(LLAMA_8B, layers=4, by=8),
         8,
-        {"data": {"seq_len": 1024}, **lora(base="nf4"), **checkpointing("full"), "rows": 16},
+        {"data": {"seq_len": 1024}, **lora(quantize="nf4"), **checkpointing("full"), "rows": 16},
     ),
     "lora, tied, full, accumulated": (
         small(REAL["llama1b"], layers=4),
@@ -253,6 +253,14 @@ def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     assert found == pytest.approx(16 * plan_parameters(model) / ranks, rel=1e-4)
     assert 16 * 7e9 / 4 == 28e9
     assert at_rest_bytes(plan)["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
+
+
+def test_a_base_in_4_bits_by_hand() -> None:
+    """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
+    found = at_rest_bytes(planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))))
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    base = linear * 36 / 64 + 2 * (plan_parameters(LLAMA_8B) - linear)
+    assert 8 * found["parameters"] == pytest.approx(base + 8 * found["optimizer"] / 2, rel=1e-4)
 
 
 def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
