@@ -62,7 +62,7 @@ def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.Capture
     assert found["speed"]["overlapped"] <= found["speed"]["serial"]
 
 
-HEAVY = {"accelerate", "datasets", "matplotlib", "pandas", "peft", "pyarrow", "torchao", "torchvision", "wandb"}
+HEAVY = {"accelerate", "datasets", "matplotlib", "pandas", "peft", "torchao", "torchvision", "wandb"}
 
 
 def test_a_plan_imports_little_beside_torch_and_transformers(toml: Any) -> None:
