@@ -233,7 +233,9 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         now = {**base, "unsharded parameters": whole if stays else held + seen}
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
         if layer is not None:
-            if now["all-gather buffers"] and own and not ahead:  # copied out of its buffer; then the one before is freed
+            if (
+                now["all-gather buffers"] and own and not ahead
+            ):  # copied out of its buffer; then the one before is freed
                 gathered = {**now, "all-gather buffers": before + own, "activations": kept}
                 yield Moment("forward", f"{name} (gather)", gathered)
             kept += layer.kept
@@ -323,8 +325,8 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             continue
         now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
         now["unsharded parameters"] -= unit.whole
-        # Autograd still holds the head's gradient when it is reduced: that happens inside its backward.
-        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or number > 0)
+        # Gradients of head and embedding are still held when they are reduced: that is not after a layer's backward.
+        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or layer is not None)
         reduced = unit.trained * step.reduce
         accumulated -= reduced if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage

@@ -26,7 +26,7 @@ from fsdp2kit.planner.trace import trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
 from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, small
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import make_batches, needs_integers, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_integers if "nf4" in n else ()) for n in CASES])
 def test_formulae_agree_with_the_trace(name: str) -> None:
     model, ranks, sections = CASES[name]
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
@@ -255,6 +255,7 @@ def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     assert at_rest_bytes(plan)["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
 
 
+@needs_integers
 def test_a_base_in_4_bits_by_hand() -> None:
     """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
     found = at_rest_bytes(planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))))
