@@ -29,11 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit.planner.estimate import estimate, plan_for
     from fsdp2kit.run import load
 
-    for name in ("world_size", "local_world_size"):
-        if getattr(options, name) < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')}", f"{getattr(options, name)} is no number of ranks", "give 1 or more"
-            )
+    _check_numbers_and_files(options)
     device = find_device(options.device, memory_gib=options.device_memory)
     _, config = load(options.toml, options.overrides)
     local = min(options.local_world_size, options.world_size)
@@ -70,6 +66,23 @@ def main(arguments: list[str] | None = None) -> int:
         for part in parts:
             console.print(part)
     return 1 if found.fits is False else 0
+
+
+def _check_numbers_and_files(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: a number that is none of ranks, memory or tokens; a picture in a folder that does not exist.
+    """
+    numbers = {"--world-size": "ranks", "--local-world-size": "ranks", "--tp": "ranks", "--device-memory": "GiB"}
+    for flag, unit in numbers.items():
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value is not None and not value >= (1 if unit == "ranks" else 1e-3):
+            raise UserError(flag, f"{value} is no number of {unit}", "give 1 or more")
+    if options.kv_cache and min(options.kv_cache) < 1:
+        raise UserError("--kv-cache", f"{options.kv_cache} are no rows and length", "give two numbers from 1")
+    for flag, path in (("--png", options.png), ("--html", options.html)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
 
 
 def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> list[tuple[str, list[Any]]]:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
@@ -168,6 +167,8 @@ def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_
     Raises:
         UserError: the warm-up does not fit into ``total_steps``.
     """
+    from transformers import get_scheduler  # only then: it imports peft, which a plan does not need
+
     warmup = resolve_warmup(section, total_steps)
     decay_steps = section.decay_steps or max(1, min(total_steps // 10, total_steps - warmup))
     decay = {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}

@@ -2,5 +2,5 @@
 
 activations.py (what a layer keeps) → memory.py (one step, moment by moment) → communication.py (what ranks send,
 how long it takes) → estimate.py (all of it, for a config) → search.py (what to change) and report.py; trace.py counts
-the same on the real modules.
+the same on the real modules, with allocations.py.
 """

@@ -132,11 +132,6 @@ def _not_planned(config: TrainingConfig) -> UserError | None:
     if isinstance(config, RLConfig):
         what = "the memory of rollouts, with an engine beside the model, is not planned"
         return UserError("recipe", what, f"{alone} the engine's copy of the model (docs/grpo.md)")
-    if config.lora.quantize == "nf4":
-        what = "the memory of a base in 4 bits is not planned"
-        return UserError(
-            "lora.quantize", what, "leave it out, and take off 11.5 bits of each parameter in 4 bits ÷ ranks"
-        )
     return None
 
 

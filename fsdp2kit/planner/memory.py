@@ -226,13 +226,18 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
     seen, last = 0, step.by_name[""].whole
     for number, (name, layer) in enumerate(stops):
         held, own = _gathered(step, name)
-        last = own or last
+        before, last = last, own or last
         ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
         # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
         buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
         now = {**base, "unsharded parameters": whole if stays else held + seen}
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
         if layer is not None:
+            if (
+                now["all-gather buffers"] and own and not ahead
+            ):  # copied out of its buffer; then the one before is freed
+                gathered = {**now, "all-gather buffers": before + own, "activations": kept}
+                yield Moment("forward", f"{name} (gather)", gathered)
             kept += layer.kept
             now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
             yield Moment("forward", name, now)
@@ -320,8 +325,8 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             continue
         now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
         now["unsharded parameters"] -= unit.whole
-        # Autograd still holds the head's gradient when it is reduced: that happens inside its backward.
-        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or number > 0)
+        # Gradients of head and embedding are still held when they are reduced: that is not after a layer's backward.
+        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or layer is not None)
         reduced = unit.trained * step.reduce
         accumulated -= reduced if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage

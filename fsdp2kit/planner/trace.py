@@ -1,8 +1,7 @@
 """The other way to the same figures: run the real modules on tensors without memory, and add up what they allocate.
 
 `trace_step` builds the model as a run does, shards it over a fake process group, and runs a step in `FakeTensorMode`:
-every operator allocates, nothing computes. `Allocations` follows each storage from its allocation to its end. torch's
-`FSDPMemTracker` does the same, but does not know methods that are registered beside ``forward``, as our loss is.
+every operator allocates, nothing computes. `count_layers` does it with one layer of each kind.
 
 What it cannot see: memory that operators use inside themselves (attention's kernels and exchanges).
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import World, local_part
+from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.inspect import backbone_name
@@ -35,154 +33,15 @@ from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_a
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory
-from fsdp2kit.torch_compat import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    accumulated_gradients,
-    fake_store,
-    tree_leaves,
-)
+from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
+from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, fake_store
 
 Peaks = dict[str, dict[str, int]]
 """Bytes by category at the peak of each phase."""
-
-# What FSDP2 says of itself while it allocates, and the category of it. Of nested ranges the innermost that is named.
-_RANGES = {
-    "FSDP::all_gather": "all-gather buffers",
-    "FSDP::all_gather_copy_out": "unsharded parameters",
-    "FSDP::pre_forward": "unsharded parameters",
-    "FSDP::pre_backward": "unsharded parameters",
-    "FSDP::post_backward_reduce": "reduction buffers",
-    "FSDP::post_backward_accumulate": "unsharded gradients",
-    "FSDP::post_backward_reshard": "unsharded gradients",
-}
-
-
-@dataclass(eq=False)
-class _Allocation:
-    bytes: int
-    category: str
-
-
-_Snapshot = list[tuple[_Allocation, int]]
-"""What was allocated at one moment, with its bytes then."""
-
-
-class Allocations(TorchDispatchMode):
-    """Follows the storages that operators allocate while it is open.
-
-    Args:
-        fake: the mode whose tensors are followed; DTensor tries operators out in others. None: real tensors.
-        vocabulary: tensors of forward with a dimension of this size count for the loss.
-    """
-
-    def __init__(self, fake: FakeTensorMode | None = None, *, vocabulary: int = 0) -> None:
-        super().__init__()
-        self._fake, self._vocabulary = fake, vocabulary
-        self._alive: dict[int, tuple[Any, _Allocation]] = {}
-        self._ranges: list[str] = []
-        self._total = self._highest = 0
-        self._peak: _Snapshot = []
-        self._default = "activations"
-        self._resize = torch.UntypedStorage.resize_
-        self.on_range: Callable[[str], None] = lambda name: None
-        """Called when a range of FSDP2 begins."""
-
-    def __enter__(self) -> Allocations:
-        tracker, original = self, self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            tracker._resized(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # FSDP2 frees and allocates gathered parameters so
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if name.startswith("profiler._record_function_enter"):
-            self._ranges.append(args[0])
-            self.on_range(args[0])
-        elif name.startswith("profiler._record_function_exit"):
-            self._ranges.pop()
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
-                self._see(leaf)
-        return result
-
-    def mark(self, tensors: Iterator[Any] | list[Any], category: str) -> None:
-        """Put tensors, known or new, into a category."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                self._see(local_part(tensor)).category = category
-
-    def start(self, category: str = "activations") -> None:
-        """Forget the peak; what is allocated from now on, outside of FSDP2, is of this category."""
-        self._default, self._highest, self._peak = category, -1, []
-
-    def peak(self) -> _Snapshot:
-        """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
-        self._note_peak()
-        return self._peak
-
-    def alive(self) -> dict[str, int]:
-        """Bytes that are allocated, by category."""
-        return _by_category(self.snapshot())
-
-    def snapshot(self) -> _Snapshot:
-        """What is allocated; as with `peak`, its categories may still change."""
-        return [(allocation, allocation.bytes) for _, allocation in self._alive.values()]
-
-    def _see(self, tensor: Tensor) -> _Allocation:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive and self._alive[key][0]() is not None:
-            return self._alive[key][1]
-        allocation = _Allocation(storage.nbytes(), self._category(tensor))
-        reference = weakref.ref(storage, lambda _, key=key: self._freed(key))
-        self._alive[key] = (reference, allocation)
-        self._total += allocation.bytes
-        return allocation
-
-    def _freed(self, key: int) -> None:
-        self._note_peak()
-        _, allocation = self._alive.pop(key)
-        self._total -= allocation.bytes
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            self._note_peak()
-            allocation = self._alive[storage._cdata][1]
-            self._total += storage.nbytes() - allocation.bytes
-            allocation.bytes = storage.nbytes()
-
-    def _note_peak(self) -> None:
-        """Called before anything is freed: the sum was highest just before that."""
-        if self._total > self._highest:
-            self._highest = self._total
-            self._peak = self.snapshot()
-
-    def _category(self, tensor: Tensor) -> str:
-        for name in reversed(self._ranges):
-            if category := _RANGES.get(name.partition(" (")[0]):
-                return category
-        return "loss" if self._vocabulary and self._vocabulary in tensor.shape else self._default
-
-
-def _by_category(peak: _Snapshot) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for allocation, size in peak:
-        found[allocation.category] = found.get(allocation.category, 0) + size
-    return found
 
 
 def synthetic_batch(rows: int, length: int) -> Batch:
@@ -248,7 +107,7 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
 
             def end(name: str) -> None:
                 _mark_lasting(allocations, model, optimizer)
-                peaks[name] = _by_category(allocations.peak())
+                peaks[name] = by_category(allocations.peak())
                 allocations.start()
 
             def on_range(name: str) -> None:
@@ -315,7 +174,7 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
                 kept_on_host=on_host,
                 recomputed=recomputed,
                 forward=forward,
-                mlp_backward=backward,
+                mlp_backward=backward + hidden,  # the gradient that it is given was there before
                 mlp_gradients=gradients,
                 source="counted",
             )
@@ -328,6 +187,10 @@ def _count(
 ) -> list[_Counted]:
     """Of each of the first ``depth`` layers."""
     small, layers = _first_layers(model, depth + 1)
+    small.to(getattr(torch, plan.fsdp.param_dtype))
+    if plan.nf4 is not None:
+        there = dict(small.named_modules())
+        apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
     path = replace(plan.attention, method=None)
     if path.kernel == VARLEN:
         use_attention(small, varlen_attention)
@@ -338,9 +201,8 @@ def _count(
     cpu = torch.device("cpu")
     inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=cpu)
     inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
-    small.to(getattr(torch, plan.fsdp.param_dtype))
     before, peaks = [], []
-    backwards: list[tuple[_Snapshot, _Snapshot]] = []
+    backwards: list[tuple[Snapshot, Snapshot]] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations:
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
@@ -348,7 +210,7 @@ def _count(
         def enter(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             if layer is layers[0] and given:  # or the embeddings, which the model holds on to, would count as kept
                 given = given[0].clone(), *given[1:]
-            peaks.append(_by_category(allocations.peak())["activations"])
+            peaks.append(by_category(allocations.peak())["activations"])
             before.append(allocations.alive().get("activations", 0))
             allocations.start()
             return given
@@ -377,8 +239,8 @@ def _count(
             found.append(_Counted(kept, peaks[number + 1] - before[number + 1], 0, 0))
             continue
         # Backward comes to the layers last to first; each one's peak is read where the next one begins.
-        begun = _by_category(backwards[depth - number][1])
-        highest = _by_category(backwards[depth - number + 1][0])
+        begun = by_category(backwards[depth - number][1])
+        highest = by_category(backwards[depth - number + 1][0])
         more = {key: highest.get(key, 0) - begun.get(key, 0) for key in ("activations", "gradients")}
         found.append(_Counted(kept, peaks[number + 1] - before[number + 1], more["activations"], more["gradients"]))
     return found

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import shard_ranks
+from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import item_bytes
@@ -16,10 +17,13 @@ from fsdp2kit.planner.activations import item_bytes
 
 @dataclass(frozen=True)
 class UnitSize:
-    """Elements of one FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
+    """One FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
 
     name: str
     padded: int
+    """Elements of its parameters, but for those in 4 bits."""
+    packed: int
+    """Bytes of those in 4 bits, which are stored and gathered as they are."""
     trained: int
     """Those of parameters that are trained."""
     tensors: int
@@ -34,7 +38,7 @@ class UnitSize:
     @property
     def whole(self) -> int:
         """Bytes of the gathered parameters."""
-        return self.padded * self.item
+        return self.padded * self.item + self.packed
 
 
 def padded_elements(parameter: nn.Parameter, shards: int) -> int:
@@ -48,22 +52,27 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     shards, units = shard_ranks(plan.fsdp, plan.sizes), plan.units
     storage = item_bytes(plan.fsdp.storage_dtype)
     inside = parameters_by_unit(model, [unit.name for unit in units], ignored=ignored_modules(plan.fsdp, model))
+    in_4_bits = {}
+    for layer in map(model.get_submodule, plan.nf4.names if plan.nf4 is not None else ()):
+        assert isinstance(layer, nn.Linear), "those are the layers that `plan_nf4` chooses"
+        in_4_bits[layer.weight] = padded_elements(NF4Linear(layer, layer.weight.dtype).nf4, shards)
     sizes = []
     for unit in units:
         trained = [parameter for parameter in inside[unit.name] if parameter.requires_grad]
-        padded, learns = (
-            sum(padded_elements(parameter, shards) for parameter in some) for some in (inside[unit.name], trained)
-        )
+        others = [parameter for parameter in inside[unit.name] if parameter not in in_4_bits]
+        padded, learns = (sum(padded_elements(parameter, shards) for parameter in some) for some in (others, trained))
+        packed = sum(in_4_bits.get(parameter, 0) for parameter in inside[unit.name])
         item = item_bytes(unit.param_dtype)
         sizes.append(
             UnitSize(
                 name=unit.name,
                 padded=padded,
+                packed=packed,
                 trained=learns,
                 tensors=len(trained),
                 item=item,
                 # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
-                stored=learns * storage + (padded - learns) * (storage if plan.adapter is None else item),
+                stored=learns * storage + (padded - learns) * (storage if plan.adapter is None else item) + packed,
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
             )

@@ -18,14 +18,15 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_bytes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import at_rest_bytes, plan_memory
 from fsdp2kit.planner.memory import Moment
-from fsdp2kit.planner.trace import Allocations, trace_step
+from fsdp2kit.planner.trace import trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
 from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, small
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import make_batches, needs_integers, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -107,6 +108,12 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one unit, muon": (small(LLAMA_8B), 8, {**SHORT, "fsdp": {"unit": "root"}, "optimizer": {"name": "muon"}}),
     "eager, counted": (small(LLAMA_8B), 8, {"model": {"attention": "eager"}, "data": {"seq_len": 512, "pack": False}}),
     "lora": (small(LLAMA_8B, layers=8), 8, {"data": {"seq_len": 1024}, **lora()}),
+    "nf4": (small(LLAMA_8B, layers=4, by=8), 8, {"data": {"seq_len": 1024}, **lora(quantize="nf4")}),
+    "nf4, full, accumulated": (
+        small(LLAMA_8B, layers=4, by=8),
+        8,
+        {"data": {"seq_len": 1024}, **lora(quantize="nf4"), **checkpointing("full"), "rows": 16},
+    ),
     "lora, tied, full, accumulated": (
         small(REAL["llama1b"], layers=4),
         4,
@@ -126,7 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_integers if "nf4" in n else ()) for n in CASES])
 def test_formulae_agree_with_the_trace(name: str) -> None:
     model, ranks, sections = CASES[name]
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
@@ -246,6 +253,15 @@ def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     assert found == pytest.approx(16 * plan_parameters(model) / ranks, rel=1e-4)
     assert 16 * 7e9 / 4 == 28e9
     assert at_rest_bytes(plan)["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
+
+
+@needs_integers
+def test_a_base_in_4_bits_by_hand() -> None:
+    """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
+    found = at_rest_bytes(planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))))
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    base = linear * 36 / 64 + 2 * (plan_parameters(LLAMA_8B) - linear)
+    assert 8 * found["parameters"] == pytest.approx(base + 8 * found["optimizer"] / 2, rel=1e-4)
 
 
 def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,18 @@ def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.Capture
     assert found["mesh"] == {"dp_replicate": 1, "dp_shard": int(ranks), "cp": 1}
     assert code == (0 if found["fits"] else 1)
     assert found["speed"]["overlapped"] <= found["speed"]["serial"]
+
+
+HEAVY = {"accelerate", "datasets", "matplotlib", "pandas", "peft", "torchao", "torchvision", "wandb"}
+
+
+def test_a_plan_imports_little_beside_torch_and_transformers(toml: Any) -> None:
+    """Of what is imported for a run, the heaviest: most of the command's time is imports."""
+    code = "import sys; from tools import plan; plan.main(sys.argv[1:]); print(*sys.modules)"
+    arguments = [toml({**LLAMA_8B, "num_hidden_layers": 2}), "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    imported = HEAVY.intersection(done.stdout.splitlines()[-1].split())
+    assert imported <= {"accelerate", "torchao"}  # which transformers imports itself
 
 
 def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +133,10 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (["--device", "h1000"], "--device: 'h1000' is not a device that the planner knows; did you mean h100?"),
         (["--world-size", "0"], "--world-size: 0 is no number of ranks"),
+        (["--tp", "0"], "--tp: 0 is no number of ranks"),
+        (["--device-memory", "-3"], "--device-memory: -3.0 is no number of GiB"),
+        (["--kv-cache", "0", "100"], "--kv-cache: [0, 100] are no rows and length"),
+        (["--png", "/nowhere/x.png"], "--png: /nowhere/x.png cannot be written"),
         (["--fit"], "--fit: needs to know what must fit into"),
         (["--world-size", "6", "mesh.cp=4"], "mesh.cp: 4 does not divide the world size 6"),
         (["model.config={}"], "neither model.path nor model.config.model_type is given"),
@@ -138,7 +156,6 @@ def test_bad_input_gets_one_line(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("qlora_llama8b", "the memory of a base in 4 bits"),
         ("dpo_smollm2", "often with a frozen reference beside the model"),
         ("distill_smollm2", "with a teacher beside the model"),
         ("grpo_demo", "with an engine beside the model"),

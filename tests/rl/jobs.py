@@ -18,7 +18,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.planner.trace import Allocations
+from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.rl.bucket import Bucket, Entry, SharedMemorySender, VersionedWeights
 from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
