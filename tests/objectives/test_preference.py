@@ -25,7 +25,7 @@ from fsdp2kit.objectives.preference import Preference
 from fsdp2kit.objectives.reference import Reference, build_reference
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plain, plain_logits
-from fsdp2kit.torch_compat import _parameter_groups
+from fsdp2kit.torch_compat import parameter_groups
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
@@ -238,7 +238,7 @@ def copy_in_bfloat16(folder: Path) -> None:
         rows = -(-len(parameter) // mesh.shard.size())
         assert len(parameter.to_local()) <= rows
     for unit in (module for module in reference.model.modules() if isinstance(module, FSDPModule)):
-        assert not any(group.comm_ctx.post_forward_order for group in _parameter_groups(unit))
+        assert not any(group.comm_ctx.post_forward_order for group in parameter_groups(unit))
 
 
 def test_a_copy_is_frozen_sharded_and_small(folder: Path, pool: WorkerPool) -> None:

@@ -90,7 +90,7 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    # With AdamW's own eps an update of a gradient that is nearly 0 is one of its rounding, and a token may change by it.
+    # With AdamW's own eps a gradient that is nearly 0 moves a weight by its rounding, and a token may change by that.
     options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2")
     plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", *options)
     samples = (tmp_path / "one" / "samples.jsonl").read_text()
