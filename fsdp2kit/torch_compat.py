@@ -40,10 +40,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 # torch 2.11 and 2.12 close what a stager copies with after its first copy; the second raises KeyError.
-STAGER_WORKS_ONCE = torch.__version__ < (2, 13)
+STAGER_WORKS_ONCE = torch.__version__ < "2.13"
 
 # FSDP2 of torch 2.11 wants gradients of every shard, and casts every parameter to `param_dtype`.
-SHARDS_INTEGERS = torch.__version__ >= (2, 12)
+SHARDS_INTEGERS = torch.__version__ >= "2.12"
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
