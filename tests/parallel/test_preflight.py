@@ -104,7 +104,11 @@ def test_refusals_can_be_waived() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "says"),
-    [("qwen3_next", "linear_attention"), ("gpt_oss", "sinks"), ("recurrent_gemma", "linear_attention")],
+    [
+        ("qwen3_next", "linear_attention"),
+        ("gpt_oss", "sinks"),
+        ("recurrent_gemma", "linear_attention|attention interface"),
+    ],
 )
 def test_what_context_parallelism_cannot_do_is_refused(model_type: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
@@ -145,7 +149,7 @@ def test_every_method_passes_for_ordinary_models(model_type: str, method: str) -
             "gemma2",
             "ring",
             "sdpa",
-            "cannot be built|does not know softcap.*'ulysses' with model.attention = \"eager\"",
+            "cannot be built|does not know softcap.*'ulysses'",  # whose attention has another name in each version
         ),
         ("bloom", "ulysses", "eager", "interface"),
         ("llama4_text", "allgather", "sdpa", "chunked_attention"),
