@@ -78,7 +78,7 @@ def _quantized_cases() -> Iterator[Case]:
     yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", quantize="nf4")
 
 
-CASES = [*_cases(), *(pytest.param(case, marks=needs_integers) for case in _quantized_cases())]
+CASES = [*_cases(), *(_quantized_cases() if SHARDS_INTEGERS else ())]
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:
