@@ -112,7 +112,7 @@ def _on_mesh(
     sums = accumulate_gradients(
         sharded.model, batch, objective=objective, shard=sharded.inputs, fsdp=config.fsdp, mesh=mesh
     )
-    figures = [*mesh.sum_loss(sums.double()).tolist(), policy.figures({})["log_prob_gap_max"]]
+    figures = [*mesh.sum_loss(sums.double()).tolist(), policy.figures({"log_prob_gap": 0.0})["log_prob_gap_max"]]
     return figures, {name: whole(gradient_of(p)) for name, p in sharded.model.named_parameters()}
 
 
