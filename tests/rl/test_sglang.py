@@ -11,7 +11,6 @@ import os
 import pickle
 import pickletools
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +23,8 @@ from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.sglang_engine import SGLangEngine, serialize
-from tests.rl import test_vllm
-from tests.rl.test_vllm import WEIGHTS, bucket, update
+from tests.rl import servers
+from tests.rl.servers import OPTIONS, WEIGHTS, bucket, check_responses, check_weights, update
 from tests.workers import FORKS
 
 # What SafeUnpickler of sglang 0.5.23 lets through, of that a payload needs.
@@ -62,7 +61,7 @@ def decode(payload: str) -> dict[str, torch.Tensor]:
     }
 
 
-class StandIn(test_vllm.StandIn):
+class StandIn(servers.StandIn):
     """Answers as the routes of sglang 0.5.23 do."""
 
     def __init__(self) -> None:
@@ -71,10 +70,7 @@ class StandIn(test_vllm.StandIn):
         self.without: set[str] = set()
         self.finish = "stop"
 
-    def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        self.calls.append(route)
-        if route in self.faults and (status := self.faults[route]()) != 200:
-            return status, {"error": "as asked"}
+    def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route in self.without:
             return 404, {"detail": "Not Found"}
         if route in ("server_info", "get_server_info"):
@@ -114,18 +110,12 @@ class StandIn(test_vllm.StandIn):
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    found = StandIn()
-    thread = threading.Thread(target=found.serve_forever)
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with servers.serving(StandIn()) as found:
+        yield found
 
 
 def engine_of(url: str, **options: Any) -> SGLangEngine:
-    options = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0, **options}
-    return SGLangEngine(RolloutConfig(engine="sglang", url=url), **options)
+    return SGLangEngine(RolloutConfig(engine="sglang", url=url), **{**OPTIONS, **options})
 
 
 def ask(engine: SGLangEngine) -> Any:
@@ -141,15 +131,12 @@ def test_weights_then_responses(without: set[str], server: StandIn) -> None:
     engine = engine_of(server.url)
     assert engine.describe() == f"rollouts: SGLang at {server.url}, which serves 'policy'"
     update(engine, 3)
-    assert server.weights.keys() == WEIGHTS.keys()
-    assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
+    check_weights(server)
     assert (server.version, server.paused, server.is_open) == ("a1:3", False, False)
     assert "flush_cache" in server.calls
     server.faults["flush_cache"] = lambda: 400  # as while other ranks generate
     engine.flush_cache()
-    found = engine.generate([Request([11 + at, 12], (at,)) for at in range(20)], max_new_tokens=4, temperature=1.0)
-    assert [response.ids for response in found] == [[11 + at, 12, 7] for at in range(20)]
-    assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
+    check_responses(engine)
     server.finish = "length"
     assert not ask(engine)[0].is_whole
 

@@ -6,12 +6,10 @@ import json
 import os
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +21,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
-from fsdp2kit.rl.bucket import Bucket, Entry
 from fsdp2kit.rl.engine import Request
-from fsdp2kit.rl.server_engine import ServerEngine
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
+from tests.rl import servers
+from tests.rl.servers import OPTIONS, bucket, check_responses, check_weights, update
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class StandIn(ThreadingHTTPServer):
-    """Answers as vLLM's routes do, keeps what it was sent, and fails where a test tells it to."""
+class StandIn(servers.StandIn):
+    """Answers as vLLM's routes do."""
 
-    daemon_threads = True
-    request_queue_size = 128  # with 5, as it is otherwise, some of 20 connections at once are reset
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.calls: list[str] = []
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version = "default"
-        self.paused = False
-        self.faults: dict[str, Callable[[], int]] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def answer(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        self.calls.append(route)
-        if route in self.faults and (status := self.faults[route]()) != 200:
-            return status, {"error": "as asked"}
+    def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "v1/models":
             return 200, {"data": [{"id": "policy"}]}
         if route == "weight_info":
@@ -72,68 +52,23 @@ class StandIn(ThreadingHTTPServer):
         return 200, {}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: StandIn
-
-    def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        status, found = self.server.answer(self.path.strip("/"), json.loads(body) if body else {})
-        text = json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_GET = do_POST = _answer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    found = StandIn()
-    thread = threading.Thread(target=found.serve_forever)
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with servers.serving(StandIn()) as found:
+        yield found
 
 
 def engine_of(url: str, **options: Any) -> VLLMEngine:
-    options = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0, **options}
-    return VLLMEngine(RolloutConfig(engine="vllm", url=url), **options)
-
-
-def bucket(**tensors: torch.Tensor) -> Bucket:
-    entries, offset = [], 0
-    for name, tensor in tensors.items():
-        entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, offset))
-        offset += tensor.nbytes
-    return Bucket(tuple(entries), torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]))
-
-
-WEIGHTS = {"a": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5.0)}
-
-
-def update(engine: ServerEngine, version: int) -> None:
-    engine.begin_update(version)
-    for name, tensor in WEIGHTS.items():
-        engine.load_weights(bucket(**{name: tensor}))
-    engine.finish_update(version)
+    return VLLMEngine(RolloutConfig(engine="vllm", url=url), **{**OPTIONS, **options})
 
 
 def test_weights_then_responses(server: StandIn) -> None:
     engine = engine_of(server.url)
     update(engine, 3)
-    assert server.weights.keys() == WEIGHTS.keys()
-    assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
+    check_weights(server)
     assert server.version == "a1:3"
     assert server.calls[1:4] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
-    found = engine.generate([Request([11 + at, 12], (at,)) for at in range(20)], max_new_tokens=4, temperature=1.0)
-    assert [response.ids for response in found] == [[11 + at, 12, 7] for at in range(20)]
-    assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
+    check_responses(engine)
 
 
 def test_only_one_rank_sends(server: StandIn) -> None:
