@@ -115,6 +115,8 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
     def note(name: str, values: Iterable[object]) -> None:
         seen.setdefault(name, set()).update(value.dtype for value in values if isinstance(value, Tensor))
 
+    # Dynamo would trace the hook as well, through FSDP2's weak references to all modules, some of which go meanwhile.
+    @torch.compiler.disable
     def watch_unit(unit: nn.Module, _inputs: object) -> None:
         # By then FSDP has gathered this unit's parameters, and still has the gradients of earlier micro-batches.
         for module in _modules_of_unit(unit):

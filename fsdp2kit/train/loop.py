@@ -8,7 +8,6 @@ device once, to read loss and gradient norm.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import signal
 import time
@@ -119,8 +118,6 @@ def train(
     measured = Measured(objective, reserved=RECORD_KEYS)
     step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
     step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
-    # torch.compile walks FSDP2's weak references to all modules, and fails if some are thrown away meanwhile.
-    gc.collect()
     with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
         run.begin()
         with StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None) as stop:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,11 @@ def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, tmp_path: Pa
     assert "WARNING: parameters and moments are stored in bfloat16" in text
 
 
-def compiled_step(folder: Path, case: Case) -> dict[str, Any]:
-    """What the compiler did in the step that the ledger watches."""
+def compiled_step(folder: Path, case: Case, is_watched: bool) -> dict[str, Any]:
+    """What the compiler did in a step, with or without the ledger that watches it."""
     from torch._dynamo.utils import counters
 
     original = torch.nn.Module.compile
-    gc.collect()  # an earlier job's models may not go while Dynamo iterates over FSDP's weak references
     torch.compiler.reset()
     counters.clear()
     torch.nn.Module.compile = lambda self: original(self, backend="aot_eager")
@@ -77,16 +76,20 @@ def compiled_step(folder: Path, case: Case) -> dict[str, Any]:
         sharded = Sharded(config, world=distributed.start())
         optimizer = build_optimizer(config.optimizer, sharded.model)
         batch = make_batches(1)[0]
-        with assert_ledger(sharded.plan.ledger, sharded.model, optimizer):
+        ledger = assert_ledger(sharded.plan.ledger, sharded.model, optimizer)
+        with ledger if is_watched else nullcontext():
             accumulate(sharded, batch)
             optimizer.step()
     finally:
         torch.nn.Module.compile = original
-    return {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+    found = {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+    return {**found, "traced": counters["frames"]["total"]}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir("llama3", tmp_path)
     case = Case("llama3", checkpointing=checkpointing)
-    assert pool.run(1, compiled_step, tmp_path, case) == [{"graphs": 1, "breaks": {}}]
+    ((watched,), (plain,)) = (pool.run(1, compiled_step, tmp_path, case, is_watched) for is_watched in (True, False))
+    assert (watched["graphs"], watched["breaks"]) == (1, {})
+    assert watched == plain, "the ledger's own functions are not traced"
