@@ -92,14 +92,13 @@ def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
 def _describe_teacher(config: TrainingConfig, model: PreTrainedModel | None, plan: ParallelPlan | None) -> str | None:
     """The line of a teacher that the model can learn from; None if one of both, or a tokenizer, is not here."""
     section, path = config.distill, config.distill.teacher  # pyright: ignore[reportAttributeAccessIssue]
-    is_here = path is None or Path(path).is_absolute()
     if model is None or plan is None or path is None:
         return None
     try:
         tokenizer = build_tokenizer(config.model, local_files_only=True)
         return build_teacher(section, model, config=config, plan=plan, tokenizer=tokenizer).describe()
     except UserError as error:
-        if is_here and error.where.startswith("distill"):
+        if Path(path).is_absolute() and error.where.startswith("distill"):
             raise
         return None
 

@@ -133,7 +133,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
         note("frozen" if ledger.frozen and not parameter.requires_grad else "storage", [parameter])
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # Around units, not inside: what is inside may be compiled.
-    hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]
+    hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]  # pyright: ignore[reportArgumentType]
     hooks.append(optimizer.register_step_pre_hook(watch_update))
     try:
         yield
