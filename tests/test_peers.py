@@ -202,6 +202,30 @@ def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_mod
     assert "DistributedDataParallel" in other["ran"], "accelerate drops FSDP on a CPU, and the bench says so"
 
 
+@needs_accelerate
+def test_adapters_are_trained_beside_pefts(pool: WorkerPool, chat_model: Path) -> None:
+    changes = ["lora.rank=4", "train.micro_batch_size=2"]
+    result, _ = compare(pool, chat_model, "equal_padding", set=changes)
+
+    ours, other = result["pairs"]["equal_padding"].values()
+    assert ours["losses"][0] == pytest.approx(other["losses"][0], rel=1e-5), "adapters begin as nothing"
+    assert ours["losses"] == pytest.approx(other["losses"], rel=1e-3), "each from its own random values"
+    assert other["losses"][-1] != other["losses"][0]
+    assert "adapters in float32" in other["ran"]
+    with pytest.raises(AssertionError, match="UserError: --peers: handwritten trains no adapters"):
+        compare(pool, chat_model, "handwritten", set=changes)
+
+
+@needs_trl
+def test_trl_trains_adapters(pool: WorkerPool, chat_model: Path) -> None:
+    changes = {"dtype": "bfloat16", "set": ["lora.rank=4", "optimizer.lr=1e-2"]}
+    result, _ = compare(pool, chat_model, "trl", rounds=3, global_batch=2, **changes)
+
+    trl = result["pairs"]["trl"]["trl"]
+    assert "parameters whole on every rank in bfloat16 (adapters in float32)" in trl["ran"]
+    assert trl["losses"][-1] != trl["losses"][0]
+
+
 @needs_trl
 def test_trl_packs(pool: WorkerPool, chat_model: Path) -> None:
     result, _ = compare(pool, chat_model, "trl", rounds=1, global_batch=2)

@@ -21,6 +21,7 @@ SLACK = 1e-3  # float32 logits of about 10, by other kernels, over 30 layers
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> None:
     python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
     rows = [{"prompt": text, "completion": " a b c d e f."} for text in GREEDY]
@@ -32,7 +33,7 @@ def test_vllm_answers_as_transformers_do(pool: WorkerPool, tmp_path: Path) -> No
         model.path = "{model}"
         lora = {{ rank = 8, alpha = 16 }}
         fsdp.param_dtype = "float32"
-        data = {{ path = "rows.jsonl", seq_len = 128, pack = false }}
+        data = {{ path = "rows.jsonl", format = "prompt_completion", seq_len = 128, pack = false }}
         train = {{ steps = 6, global_batch_size = 2 }}
         optimizer.lr = 2e-3
         checkpoint = {{ every = 6 }}

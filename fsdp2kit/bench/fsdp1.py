@@ -49,6 +49,7 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
     mixes_policies = fsdp.unit == "size" and bool(fsdp.unit_classes)
     refusals: list[tuple[str, Any, bool, str]] = [
         ("mesh.cp", config.mesh.cp, config.mesh.cp > 1, "set it to 1"),
+        ("lora.rank", config.lora.rank, config.trains_adapter, "leave the adapters out"),
         ("fsdp.unit_classes", fsdp.unit_classes, mixes_policies, 'use fsdp.unit = "layer" or "root"'),
         ("fsdp.class_dtypes", fsdp.class_dtypes, bool(fsdp.class_dtypes), "leave it out"),
         ("float8.recipe", config.float8.recipe, config.float8.recipe != "none", 'use "none"'),

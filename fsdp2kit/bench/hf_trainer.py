@@ -32,7 +32,8 @@ from fsdp2kit.bench.harness import Side
 from fsdp2kit.bench.sides import Work, read_data
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World, gather_objects, work_on_this_device
-from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.loss_head import IGNORE
 
 
@@ -42,7 +43,8 @@ class HFSide(Side):
     ``hf_trainer`` is given fsdp2kit's rows, which it tells into documents by their positions; ``hf_trainer_padded``
     documents, one in a row of ``seq_len``; ``hf_trainer_longest`` documents, padded to the longest. ``trl`` packs,
     and is otherwise as it comes, with activation checkpointing; ``trl_without_ac`` is without that, ``trl_padded``
-    without packing.
+    without packing. With ``lora.rank`` all of them train peft's adapters of the same layers, in float32, over a
+    model in the dtype of compute.
 
     Args:
         config: fsdp2kit's settings of the same run; but for ``hf_trainer`` of one document a row, whose order they
@@ -53,7 +55,7 @@ class HFSide(Side):
     def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         loader, tokenizer = read_data(config, dp_rank=world.rank, dp_size=world.size)
-        self._section, self._device = config.model, world.device
+        self._config, self._device = config, world.device
         self._turns = Turns(lambda: self._trainer.train())
         self._seen: list[tuple[Tensor, Tensor, Tensor | None]] = []
         train, seq_len, steps = config.train, config.data.seq_len, (config.train.steps or 0) + 1
@@ -84,12 +86,19 @@ class HFSide(Side):
 
     def build(self) -> None:
         """Build the model and the trainer, which makes its optimizer in the first step."""
-        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        if self._section.weights == "random":
+        section, lora = self._config.model, self._config.lora
+        # A frozen model needs no float32 values: what is computed in is enough, on our side too.
+        dtype = getattr(torch, self._config.fsdp.param_dtype) if self._config.trains_adapter else torch.float32
+        how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+        if section.weights == "random":
             with self._device:
-                model = AutoModelForCausalLM.from_config(load_hf_config(self._section), **how)
+                model = AutoModelForCausalLM.from_config(load_hf_config(section), **how)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(self._section.path), **how)
+            model = AutoModelForCausalLM.from_pretrained(str(section.path), **how)
+        if adapter := adapter_of(build_model(section, lora=lora)):
+            from peft import get_peft_model
+
+            model = get_peft_model(model, adapter.config)
         trainer, arguments = self._classes
         self._trainer: Any = trainer(model=model, args=arguments(**self._arguments), **self._given)
         training_step = self._trainer.training_step
@@ -126,9 +135,11 @@ class HFSide(Side):
 
     def describe(self) -> str:
         wrapped, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
-        parameter = next(wrapped.parameters())
+        parameter, trained = next(wrapped.parameters()), next(p for p in wrapped.parameters() if p.requires_grad)
         where = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
         dtype, attention = str(parameter.dtype).removeprefix("torch."), self._trainer.model.config._attn_implementation
+        if self._config.trains_adapter:
+            dtype += f" (adapters in {str(trained.dtype).removeprefix('torch.')})"
         return (
             f"{type(wrapped).__name__} ({accelerator.distributed_type.name}), parameters {where} in {dtype}, "
             f"mixed precision {accelerator.mixed_precision}, {self._batches}, attention {attention}"

@@ -87,6 +87,8 @@ def bench_peers(
             check_config(config, world_size=world.size, local_world_size=world.local_size)
         if config.data.streaming:
             raise UserError("--set", "data.streaming cannot be read by several loops", "leave it out")
+        if name == "handwritten" and config.trains_adapter:
+            raise UserError("--peers", "handwritten trains no adapters", "name trl, hf_trainer_padded, …")
         if name.startswith("fsdp2kit"):
             return OurSide(config, world=world)
         if name == "handwritten":

@@ -145,7 +145,7 @@ def bench_config(values: Mapping[str, Any], *, overrides: Sequence[str] = ()) ->
 
 def build_ours(config: TrainingConfig, *, mesh: Mesh, fill: Any = fill_weights) -> tuple[PreTrainedModel, Any]:
     """The model over ``mesh`` with the values that ``fill`` gives it, and its plan. Collective."""
-    model = build_model(config.model)
+    model = build_model(config.model, lora=config.lora)
     plan = plan_parallel(model, config, mesh.sizes, mesh.device.type)
     parallelize_model(model, plan, mesh=mesh)
     fill(config.model, model, seed=config.run.seed)
