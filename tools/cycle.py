@@ -6,12 +6,12 @@ python tools/cycle.py RUN_DIR --png cycle.png
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.bench.curves import read_run
 from fsdp2kit.errors import UserError, in_one_line
 
 COLORS = {
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="directory of a run of recipe grpo")
     parser.add_argument("--png", type=Path, required=True, metavar="FILE", help='(pip install "fsdp2kit[plot]")')
     options = parser.parse_args(arguments)
-    records = read_records(options.run_dir / "metrics.jsonl")
+    records = read_records(options.run_dir)
     seconds, memory = cycle_of(records)
     for name, value in seconds.items():
         print(f"{name:<10}{value:8.3f} s{memory.get(name, 0.0):10.2f} GiB")
@@ -42,18 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The steps of a run.
 
     Raises:
-        UserError: there is no such file, or it has no step of rollouts.
+        UserError: the directory is no run's, or the run has no rollouts.
     """
-    if not path.is_file():
-        raise UserError(str(path), "no such file", "name a run's directory")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    _, records = read_run(run_dir)
     records = [record for record in records if "seconds/sync" in record and "step_seconds" in record]
     if not records:
-        raise UserError(str(path), "has no step with rollouts", "name the directory of a run of recipe grpo")
+        raise UserError(str(run_dir), "has no step with rollouts", "name the directory of a run of recipe grpo")
     return records
 
 
