@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 RUN_DIR := runs/demo_cp2
 
-GPU_PIECES := gpu-first gpu-tests gpu-kernels gpu-3b gpu-8b gpu-1b gpu-loss gpu-profile gpu-load
+GPU_PIECES := gpu-first gpu-tests gpu-kernels gpu-3b gpu-8b gpu-loss gpu-lora gpu-1b gpu-profile gpu-load
 .PHONY: demo test test-oldest lint format schema gpu gpu-out $(GPU_PIECES) clean
 
 demo: $(VENV)/installed
@@ -34,7 +34,7 @@ schema: $(VENV)/installed
 	$(BIN)/python tools/schema.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
-# worth, each can be started alone and ends within its limit, 27 minutes in all; results go to the folder GPU_OUT, where
+# worth, each can be started alone and ends within its limit, 29 minutes in all; results go to the folder GPU_OUT, where
 # that is set (docs/cuda.md). GPU_DEVICE=cpu tries them without a device, on tiny shapes.
 GPU_ENV = env PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 $(if $(GPU_TRY),TRY_ON_CPU=1)
 GPU_TRY = $(filter cpu,$(GPU_DEVICE))
@@ -62,8 +62,14 @@ gpu-tests: gpu-out
 gpu-kernels: gpu-out
 	$(GPU_LIMIT) 150 $(GPU_BENCH) ring --max-minutes 1.5 $(GPU_DRY) $(GPU_FILE)
 
-gpu-1b gpu-3b gpu-8b: gpu-out
+gpu-3b gpu-8b: gpu-out
 	$(GPU_LIMIT) 240 $(GPU_BENCH) gpu --groups $(@:gpu-%=%) --max-minutes 3 $(GPU_DRY) $(GPU_FILE)
+
+gpu-lora: gpu-out
+	$(GPU_LIMIT) 190 $(GPU_BENCH) gpu --groups lora_16k lora_4k --max-minutes 2.2 $(GPU_DRY) $(GPU_FILE)
+
+gpu-1b: gpu-out
+	$(GPU_LIMIT) 180 $(GPU_BENCH) gpu --groups 1b --max-minutes 2.2 $(GPU_DRY) $(GPU_FILE)
 
 # LOSS_KERNELS="torch liger", where both are there, measures them beside ours.
 gpu-loss: gpu-out
@@ -71,10 +77,10 @@ gpu-loss: gpu-out
 	  --hidden 4096 --dtype bfloat16 --whole --rounds 20) --kernels $(LOSS_KERNELS) $(GPU_FILE)
 
 gpu-load: gpu-out
-	$(GPU_LIMIT) 100 $(GPU_BENCH) load --files 4 --dtype bfloat16 --rounds 2 --params $(if $(GPU_TRY),0.001 --device cpu,1) $(GPU_FILE)
+	$(GPU_LIMIT) 90 $(GPU_BENCH) load --files 4 --dtype bfloat16 --rounds 2 --params $(if $(GPU_TRY),0.001 --device cpu,1) $(GPU_FILE)
 
 gpu-profile: gpu-out
-	$(GPU_LIMIT) 150 $(GPU_BENCH) gpu --groups 1b --profile --max-minutes 2 $(GPU_DRY) $(GPU_FILE)
+	$(GPU_LIMIT) 130 $(GPU_BENCH) gpu --groups 1b --profile --max-minutes 1.5 $(GPU_DRY) $(GPU_FILE)
 
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)

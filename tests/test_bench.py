@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, config_of, kind_of, obstacle, shares
+from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, bench_sync, llama_config
 from fsdp2kit.distributed import end_process
+from tests.reference import needs_integers
 from tests.workers import FORKS, WorkerPool
 from tools.bench import main, report_lines, result_lines
 
@@ -105,7 +107,7 @@ def test_convert_measures_every_way(pool: WorkerPool) -> None:
 def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
 
-    groups = ("--groups", "small", "1b", "3b", "8b")
+    groups = ("--groups", *GROUPS)
     done = tool("gpu", "--device", "cpu", "--dry-run", *groups, "--json", "--out", str(out))
 
     assert done.returncode == 0, done.stderr
@@ -131,6 +133,20 @@ def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     if "step" in trainer:  # accelerate is installed
         assert trainer["fsdp2kit_is_faster"] == speed(plain["step"]["all"], trainer["step"]["all"])
         assert plain["losses"] == pytest.approx(trainer["losses"], rel=2e-2)
+
+
+@needs_integers
+def test_a_model_in_4_bits_gets_random_values_without_a_checkpoint(pool: WorkerPool) -> None:
+    (result,) = pool.run(1, _qlora)
+    (row,) = result["rows"]
+    assert len(set(row["losses"])) == 6
+    assert all(math.isfinite(loss) for loss in row["losses"])
+
+
+def _qlora() -> dict[str, Any]:
+    """The variant that is compiled on a device, eager."""
+    with mock.patch.dict(GROUPS, lora_4k=("Llama-3.1-8B", 1, 4096, ["QLoRA"])):
+        return last_result(bench_gpu, groups=("lora_4k",), dry_run=True)
 
 
 def test_gpu_profile_and_ring_dry_runs() -> None:

@@ -19,6 +19,7 @@ from fsdp2kit.distributed import World, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops, device_peak_flops, flops_per_batch
+from fsdp2kit.model.names import nf4_layers
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "tie_word_embeddings")
@@ -43,17 +44,22 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {
     "8-bit moments": (["optimizer.name=adamw_8bit"], ["torchao"]),
     "bfloat16 parameters and moments": (["optimizer.name=adamw_bf16", "fsdp.storage_dtype=bfloat16"], []),
     "moments on the host": (["fsdp.offload=optimizer"], []),
+    "LoRA": (["lora.rank=16", "lora.alpha=32"], ["peft"]),
+    "QLoRA": (["lora.rank=16", "lora.alpha=32", "lora.quantize=nf4"], ["peft"]),
 }
 # By worth: a loan may end before the last.
 _SPEED = ["bfloat16, compiled", "bfloat16", "Trainer, bfloat16", "Trainer, bfloat16, compiled", "float8, compiled"]
 # Without checkpointing where one H200 (139 GiB) has room: float32 parameters, gradients and moments are 16 bytes each.
 # For 8B they are 128 GB, which leaves none: its variants are ways to make some.
 _MOMENTS = ("8-bit moments", "bfloat16 parameters and moments", "moments on the host")
+_LORA = ["LoRA", "Trainer, LoRA", "LoRA, compiled", "QLoRA, compiled"]
 GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
     "small": ("SmolLM2-135M", 4, 2048, ["bfloat16", "Trainer, bfloat16", "full recomputation"]),
     "1b": ("Llama-3.2-1B", 2, 8192, [*_SPEED, "selective recomputation", "full recomputation"]),
     "3b": ("Llama-3.2-3B", 1, 8192, _SPEED),
     "8b": ("Llama-3.1-8B", 1, 8192, [f"selective recomputation, {name}" for name in _MOMENTS]),
+    "lora_16k": ("Llama-3.1-8B", 1, 16384, [f"{name}, full recomputation" for name in _LORA]),
+    "lora_4k": ("Llama-3.1-8B", 1, 4096, _LORA),
 }
 """Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
 
@@ -71,7 +77,7 @@ OTHERS = "elementwise and others"
 def bench_gpu(
     world: World,
     *,
-    groups: tuple[Literal["small", "1b", "3b", "8b"], ...] = ("small", "1b"),
+    groups: tuple[Literal["small", "1b", "3b", "8b", "lora_16k", "lora_4k"], ...] = ("small", "1b"),
     dry_run: bool = False,
     profile: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -143,7 +149,9 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
 def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
     """Random values in no time: drawn on the host, as training does, those of 8B would take longer than the steps."""
     torch.manual_seed(seed)
-    for values in (local_part(parameter.detach()) for parameter in model.parameters()):
+    for layer in nf4_layers(model).values():
+        layer.fill(0.02 * torch.randn(layer.out_features, layer.in_features, device=layer.nf4.device))
+    for values in (local_part(p.detach()) for p in model.parameters() if p.is_floating_point()):
         _ = values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
 
 
@@ -157,7 +165,7 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
     else:
         side = OurSide(config, world=world, fill=_fill_on_the_device)
     found = train_sides({"side": side}, rounds=steps - warmup, warmup=warmup, world=world)["side"]
-    counts = count_model_flops(build_model(config.model))  # on meta
+    counts = count_model_flops(build_model(config.model, lora=config.lora))  # on meta
     loader, _ = read_data(config, dp_rank=0, dp_size=1)
     batches = [micro for index in range(warmup, steps) for micro in loader.batch(index)]
     pairs, tokens = sum(micro.attention_pairs for micro in batches), sum(found["input_tokens"])

@@ -223,6 +223,7 @@ def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: i
         "max_grad_norm": config.train.max_grad_norm,
         "bf16": config.fsdp.param_dtype == "bfloat16",
         "torch_compile": config.compile.enabled,
+        "gradient_checkpointing": config.activation_checkpointing.mode == "full",
         "fsdp": world.size > 1 or None,
         "fsdp_config": {"version": 2, "reshard_after_forward": True} if world.size > 1 else None,
         "use_cpu": world.device.type == "cpu",
