@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, adapter_names, find_base, holds_adapter
-from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, read_manifest
+from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
@@ -195,9 +195,7 @@ def plan_export(
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest)
     elif config_dir is None:
-        what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
-        todo = "give a complete checkpoint, or for one written by torch alone --config HF_DIR"
-        raise UserError(str(checkpoint), what, todo)
+        raise no_manifest(checkpoint, "give a complete checkpoint, or for one written by torch alone --config HF_DIR")
     config_dir = config_dir or checkpoint / "hf"
     if merge and not holds_adapter(config_dir):
         raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")

@@ -63,6 +63,14 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     replace_file(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
+def no_manifest(checkpoint: Path, todo: str) -> UserError:
+    """The error of a directory that is no complete checkpoint; of a run's directory, it says where these are."""
+    what = f"has no {MANIFEST}, so it is incomplete or was not written by fsdp2kit"
+    if (checkpoint / "checkpoints").is_dir():
+        what, todo = "is a run's directory, not a checkpoint", f"name one of those in {checkpoint / 'checkpoints'}"
+    return UserError(str(checkpoint), what, todo)
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
@@ -81,9 +89,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
         return Manifest(**known)
     except FileNotFoundError:
-        what = "is missing, so the checkpoint is incomplete or was not written by fsdp2kit"
         todo = f"{USE_ANOTHER}; to start from the weights alone, set model.weights to this path"
-        raise UserError(str(path), what, todo) from None
+        raise no_manifest(checkpoint, todo) from None
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({error})", USE_ANOTHER) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -59,6 +59,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = re.search(r"line (\d+)", str(error))
         todo = _advise_on_line(lines[int(found[1]) - 1]) if found and int(found[1]) <= len(lines) else "mend that line"
+        if path.suffix == ".jsonl":
+            todo = f"name a run's TOML first, and this as data.path={path}"
         raise UserError(str(path), f"not valid TOML: {error}", todo) from None
 
 
@@ -140,12 +142,26 @@ def _apply_override(values: dict[str, Any], override: str, known: _Known) -> Non
     if _is_unset(override, path, known):
         _take_out(values, path)
         return
-    target = values
-    for part in path[:-1]:
-        target = target.setdefault(part, {})
-        if not isinstance(target, dict):
+    target: Any = values
+    for number, part in enumerate(path[:-1]):
+        if isinstance(target, list):
+            target = _entry(target, part, override, ".".join(path[:number]))
+        else:
+            target = target.setdefault(part, {})
+        if not isinstance(target, (dict, list)):
             raise UserError(f"override {override!r}", f"{part} is a value, not a section", "name an existing section")
+    if isinstance(target, list):
+        what, name = "an entry of a list cannot be set", ".".join(path[:-1])
+        raise UserError(f"override {override!r}", what, f"set a key of it ({name}.0.KEY=…), or all of {name}")
     target[path[-1]] = _from_command_line(value)
+
+
+def _entry(entries: list[Any], part: str, override: str, name: str) -> Any:
+    """The entry of a list of tables that a part of an override's path counts, from 0."""
+    if not part.isdigit() or int(part) >= len(entries):
+        what = f"{name} has {len(entries)} entries, counted from 0"
+        raise UserError(f"override {override!r}", what, f"write {name}.0.KEY=…, or add the entry to the TOML")
+    return entries[int(part)]
 
 
 def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
@@ -161,7 +177,10 @@ def _take_out(values: dict[str, Any], path: Sequence[str]) -> Any:
     """Delete a key, in place, and return its value; None where there is none."""
     section: Any = values
     for part in path[:-1]:
-        section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, list) and part.isdigit():
+            section = section[int(part)] if int(part) < len(section) else None
+        else:
+            section = section.get(part) if isinstance(section, dict) else None
     return section.pop(path[-1], None) if isinstance(section, dict) else None
 
 

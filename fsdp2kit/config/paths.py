@@ -98,6 +98,8 @@ def check_paths(config: TrainingConfig) -> None:
         instead = _INSTEAD["data" if key.startswith(("data.", "eval.")) else key]
         if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
             raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text))
+    if os.path.isfile(config.run.dir):  # noqa: PTH113 (as below)
+        raise UserError("run.dir", f"{config.run.dir} is a file", "name a directory, which need not be there yet")
     for key, text in (("model.weights", config.model.weights), ("run.resume", config.run.resume)):
         if text in _WORDS[key] or "://" in text or os.path.exists(text):  # noqa: PTH110 (as below)
             continue

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
@@ -226,7 +227,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
 def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
     manager, path = saved_alone(tmp_path, 1)
     (path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"step-000001/manifest\.json: is missing.*; .*in another run\.dir"):
+    with pytest.raises(UserError, match=r"step-000001: has no manifest\.json.*; .*in another run\.dir"):
         manager.resolve("auto")
     path.rename(path.with_name(".tmp-step-000001"))  # as a kill during the very first save leaves it
     assert manager.resolve("auto") is None
@@ -347,7 +348,7 @@ def flip(path: Path) -> None:
         (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
         (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: is not a checkpoint's manifest"),
-        (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: is missing"),
+        (lambda path: (path / "manifest.json").unlink(), r"step-000002: has no manifest\.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(
@@ -359,6 +360,17 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(
         manager.resolve(str(path))
     assert manager.resolve("auto") == path.with_name("step-000001")
     assert re.search(rf"step-000002: skipped: .*{message}", caplog.text)
+
+
+def test_a_runs_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    saved_alone(tmp_path, 1)
+    said = (
+        rf"^{re.escape(str(tmp_path))}: is a run's directory, not a checkpoint; name one of those in .*/checkpoints$"
+    )
+    with pytest.raises(UserError, match=said):
+        verify(tmp_path)
+    with pytest.raises(UserError, match=said):
+        dcp_to_hf(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("flipped", [0, 1])

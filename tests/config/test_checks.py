@@ -166,6 +166,7 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             {"model": {"path": "gpt2", "weights": "/no/Random"}},
             "model.weights: /no/Random: no such directory; write",
         ),
+        ({"run": {"dir": __file__}}, f"run.dir: {__file__} is a file; name a directory"),
         ({"run": {"resume": "/no/last"}}, "run.resume: /no/last: no such directory; give the path of a checkpoint"),
         ({"train": {"steps": 9, "max_nonfinite": 3}}, "train.max_nonfinite: 3 with train.on_nonfinite = 'stop'"),
         (

@@ -177,6 +177,12 @@ UNSET = {
     "a text": ({"wandb": {"project": "x"}}, "wandb.project=none", lambda c: c.wandb.project, "fsdp2kit"),
     "a section": ({"eval": {"every": 7}}, "eval=none", lambda c: c.eval.every, 0),
     "an entry": ({"eval": {"sets": {"a": {"path": "x.b"}}}}, "eval.sets.a=none", lambda c: c.eval.sets, {}),
+    "of an entry of a list": (
+        {"data": {"sources": [{"path": "a.b"}, {"path": "x.b", "split": "y"}]}},
+        "data.sources.1.split=none",
+        lambda c: c.data.sources[1].split,
+        load({}).data.split,
+    ),
     "of the model's config": (
         {"model": {"config": {"rope": {"factor": 2}, "a": 1}}},
         "model.config.rope.factor=none",
@@ -204,6 +210,16 @@ UNSET = {
 def test_none_takes_a_key_out(name: str) -> None:
     values, override, read, expected = UNSET[name]
     assert read(load(values, override)) == expected
+
+
+def test_an_override_reaches_into_a_list_of_tables() -> None:
+    values = {"data": {"sources": [{"path": "a.b"}, {"path": "c.d", "weight": 2.0}]}}
+    assert [one.weight for one in load(values, "data.sources.0.weight=3").data.sources] == [3.0, 2.0]
+    assert error_of(values, "data.sources.1.weigth=3").where == "override data.sources.1.weigth"
+    error = error_of(values, "data.sources.2.weight=3")
+    assert error.what == "data.sources has 2 entries, counted from 0"
+    for override in ("data.sources.path=x.b", "data.sources.1=x.b"):
+        assert error_of(values, override).todo.startswith("set a key of it (data.sources.0.KEY=…)")
 
 
 @pytest.mark.parametrize("key", ["train.epoch", "trian.epochs", "eval.sets.a.pth", "train.epochs.x"])
