@@ -17,6 +17,10 @@ FORKS.set_forkserver_preload(["recipes.sft", "tools.bench", "fsdp2kit.bench.gpu"
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
+# torch 2.11 keeps every mesh, and with it threads of its groups, which wake up a hundred times a second: after some
+# hundreds of tests they take more than a core. Workers with so many are replaced.
+_MOST_THREADS = 100
+
 
 def _serve(connection: Any) -> None:
     """One worker: run functions sent by the parent, each inside a process group of its own."""
@@ -71,6 +75,14 @@ def _forget_groups() -> None:
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
+def _threads_of(pid: int) -> int:
+    """How many threads a process has; 0 where the system does not say."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 (a list of names alone)
+    except OSError:
+        return 0
+
+
 class WorkerPool:
     """Runs a top-level function on ranks 0 … size − 1 of a fresh gloo group and returns every rank's result."""
 
@@ -83,6 +95,8 @@ class WorkerPool:
         Raises:
             AssertionError: a rank raised; the message holds the traceback of each one that did.
         """
+        if any(_threads_of(process.pid) > _MOST_THREADS for process, _ in self._workers):
+            self.close()
         while len(self._workers) < size:
             ours, theirs = FORKS.Pipe()
             process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)

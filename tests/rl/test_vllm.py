@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -12,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
+from fsdp2kit.rl.bucket import Bucket
 from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
@@ -155,9 +159,12 @@ def path_in_environment(name: str) -> Path:
 def vllm_server(
     python: Path, model: Path, folder: Path, *, dtype: str, port: int, options: Sequence[object] = ()
 ) -> Iterator[str]:
-    """A server that knows this repository's plugin, as one that the package is installed beside."""
+    """A server that knows this repository's plugin, as one that the package is installed beside; gives its URL.
+
+    ``folder / "pid"`` names its process group.
+    """
     metadata = folder / "fsdp2kit-0.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2kit\nVersion: 0\n")
     project = (ROOT / "pyproject.toml").read_text()
     point = next(line for line in project.splitlines() if line.startswith("fsdp2kit = ") and "vllm_plugin" in line)
@@ -168,7 +175,10 @@ def vllm_server(
     command += ["--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 16, "--host", "127.0.0.1"]
     command += ["--weight-transfer-config", '{"backend": "fsdp2kit"}', *options]
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            list(map(str, command)), env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        (folder / "pid").write_text(str(process.pid))
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_for(url, process, log=folder / "server.log")
@@ -195,6 +205,31 @@ def _wait_for(url: str, process: subprocess.Popen, *, log: Path) -> None:
 
 
 GREEDY = ["The capital of France is", "2 + 2 =", "Water boils at"]
+
+
+def write_run(folder: Path, model: Path, port: int, *, dtype: str) -> Path:
+    """The TOML of five steps with rewards for short answers."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {at}."}) + "\n" for at in range(8)))
+    (folder / "reward.py").write_text(
+        "def short(completions, **columns):\n    return [-len(one[0]['content']) for one in completions]\n"
+    )
+    toml = folder / "x.toml"
+    toml.write_text(f"""
+        recipe = "grpo"
+        run.dir = "{folder}/run"
+        model.path = "{model}"
+        mesh.cp = 2
+        fsdp.param_dtype = "float32"
+        data = {{ path = "prompts.jsonl", seq_len = 256 }}
+        rollout = {{ engine = "vllm", url = "http://127.0.0.1:{port}", n = 4, max_new_tokens = 24, dtype = "{dtype}" }}
+        weight_sync.bucket_mib = 64
+        reward = [{{ function = "reward.py:short" }}]
+        train = {{ steps = 5, global_batch_size = 8 }}
+        optimizer.lr = 1e-5
+        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
+        wandb.mode = "disabled"
+    """)
+    return toml
 
 
 def _train_and_ask(toml: str, asked: list[list[int]], out: str) -> None:
@@ -230,27 +265,8 @@ def test_five_cycles_with_a_real_server(
     python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = [tokenizer(text).input_ids for text in GREEDY]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {at}."}) + "\n" for at in range(8)))
-    (tmp_path / "reward.py").write_text(
-        "def short(completions, **columns):\n    return [-len(one[0]['content']) for one in completions]\n"
-    )
     port = free_port()
-    toml = tmp_path / "x.toml"
-    toml.write_text(f"""
-        recipe = "grpo"
-        run.dir = "{tmp_path}/run"
-        model.path = "{model}"
-        mesh.cp = 2
-        fsdp.param_dtype = "float32"
-        data = {{ path = "prompts.jsonl", seq_len = 256 }}
-        rollout = {{ engine = "vllm", url = "http://127.0.0.1:{port}", n = 4, max_new_tokens = 24, dtype = "{dtype}" }}
-        weight_sync.bucket_mib = 64
-        reward = [{{ function = "reward.py:short" }}]
-        train = {{ steps = 5, global_batch_size = 8 }}
-        optimizer.lr = 1e-5
-        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
-        wandb.mode = "disabled"
-    """)
+    toml = write_run(tmp_path, model, port, dtype=dtype)
     with vllm_server(python, model, tmp_path, dtype=dtype, port=port) as url:
         break_off_an_update(url, model)
         pool.run(2, _train_and_ask, str(toml), asked, str(tmp_path / "answers.jsonl"))
@@ -267,6 +283,54 @@ def test_five_cycles_with_a_real_server(
     assert len(gaps) == 5
     assert 0 < max(gaps) <= most
     assert max(record["log_prob_gap"] for record in records) <= mean
+
+
+def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
+    """Run a recipe; when the first bucket of the third weights has arrived, kill all processes of the server."""
+    begin, send = VLLMEngine.begin_update, VLLMEngine._send
+    begun: list[int] = []
+
+    def begin_and_count(engine: VLLMEngine, version: int) -> None:
+        begun.append(version)
+        begin(engine, version)
+
+    def send_and_kill(engine: VLLMEngine, sent: Bucket) -> None:
+        send(engine, sent)
+        if pid and len(begun) == 3:
+            with contextlib.suppress(ProcessLookupError):  # at the second bucket
+                os.killpg(int(Path(pid).read_text()), signal.SIGKILL)
+
+    with mock.patch.multiple(VLLMEngine, begin_update=begin_and_count, _send=send_and_kill):
+        recipe, config = load(toml, list(overrides))
+        recipe.main(config)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_real_server_that_is_killed_between_buckets(ahead: int, pool: WorkerPool, tmp_path: Path) -> None:
+    python, model = path_in_environment("FSDP2KIT_VLLM_PYTHON"), path_in_environment("FSDP2KIT_SMOLLM2")
+    port = free_port()
+    toml, options = write_run(tmp_path, model, port, dtype="float32"), [f"rollout.ahead={ahead}"]
+
+    def figures(name: str) -> list[float]:
+        """Rewards depend on every token that was sampled."""
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)[key] for line in lines for key in ("reward", "grad_norm")]
+
+    said = r"RunFailure: vLLM server .*: (broke off in|does not answer)"
+    with (
+        vllm_server(python, model, tmp_path, dtype="float32", port=port),
+        pytest.raises(AssertionError, match=said),
+    ):
+        pool.run(2, _train, str(toml), options, str(tmp_path / "pid"))
+    before = figures("run")
+    assert 0 < len(before) < 10
+    with vllm_server(python, model, tmp_path, dtype="float32", port=port):
+        pool.run(2, _train, str(toml), options)
+        pool.run(2, _train, str(toml), [*options, f"run.dir={tmp_path}/straight"])
+    resumed = figures("run")
+    assert resumed[: len(before)] == before
+    assert resumed == pytest.approx(figures("straight"), rel=1e-3)
 
 
 def break_off_an_update(url: str, model: Path) -> None:
