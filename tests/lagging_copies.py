@@ -29,6 +29,7 @@ class LaggingCopies:
         monkeypatch.setattr(Tensor, "copy_", self._copying())
         monkeypatch.setattr(Tensor, "to", self._moving())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # asked by builds with CUDA
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=self.wait))
 
     def wait(self) -> None:

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.run import bundled_folder, load_recipe
@@ -39,8 +40,17 @@ def schema_of(recipe: Path) -> str:
 
 
 def is_current(path: Path, text: str) -> bool:
-    """Whether a file says what ``text`` says; versions of pydantic write numbers differently (0 or 0.0)."""
-    return json.loads(path.read_text(encoding="utf-8")) == json.loads(text)
+    """Whether a file says what ``text`` says; versions of pydantic write it differently (0 or 0.0)."""
+    return _stated(json.loads(path.read_text(encoding="utf-8"))) == _stated(json.loads(text))
+
+
+def _stated(schema: Any) -> Any:
+    """A schema without ``additionalProperties = true``, which holds where it is left out, too."""
+    if isinstance(schema, list):
+        return [_stated(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _stated(each) for key, each in schema.items() if (key, each) != ("additionalProperties", True)}
 
 
 @in_one_line

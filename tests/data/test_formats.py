@@ -252,6 +252,8 @@ def documents_of(path: str, **options):
     return build_documents(ChatDataConfig(path=path, **options), tokenizer=tokenizer, **extra)
 
 
+@pytest.mark.filterwarnings("ignore:.*unclosed file:ResourceWarning")  # datasets 4.0 leaves parquet open
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
 def test_files_behind_a_url(suffix: str, tmp_path: Path) -> None:
     import datasets

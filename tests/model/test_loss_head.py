@@ -126,7 +126,7 @@ def test_backward_makes_nothing_as_large_as_the_head() -> None:
     hidden = torch.randn(3, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64))
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         loss.backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest < VOCABULARY * WIDTH * 4

@@ -48,13 +48,27 @@ def _synced_engine(
         engine.version = engine.version if version == len(buckets) else None
         sync_weights(sharded.model, engine, version=version, dtype=engine.dtype, bucket_mib=mib)
         state = engine._model.state_dict()
-        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
-        found.append({name: bits(tensor.clone()) for name, tensor in whole.items()})
+        found.append({name: bits(_whole(one).clone()) for name, one in state.items()})
     with torch.no_grad():
         cache = engine._model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
     parameters = list(engine._model.parameters())
     split = sum(local_part(one).nbytes for one in parameters) / sum(one.nbytes for one in parameters)
     return found, {"heads": cache.layers[0].keys.shape[1], "share": split}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter of which each rank of the engine has a part: of two that are fused, a part of each."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    [placement] = tensor.placements
+    fused = getattr(placement, "split_factor", 1)
+    if fused == 1:
+        return tensor.full_tensor()
+    local = tensor.to_local().contiguous()
+    parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
+    dist.all_gather(parts, local, group=tensor.device_mesh.get_group())
+    pieces = zip(*(part.chunk(fused, placement.dim) for part in parts), strict=True)
+    return torch.cat([piece for of_one in pieces for piece in of_one], placement.dim)
 
 
 HYBRID = (("strategy", "hybrid_shard"),)
