@@ -44,7 +44,7 @@ GPU_DRY = $(if $(GPU_TRY),--device cpu --dry-run)
 # pytest takes an interrupt as its end, and writes what it found. A warning is no failure on versions not yet tried.
 GPU_PYTEST = $(GPU_ENV) $(PYTHON) -m pytest -m gpu -W default -o junit_family=xunit1 --continue-on-collection-errors $(if $(GPU_OUT),--junitxml $(GPU_OUT)/$@.xml)
 GPU_TESTS = $(filter-out tests/gpu/test_first.py,$(shell grep -rl --include='*.py' mark.gpu tests))
-GPU_LIMIT = timeout --signal=INT --kill-after=10
+GPU_LIMIT = timeout --signal=INT --kill-after=30
 
 gpu: gpu-out
 	$(MAKE) --keep-going $(GPU_PIECES); status=$$?; \
