@@ -145,7 +145,7 @@ def test_a_model_in_4_bits_gets_random_values_without_a_checkpoint(pool: WorkerP
 
 def _qlora() -> dict[str, Any]:
     """The variant that is compiled on a device, eager."""
-    with mock.patch.dict(GROUPS, lora_4k=("Llama-3.1-8B", 1, 4096, ["QLoRA"])):
+    with mock.patch.dict(GROUPS, lora_4k=("Llama-3.1-8B", 2, 4096, ["QLoRA"])):
         return last_result(bench_gpu, groups=("lora_4k",), dry_run=True)
 
 

@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
     "3b": ("Llama-3.2-3B", 1, 8192, _SPEED),
     "8b": ("Llama-3.1-8B", 1, 8192, [f"selective recomputation, {name}" for name in _MOMENTS]),
     "lora_16k": ("Llama-3.1-8B", 1, 16384, [f"{name}, full recomputation" for name in _LORA]),
-    "lora_4k": ("Llama-3.1-8B", 1, 4096, _LORA),
+    "lora_4k": ("Llama-3.1-8B", 2, 4096, _LORA),
 }
 """Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
 
