@@ -29,6 +29,8 @@ from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
+from fsdp2kit.rl.engine import TransformersEngine
+from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.run import load
 from tests.workers import FORKS
 
@@ -43,6 +45,9 @@ MARKS: tuple[tuple[str, Any, str], ...] = (
     ("retention", CheckpointStore, "retain"),
     ("retention", CheckpointStore, "sweep"),
     ("export", hf, "dcp_to_hf"),
+    ("generate", TransformersEngine, "generate"),
+    ("bucket", TransformersEngine, "load_weights"),
+    ("reward", Rollouts, "_score"),
 )
 PHASES = tuple(dict.fromkeys(phase for phase, _, _ in MARKS))
 SAVING = ("staging", "writing", "completing", "rename", "retention")

@@ -24,6 +24,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.rl.packing import deal_rows
 from fsdp2kit.run import load
+from tests.checkpoint.chaos import Doom, Harness
 from tests.data.templates import make_tokenizer
 from tests.reference import DEMO, demo_model_dir
 from tests.workers import WorkerPool
@@ -129,6 +130,23 @@ def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     resumed = run(pool, toml, tmp_path / "resumed", 2, *options)
     assert [one["step"] for one in resumed] == list(range(step + 1, 5))
     assert numbers(resumed) == numbers(straight[step:])
+
+
+def test_killed_anywhere_in_a_cycle_every_digit_is_the_same(toml: Path, tmp_path: Path) -> None:
+    """Each start gets a little further than the one before, and is killed in another phase."""
+    harness = Harness(tmp_path / "starts", toml=toml, size=2)
+    options = (*DP2, "train.steps=10", "rollout.updates=2", "rollout.sleep=true")
+    assert harness.start([f"run.dir='{tmp_path / 'straight'}'", *options]) == -1
+    moments = [("bucket", 2), ("reward", 2), ("generate", 2), ("step", 2), ("completing", 1)]
+    dooms = [Doom(at % 2, at > 2, phase, occurrence, delay=0.0) for at, (phase, occurrence) in enumerate(moments)]
+    kills = harness.kill_and_resume(tmp_path / "killed", options, dooms)
+    assert [kill.phase for kill in kills] == [phase for phase, _ in moments]
+    straight, killed = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "killed")
+    )
+    assert len(straight) == 10
+    assert numbers(killed) == numbers(straight)
 
 
 def _lines_of_recipe(toml: str, overrides: Sequence[str]) -> str:
