@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,8 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
         what = f"optimizer.name = {config.optimizer.name!r}, which looks at values that a trace does not have"
         raise UserError("--trace", what, "add optimizer.name=adamw")
     with _fake_group(sizes.world_size) as world:
-        mesh = build_mesh(config.mesh, config.fsdp, world=world)
+        # What is "auto" there was decided with the ranks of a node, which the fake group does not know.
+        mesh = build_mesh(config.mesh.model_copy(update=asdict(sizes)), config.fsdp, world=world)
         model: Any = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, sizes, "cpu")
         inputs = _inputs(config, model, plan, mesh)

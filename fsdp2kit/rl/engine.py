@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fsdp2kit.model.names import Source, find_sources, tied_names
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel, copy_part
 from fsdp2kit.rl.bucket import Bucket, VersionedWeights
+from fsdp2kit.rl.sleep import check_awake, sleep, wake_up
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Response:
     """Whether a stop token ends it; else it was cut at ``max_new_tokens``."""
 
 
+EngineMemory = Literal["weights", "cache"]
+
+
 class Engine(VersionedWeights):
     """Generates responses with weights that `sync_weights` sends to it; every rank has one."""
 
@@ -60,10 +64,10 @@ class Engine(VersionedWeights):
         """Forget what was computed with earlier weights."""
 
     def sleep(self) -> None:
-        """Give device memory back until `wake`."""
+        """Give device memory back, that of the weights and of the cache; no rank generates."""
 
-    def wake(self) -> None:
-        """Take it again."""
+    def wake(self, what: EngineMemory) -> None:
+        """Take memory again: that of the weights before an update, that of the cache before `generate`."""
 
     def describe(self) -> str:
         """A line for the start of a run."""
@@ -84,23 +88,40 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
     dtype = getattr(torch, config.rollout.dtype or config.fsdp.param_dtype)
-    if config.rollout.engine != "transformers":
+    engine: Engine
+    if config.rollout.engine == "transformers":
+        copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
+        with agreement():
+            engine = _embed(config, copy.eval().requires_grad_(False), dtype, stops, tokenizer.pad_token_id, device)
+    else:
         from fsdp2kit.rl.sglang_engine import SGLangEngine
         from fsdp2kit.rl.vllm_engine import VLLMEngine
 
         server = VLLMEngine if config.rollout.engine == "vllm" else SGLangEngine
         run = gather_objects(secrets.token_hex(4))[0]
         with agreement():
-            return server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
-    copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []})).eval().requires_grad_(False)
-    with agreement():
-        for parameter in copy.parameters():
-            parameter.data = parameter.data.to(dtype)
-        tp, group = config.rollout.tp, None
-        if tp > 1:
-            group = apply_tensor_parallel(copy, tp, device=device).get_group()
-        materialize(copy, device=device)  # buffers keep their values and dtypes
-        return TransformersEngine(config.rollout, copy, stops=stops, pad_id=tokenizer.pad_token_id, group=group)
+            engine = server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
+    if config.rollout.sleep:
+        with agreement():
+            engine.sleep()
+    return engine
+
+
+def _embed(
+    config: RLConfig,
+    copy: PreTrainedModel,
+    dtype: torch.dtype,
+    stops: Sequence[int],
+    pad_id: int | None,
+    device: torch.device,
+) -> TransformersEngine:
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.to(dtype)
+    tp, group = config.rollout.tp, None
+    if tp > 1:
+        group = apply_tensor_parallel(copy, tp, device=device).get_group()
+    materialize(copy, device=device)  # buffers keep their values and dtypes
+    return TransformersEngine(config.rollout, copy, stops=stops, pad_id=pad_id, group=group)
 
 
 class TransformersEngine(Engine):
@@ -144,6 +165,7 @@ class TransformersEngine(Engine):
         What is sampled depends on the weights, the prompt and the request's seed; on its neighbours in a batch only
         by rounding.
         """
+        check_awake(self._model)
         if self._group is None:
             return self._respond(requests, max_new_tokens, temperature)
         # They answer what any of them was asked, and each keeps its own.
@@ -216,10 +238,11 @@ class TransformersEngine(Engine):
         super().finish_update(version)
 
     def sleep(self) -> None:
-        self._model.to("cpu")
+        sleep(self._model, None)
 
-    def wake(self) -> None:
-        self._model.to(self._device)
+    def wake(self, what: EngineMemory) -> None:
+        if what == "weights":
+            wake_up(self._model)
 
 
 class _Sampler(LogitsProcessor):

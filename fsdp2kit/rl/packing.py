@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import GRPOConfig
+from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig
+from fsdp2kit.data.formats import Prompt
 from fsdp2kit.data.loader import Batch, PackedRow, Share
 from fsdp2kit.objectives.policy import group_advantages, response_weights
+from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.rl.engine import Response
 
 _BLOCK = 64  # rows are as long as needed, in steps of this many tokens: a compiled model sees few lengths
@@ -25,6 +27,31 @@ class Rollout:
     response: Response
     rewards: tuple[float, ...]
     """By function, without weights."""
+
+
+def pack_rollouts(
+    config: RLConfig,
+    rollouts: Sequence[Rollout],
+    rewards: np.ndarray,
+    prompts: Sequence[Prompt],
+    *,
+    mesh: Mesh,
+    pad_id: int,
+) -> list[Batch]:
+    """This data-parallel rank's micro-batches of a step's rollouts.
+
+    Args:
+        rewards: the weighted sums, ``[groups, n]``.
+        prompts: of the whole run, which rollouts name by index.
+    """
+    values = token_values(config.grpo, rollouts, rewards, config.rollout.max_new_tokens)
+    documents = []
+    for rollout in rollouts:
+        prompt, response = prompts[rollout.prompt].ids, rollout.response.ids
+        documents.append((np.array([*prompt, *response]), np.arange(len(prompt) + len(response)) >= len(prompt)))
+    sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
+    micro = config.train.micro_batch_size
+    return pack(documents, values, seq_len=config.data.seq_len, micro_batch_size=micro, pad_id=pad_id, **sizes)
 
 
 def token_values(

@@ -28,7 +28,7 @@ from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Engine, Request, Response
-from fsdp2kit.rl.packing import Rollout, pack, token_values
+from fsdp2kit.rl.packing import Rollout, pack_rollouts
 from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.sleep import sleep, wake_up
@@ -155,7 +155,9 @@ class Rollouts:
         assert oldest <= now.version <= index, f"step {index} would learn from rollouts of version {now.version}"
         rollouts = now.rollouts[part * size : (part + 1) * size]
         self._figures = {**self._figures_of(rollouts), "rollout/weight_version": float(now.version)}
-        return self._pack(rollouts)
+        totals, prompts = self._totals(rollouts), self._prompts.prompts
+        pad_id: Any = self._tokenizer.pad_token_id or 0
+        return pack_rollouts(self._config, rollouts, totals, prompts, mesh=self._mesh, pad_id=pad_id)
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """What steps from ``index`` on learn from and other weights could not make again. Collective.
@@ -261,12 +263,15 @@ class Rollouts:
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
-        """Training state is on the host while this is open."""
-        with self._phase("sleep"):
+        """Training state is on the host while this is open; at its end the engine gives its memory back. Collective."""
+        with self._phase("sleep"), agreement():
             for model, optimizer in self._sleepers:
                 sleep(model, optimizer)
+            self._engine.wake("cache")
         try:
             yield
+            with agreement():  # no rank generates any more
+                self._engine.sleep()
         finally:
             with self._phase("wake_up"):
                 for model, _ in self._sleepers:
@@ -330,6 +335,9 @@ class Rollouts:
 
     def _sync(self, version: int) -> None:
         with self._phase("sync"):
+            if self._sleepers:
+                with agreement():
+                    self._engine.wake("weights")
             sync = {"dtype": self._engine.dtype, "bucket_mib": self._config.weight_sync.bucket_mib}
             sync_weights(self._model, self._engine, version=version, **sync)
             self._engine.flush_cache()
@@ -397,26 +405,6 @@ class Rollouts:
             "reward": reward,
             "truncated": not response.is_whole,
         }
-
-    def _pack(self, rollouts: Sequence[Rollout]) -> list[Batch]:
-        config, sizes = self._config, self._mesh.sizes
-        values = token_values(config.grpo, rollouts, self._totals(rollouts), config.rollout.max_new_tokens)
-        documents = []
-        for rollout in rollouts:
-            prompt, response = self._prompts.prompts[rollout.prompt].ids, rollout.response.ids
-            documents.append((np.array([*prompt, *response]), np.arange(len(prompt) + len(response)) >= len(prompt)))
-        pad_id: Any = self._tokenizer.pad_token_id or 0
-        micro = config.train.micro_batch_size
-        return pack(
-            documents,
-            values,
-            seq_len=config.data.seq_len,
-            micro_batch_size=micro,
-            dp=sizes.dp,
-            dp_rank=self._mesh.dp_rank,
-            cp=sizes.cp,
-            pad_id=pad_id,
-        )
 
 
 def _in_turn(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:

@@ -20,10 +20,13 @@ import torch
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.bucket import Bucket
-from fsdp2kit.rl.engine import Engine, Request, Response
+from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
 
 _PAUSES = (0.5, 2.0, 8.0)
 """Seconds before a request that found no server is tried again."""
+
+MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
+"""What both kinds of servers call it."""
 
 
 class ServerEngine(Engine):
@@ -65,6 +68,9 @@ class ServerEngine(Engine):
         try:
             with self._understood():
                 self._name = self._served_model()
+                if not section.sleep:  # a run that was killed may have left it asleep
+                    self.wake("weights")
+                    self.wake("cache")
         except RunFailure as problem:
             raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
 
@@ -90,6 +96,14 @@ class ServerEngine(Engine):
 
     def _close_update(self, label: str) -> None:
         """Everything came: have it answer again, with weights of this label and no cache of others."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Have it give its memory on the device back, with what is in it."""
+        raise NotImplementedError
+
+    def _take_again(self, what: EngineMemory) -> None:
+        """Have it take memory again, unless it has it."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -123,6 +137,16 @@ class ServerEngine(Engine):
         if self._is_main:
             self._close_update(self._label(version))
         super().finish_update(version)
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`; its weights are lost, and the next update sends all of them."""
+        self.version = None
+        if self._is_main:
+            self._release()
+
+    def wake(self, what: EngineMemory) -> None:
+        if self._is_main:
+            self._take_again(what)
 
     def _label(self, version: int | None) -> str:
         return f"{self._run}:{version}"

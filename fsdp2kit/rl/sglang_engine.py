@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.bucket import Bucket
-from fsdp2kit.rl.engine import Request, Response
-from fsdp2kit.rl.server_engine import ServerEngine, seed_of
+from fsdp2kit.rl.engine import EngineMemory, Request, Response
+from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
 
-_MEMORY = ["weights", "kv_cache"]
+_ASLEEP = " asleep"
 
 
 class SGLangEngine(ServerEngine):
@@ -38,6 +38,8 @@ class SGLangEngine(ServerEngine):
                     f"the SGLang server {self._url} has {size} {info[size]}, and not every copy would get the weights"
                 )
                 raise UserError("rollout.url", what, f"start it with {size} 1; tp_size may be any")
+        # It cannot be asked what is asleep; its version says it to a run that comes after one that was killed.
+        self._resting = set(MEMORY_TAGS) if self._served_version().endswith(_ASLEEP) else set[EngineMemory]()
         return str(info.get("served_model_name") or info["model_path"])
 
     def _served_version(self) -> str:
@@ -80,15 +82,16 @@ class SGLangEngine(ServerEngine):
         self._post("update_weight_version", new_version=label, abort_all_requests=True)
         self._post("continue_generation", optional=True)
 
-    def sleep(self) -> None:
-        """Give its memory back; the weights in it are lost. It needs to be started with ``--enable-memory-saver``."""
-        self.version = None
-        if self._is_main:
-            self._post("release_memory_occupation", tags=_MEMORY)
+    def _release(self) -> None:
+        if not self._resting:  # it may not be told twice
+            self._post("release_memory_occupation", tags=list(MEMORY_TAGS.values()))
+            self._post("update_weight_version", new_version=f"{self._label(None)}{_ASLEEP}", abort_all_requests=True)
+            self._resting = set(MEMORY_TAGS)
 
-    def wake(self) -> None:
-        if self._is_main:
-            self._post("resume_memory_occupation", tags=_MEMORY)
+    def _take_again(self, what: EngineMemory) -> None:
+        if what in self._resting:
+            self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
+            self._resting.remove(what)
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.rl.bucket import Bucket, SharedMemorySender
-from fsdp2kit.rl.engine import Request, Response
-from fsdp2kit.rl.server_engine import ServerEngine, seed_of
+from fsdp2kit.rl.engine import EngineMemory, Request, Response
+from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
 
 
 class VLLMEngine(ServerEngine):
@@ -52,3 +52,9 @@ class VLLMEngine(ServerEngine):
     def _close_update(self, label: str) -> None:
         self._post("finish_weight_update", weight_version=label)
         self._post("resume")
+
+    def _release(self) -> None:
+        self._post("sleep?level=2")
+
+    def _take_again(self, what: EngineMemory) -> None:
+        self._post(f"wake_up?tags={MEMORY_TAGS[what]}")

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class StandIn(servers.StandIn):
     """Answers as vLLM's routes do."""
 
+    asleep: ClassVar[set[str]] = set()
+
     def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "v1/models":
             return 200, {"data": [{"id": "policy"}]}
@@ -49,8 +51,13 @@ class StandIn(servers.StandIn):
             self.version = body["weight_version"]
         if route in ("pause", "resume"):
             self.paused = route == "pause"
+        if route == "sleep?level=2":
+            self.asleep, self.weights = {"weights", "kv_cache"}, {}
+        if route.startswith("wake_up"):
+            self.asleep -= {route.partition("=")[2]}
         if route == "v1/completions":
             assert not self.paused
+            assert not self.asleep
             ids = [*body["prompt"][:2], body["stop_token_ids"][0]]
             return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * 3}}]}
         return 200, {}
@@ -71,7 +78,9 @@ def test_weights_then_responses(server: StandIn) -> None:
     update(engine, 3)
     check_weights(server)
     assert server.version == "a1:3"
-    assert server.calls[1:4] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
+    awake = ["wake_up?tags=weights", "wake_up?tags=kv_cache"]
+    assert server.calls[1:3] == awake  # what a run that was killed may have left asleep
+    assert server.calls[3:6] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
     check_responses(engine)
 
 
@@ -79,6 +88,21 @@ def test_only_one_rank_sends(server: StandIn) -> None:
     other = engine_of(server.url, is_main=False)
     update(other, 3)
     assert (other.version, server.calls) == (3, ["v1/models"])
+
+
+def test_asleep_it_has_no_weights_and_is_sent_all(server: StandIn) -> None:
+    engine = engine_of(server.url)
+    update(engine, 1)
+    engine.sleep()
+    assert not server.weights
+    engine.wake("weights")
+    with pytest.raises(RunFailure, match="sync the weights"):
+        engine.require(1)
+    update(engine, 1)
+    assert server.asleep == {"kv_cache"}
+    engine.wake("cache")
+    check_weights(server)
+    check_responses(engine)
 
 
 @pytest.mark.parametrize("route", ["pause", "start_weight_update", "update_weights", "finish_weight_update"])
