@@ -82,8 +82,8 @@ class RolloutConfig(Section):
     """A server only: 1 has it generate the next batch of rollouts while the trainer learns from this one, with weights
     that are so many batches old; `grpo.importance_cap` corrects for that. docs/colocated.md says when."""
     sleep: bool = False
-    """Keep parameters, gradients, optimizer state and a reference on the host while responses are generated, so that
-    the device's memory is the engine's (docs/colocated.md)."""
+    """Take turns with the device's memory: parameters, optimizer state and a reference are on the host while responses
+    are generated, and the engine sleeps while the trainer trains (docs/colocated.md)."""
     samples_every: NonNegativeInt = 10
     """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
 

@@ -263,7 +263,7 @@ class Rollouts:
 
     @contextmanager
     def _asleep(self) -> Iterator[None]:
-        """Training state is on the host while this is open; at its end the engine gives its memory back. Collective."""
+        """Training state is on the host while this is open; at its end the engine gives memory back. Collective."""
         with self._phase("sleep"), agreement():
             for model, optimizer in self._sleepers:
                 sleep(model, optimizer)

@@ -7,12 +7,13 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -22,6 +23,7 @@ from fsdp2kit.data.formats import encode_prompts, row_format
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
+from fsdp2kit.rl.engine import TransformersEngine
 from fsdp2kit.rl.packing import deal_rows
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
@@ -116,6 +118,31 @@ def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tm
     assert numbers(asleep) == numbers(awake)
     assert all(one["seconds/sleep"] > 0 and one["seconds/wake_up"] > 0 for one in asleep)
     assert not any("seconds/sleep" in one for one in awake)
+
+
+def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
+    """What a run calls of its engine, of that what bears on memory."""
+    calls: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        original = getattr(TransformersEngine, name)
+
+        def note(engine: TransformersEngine, *given: Any, **named: Any) -> Any:
+            calls.append(" ".join([name, *(one for one in given if isinstance(one, str))]))
+            return original(engine, *given, **named)
+
+        return note
+
+    names = ("sleep", "wake", "finish_update", "generate")
+    with mock.patch.multiple(TransformersEngine, **{name: noted(name) for name in names}):
+        assert _run_recipe(toml, overrides) == ""
+    return calls
+
+
+def test_engine_and_trainer_take_turns(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    options = [f"run.dir='{tmp_path / 'run'}'", *CP2, "train.steps=2", "rollout.sleep=true"]
+    cycle = ["wake weights", "finish_update", "wake cache", "generate", "sleep"]
+    assert pool.run(2, _turns, str(toml), options) == [["sleep", *cycle, *cycle]] * 2
 
 
 @pytest.mark.parametrize("step", [2, 3])
