@@ -40,16 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append(report.candidates_table(candidates, title=title))
         extra[title] = [report.candidate_json(one) for one in candidates]
     if options.kv_cache:
-        from fsdp2kit.planner.estimate import colocated_cycle, kv_cache_bytes
+        from fsdp2kit.planner.rollouts import kv_cache_bytes
 
         rows, length = options.kv_cache
-        cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
-        cycle = colocated_cycle(found, model, cache=cache, tp=options.tp, bucket=2**30)
-        extra["kv_cache"], extra["colocated"] = cache, cycle
+        extra["kv_cache"] = cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
         parts.append(
             f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {report.gib(cache)} GiB a rank"
         )
-        parts.append("colocated, GiB: " + ", ".join(f"{phase} {report.gib(size)}" for phase, size in cycle.items()))
     if options.trace:
         extra["trace"] = traced = _trace(config, plan.sizes)
         words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
@@ -110,10 +107,12 @@ def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> list
 
 
 def _trace(config: Any, sizes: Any) -> dict[str, dict[str, int]]:
-    from fsdp2kit.planner.trace import trace_step
+    from fsdp2kit.planner.sizes import learns_from_log_probs
+    from fsdp2kit.planner.trace import log_likelihood, trace_step
     from fsdp2kit.train.step import accumulate_gradients, cross_entropy
 
-    return trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=cross_entropy))
+    objective = log_likelihood if learns_from_log_probs(config) else cross_entropy
+    return trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=objective))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -128,9 +127,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="a table of cp × checkpointing × micro-batch")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
     parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
-    parser.add_argument(
-        "--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts, and the colocated cycle"
-    )
+    parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
     parser.add_argument("--png", type=Path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page with picture and tables")

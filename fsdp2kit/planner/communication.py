@@ -18,7 +18,7 @@ from fsdp2kit.model.flops import flops_per_batch
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.planner.devices import Device
-from fsdp2kit.planner.memory import StepMemory
+from fsdp2kit.planner.sizes import StepMemory
 from fsdp2kit.planner.units import UnitSize
 
 COMPUTE_EFFICIENCY = 0.6

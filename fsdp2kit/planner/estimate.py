@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
@@ -19,14 +19,9 @@ from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
 from fsdp2kit.planner.devices import GIB, Device, this_device
-from fsdp2kit.planner.memory import (
-    CATEGORIES,
-    Moment,
-    StepMemory,
-    at_rest,
-    step_memory,
-    step_moments,
-)
+from fsdp2kit.planner.memory import CATEGORIES, Moment, step_moments
+from fsdp2kit.planner.rollouts import rollout_moments
+from fsdp2kit.planner.sizes import StepMemory, at_rest, step_memory
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +117,9 @@ def plan_for(
 
 def _not_planned(config: TrainingConfig) -> UserError | None:
     """What is wrong with planning a config whose memory no formula here describes."""
-    alone = 'plan recipe = "sft", and add'
-    if isinstance(config.data, PreferenceDataConfig):
-        what = "the memory of preference training, often with a frozen reference beside the model, is not planned"
-        return UserError("recipe", what, f"{alone} what docs/preferences.md says of the reference")
     if hasattr(config, "distill"):
         what = "the memory of distillation, with a teacher beside the model, is not planned"
-        return UserError("recipe", what, f"{alone} the teacher's weights ÷ ranks")
-    if isinstance(config, RLConfig):
-        what = "the memory of rollouts, with an engine beside the model, is not planned"
-        return UserError("recipe", what, f"{alone} the engine's copy of the model (docs/grpo.md)")
+        return UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
     return None
 
 
@@ -158,9 +146,12 @@ def estimate(
         layers = layers_memory(model, plan, tokens=tokens, supplied=count_layers(config, model, plan))
     assert layers is not None, "what has no formula was counted"
     step = step_memory(config, model, plan, layers)
-    sent = tuple(collectives(config, model, step, local_world_size=local_world_size))
+    # What a reference gathers and computes, and what an engine does, no formula describes.
+    is_timed = not step.log_probs
+    sent = tuple(collectives(config, model, step, local_world_size=local_world_size)) if is_timed else ()
+    cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
+    load = Moment("load", "weights", at_rest(step, state=False))
     outside = [
-        Moment("load", "weights", at_rest(step, state=False)),
         Moment("save", "checkpoint", at_rest(step)),
         Moment("export", "from the checkpoint's files", at_rest(step)),
     ]
@@ -168,11 +159,11 @@ def estimate(
         config=config,
         sizes=plan.sizes,
         device=device,
-        moments=(outside[0], *step_moments(step), *outside[1:]),
+        moments=(load, *step_moments(step), *cycle, *outside),
         host=_host(config, step),
         disk=_disk(config, step),
         collectives=sent,
-        speed=None if device is None else estimate_speed(config, step, sent, device),
+        speed=None if device is None or not is_timed else estimate_speed(config, step, sent, device),
         activations_from="counted on one layer of each kind" if _is_counted(layers) else "formula",
     )
 
@@ -253,48 +244,6 @@ def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
         "checkpoint": one,
         "checkpoints kept": one * config.checkpoint.keep,
         "export": 0 if config.checkpoint.export_hf == "never" else kept * item_bytes(plan.ledger.export),
-    }
-
-
-# The rollout side of reinforcement learning
-
-
-def kv_cache_bytes(
-    model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, cp: int = 1, dtype: str = "bfloat16"
-) -> int:
-    """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
-
-    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A sequence is cut over ``cp``. A layer
-    with a sliding window keeps no more tokens than that.
-    """
-    from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
-
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = layer_windows(config)
-    tokens = sum(min(length, windows[kind] or length) for kind in layer_kinds(config))
-    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * -(-tokens // cp)
-
-
-def colocated_cycle(
-    plan: Estimate, model: PreTrainedModel, *, cache: int, tp: int, bucket: int, dtype: str = "bfloat16"
-) -> dict[str, int]:
-    """Bytes at the peak of each phase where training and rollouts take turns on the same devices.
-
-    Args:
-        cache: bytes of the KV cache (`kv_cache_bytes`).
-        tp: ranks over which the engine shards its weights.
-        bucket: bytes of weights that are synchronised at a time: gathered, and copied into the engine's.
-    """
-    weights = sum(parameter.numel() for parameter in model.parameters()) * item_bytes(dtype) // tp
-    shards = at_rest_bytes(plan)
-    return {
-        "train": plan.peak.total,
-        "sleep": shards["parameters"],  # optimizer state goes to the host
-        "sync": shards["parameters"] + weights + 2 * bucket,
-        "generate": weights + cache,  # the shards are on the host, too
-        "wake": sum(shards.values()),
     }
 
 

@@ -6,27 +6,25 @@ sharded over, and the prefetch depths. It is written down here in that order, an
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
-from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
-from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
-from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.fsdp import reshards_after_forward
-from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.planner.activations import LayerMemory, item_bytes, norm_backward
-from fsdp2kit.planner.units import UnitSize, unit_sizes
+from fsdp2kit.planner.activations import LayerMemory, norm_backward
+from fsdp2kit.planner.sizes import StepMemory, at_rest
+from fsdp2kit.planner.units import UnitSize
 
 CATEGORIES = (
     "parameters",
     "optimizer",
+    "reference",
+    "engine",
+    "KV cache",
+    "weight buckets",
     "gradients",
     "unsharded parameters",
     "all-gather buffers",
@@ -53,114 +51,6 @@ class Moment:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """What `step_moments` needs to know of a run, in bytes on one rank."""
-
-    plan: ParallelPlan
-    units: Sequence[UnitSize]
-    layers: Sequence[tuple[str, LayerMemory]]
-    """Decoder layers by name, in order."""
-    head: str
-    """Name of the module whose unit computes the loss; "" for a tied head, in the root's unit."""
-    hidden: int
-    """Elements of the hidden state."""
-    vocabulary: int
-    head_trained: bool
-    norm_trained: bool
-    """Whether the final norm learns: it then keeps what its weight multiplies."""
-    tokens: int
-    """Tokens of a micro-batch on this rank, each of them taken to have a target."""
-    rotary: int
-    """Bytes of what all layers share: cosines and sines of the positions."""
-    micro_batches: int
-    storage: int
-    """Bytes of an element of a shard."""
-    reduce: int
-    """Bytes of an element of a gradient while it is reduced."""
-    compute: int
-    optimizer: int
-    """Bytes of optimizer state."""
-    update: int
-    """Bytes that an update takes beside it."""
-    ignored: int
-    """Bytes of parameters that every rank keeps whole."""
-
-    @functools.cached_property
-    def by_name(self) -> dict[str, UnitSize]:
-        return {unit.name: unit for unit in self.units}
-
-    @property
-    def shards(self) -> int:
-        return shard_ranks(self.plan.fsdp, self.plan.sizes)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether shards and gradients are on the device."""
-        return self.plan.fsdp.offload != "params" or self.plan.device_type == "cpu"
-
-    @property
-    def state_on_device(self) -> bool:
-        return self.plan.fsdp.offload == "none" or self.plan.device_type == "cpu"
-
-
-def step_memory(
-    config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, layers: Sequence[LayerMemory]
-) -> StepMemory:
-    """Read off a model on meta and its plan what a step allocates.
-
-    Args:
-        layers: memory of each decoder layer (`layers_memory`).
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is embedding.weight
-    compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
-    text = model.config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
-    return StepMemory(
-        plan=plan,
-        units=unit_sizes(model, plan),
-        layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
-        head="" if tied else names[id(head)],
-        hidden=head.weight.shape[1],
-        vocabulary=head.weight.shape[0],
-        head_trained=head.weight.requires_grad,
-        norm_trained=_learns_between(model),
-        tokens=tokens,
-        rotary=2 * tokens * width * compute,
-        micro_batches=resolve_accumulation(
-            config.train.global_batch_size, config.train.micro_batch_size, dp=plan.sizes.dp
-        ),
-        storage=storage,
-        reduce=item_bytes(plan.fsdp.reduce_dtype),
-        compute=compute,
-        optimizer=state_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes), item_bytes=storage),
-        update=update_bytes(config.optimizer, model, shards=shard_ranks(plan.fsdp, plan.sizes)),
-        ignored=plan.ignored_parameters * compute,
-    )
-
-
-def _learns_between(model: PreTrainedModel) -> bool:
-    """Whether anything is trained that is in no decoder layer, and neither embedding nor head."""
-    modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
-    elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
-    return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
-
-
-def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
-    """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
-    shard = sum(unit.stored for unit in step.units) // step.shards
-    trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
-    found = {"parameters": (shard if step.on_device else 0) + step.ignored}
-    if state and step.state_on_device:
-        found["optimizer"] = step.optimizer
-    if gradients and step.on_device:
-        found["gradients"] = trained
-    return found
 
 
 def step_moments(step: StepMemory) -> list[Moment]:
@@ -258,7 +148,7 @@ def _loss_saved(step: StepMemory) -> tuple[int, int]:
     weight_item = 4 if rows < step.tokens else step.compute
     weight = step.vocabulary * step.hidden * weight_item if step.head_trained else 0
     hidden = step.tokens * step.hidden * step.compute
-    return (0, 0) if step.plan.loss.kernel == "own_head" else (hidden, weight)
+    return (0, 0) if step.recomputes_logits else (hidden, weight)
 
 
 def _chunk(step: StepMemory) -> tuple[int, int]:
@@ -274,9 +164,12 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
     selected = step.tokens * step.hidden * step.compute
     product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
     adds = product if rows < step.tokens and step.compute != 4 and step.head_trained else 0
+    if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
+        logits, adds = 12 * rows * step.vocabulary, 0
     now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
     yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
-    yield Moment("forward", "end", {**now, "activations": now["activations"] - selected, "loss": weight})
+    given_up = 0 if step.log_probs else selected
+    yield Moment("forward", "end", {**now, "activations": now["activations"] - given_up, "loss": weight})
 
 
 def _backward(step: StepMemory) -> Iterator[Moment]:
@@ -371,7 +264,7 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    becomes = weight == gradient and step.plan.loss.kernel != "own_head"  # not cast: what was kept is the gradient
+    becomes = weight == gradient and not step.recomputes_logits  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     first = {
@@ -384,7 +277,21 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     # The model's own head computes a chunk of logits again, and their gradients.
     loss = (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
     then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": before + gradient - waits}
+    if step.log_probs:  # what goes into the head is kept, and its gradient is made
+        states = step.tokens * step.hidden * step.compute
+        first["activations"] = kept + states
+        then = {"loss": _log_probs_backward(step), "activations": kept + 2 * states}
     return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
+
+
+def _log_probs_backward(step: StepMemory) -> int:
+    """Bytes of the head's gradient, which chunks add up to in float32, and of what one of them takes."""
+    rows, _ = _chunk(step)
+    logits, cast = 4 * rows * step.vocabulary, 0 if step.compute == 4 else step.compute * rows * step.vocabulary
+    weight = step.vocabulary * step.hidden if step.head_trained else 0
+    # Logits beside their softmax, and that cast; or logits, gradients and their product with the hidden states.
+    chunk = max(2 * logits + cast, logits + (cast or logits) + weight * step.compute)
+    return 4 * weight + chunk
 
 
 def _is_gathered_again(step: StepMemory, name: str) -> bool:

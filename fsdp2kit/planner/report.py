@@ -54,6 +54,8 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
     yield _lines("disk, GiB", {name: gib(size) for name, size in plan.disk.items()})
     if plan.collectives:
         yield _communication(plan)
+    elif plan.sizes.world_size > 1:
+        yield "time and communication are not planned: a reference computes as well, and an engine generates"
     if plan.speed is not None:
         speed = plan.speed
         yield (

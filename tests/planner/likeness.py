@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
@@ -83,6 +84,14 @@ def config_of(model: dict[str, Any], /, *, ranks: int = 8, rows: int | None = No
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return TrainingConfig.model_validate(values)
+
+
+def rl_config(model: dict[str, Any], /, **sections: Any) -> RLConfig:
+    """`config_of` for a recipe that learns from rewards."""
+    values = config_of(model).model_dump(exclude_unset=True)
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return RLConfig.model_validate(values)
 
 
 def planned(

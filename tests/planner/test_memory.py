@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.distributed import local_part
 from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_bytes
@@ -20,13 +21,14 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.devices import GIB, find_device
-from fsdp2kit.planner.estimate import at_rest_bytes, plan_memory
+from fsdp2kit.planner.estimate import Estimate, at_rest_bytes, plan_memory
 from fsdp2kit.planner.memory import Moment
-from fsdp2kit.planner.trace import trace_step
+from fsdp2kit.planner.rollouts import kv_cache_bytes
+from fsdp2kit.planner.trace import log_likelihood, trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
-from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, small
-from tests.reference import make_batches, needs_integers, tiny_model_dir
+from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, rl_config, small
+from tests.reference import make_batches, needs_integers, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -46,14 +48,17 @@ def assert_agree(formula: dict[str, int], found: dict[str, int], *, within: floa
             assert formula.get(name, 0) == pytest.approx(found.get(name, 0), rel=within), name
 
 
-def compare_with_trace(config: TrainingConfig, *, ranks: int) -> None:
+def compare_with_trace(
+    config: TrainingConfig, *, ranks: int, objective: Any = cross_entropy, beside: Sequence[str] = ()
+) -> None:
     plan = planned(config, ranks=ranks, device_type="cpu")
     sizes = check_config(config, world_size=ranks, local_world_size=min(8, ranks))
-    traced = trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=cross_entropy))
+    traced = trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=objective))
     assert set(traced) == {"forward", "backward", "optimizer"}
     for phase, found in traced.items():
         moments = [moment for moment in plan.moments if moment.phase == phase]
         formula = max(map(visible, moments), key=lambda sizes: sum(sizes.values()))
+        formula = {name: size for name, size in formula.items() if name not in beside}
         if plan.activations_from != "formula":
             # Two moments are all but equal: before and after autograd takes a weight's gradient over.
             formula, found = (_together(sizes, "activations", "unsharded gradients") for sizes in (formula, found))
@@ -137,6 +142,58 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def test_formulae_agree_with_the_trace(name: str) -> None:
     model, ranks, sections = CASES[name]
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
+
+
+REWARDS = {"reward": [{"function": "a:b"}], "data": {"path": "x", "seq_len": 512}}
+ROLLOUTS = {"rollout": {"n": 4, "max_new_tokens": 64}, "grpo": {"kl": 0.1}, **REWARDS}
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "mode"),
+    [("llama8b", "bfloat16", "none"), ("llama8b", "float32", "full"), ("llama1b", "bfloat16", "selective")],
+)
+def test_objectives_of_log_probabilities_agree_with_the_trace(model: str, dtype: str, mode: str) -> None:
+    """Preferences and rewards: their heads compute the logits again. Reference and engine lie beside the step."""
+    sections = {"fsdp": {"param_dtype": dtype}, "train": {"global_batch_size": 16}, **checkpointing(mode)}
+    rewards = rl_config(small(REAL[model]), **sections, **ROLLOUTS)
+    preferences = config_of(small(REAL[model]), **sections, data={"seq_len": 512}).model_copy(
+        update={"data": PreferenceDataConfig(path="x", seq_len=512)}
+    )
+    for config in (rewards, preferences):
+        compare_with_trace(config, ranks=8, objective=log_likelihood, beside=("reference", "engine"))
+
+
+def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
+    """Llama 3 8B on 8 ranks: the reference is sharded in bfloat16, the engine's copy whole or split by two."""
+    size = 8_030_261_248
+    plan = planned(rl_config(LLAMA_8B, **ROLLOUTS))
+    assert plan.peak.bytes["reference"] == pytest.approx(2 * size / 8, rel=1e-4)
+    assert plan.peak.bytes["engine"] == 2 * size
+    generate = plan.phase_peak("generate").bytes
+    assert generate["KV cache"] == 2 * 32 * 8 * 128 * 2 * 512 * generate_rows(plan)
+    assert generate["optimizer"] == plan.peak.bytes["optimizer"]
+    sync = plan.phase_peak("sync").bytes
+    assert sync["weight buckets"] == 2 * 256 * 2**20 + 2 * 128256 * 4096
+    turns = planned(rl_config(LLAMA_8B, **{**ROLLOUTS, "rollout": {**ROLLOUTS["rollout"], "sleep": True, "tp": 2}}))
+    assert "engine" not in turns.phase_peak("backward").bytes
+    assert turns.phase_peak("generate").bytes.keys() == {"engine", "KV cache", "activations"}
+    assert turns.phase_peak("generate").bytes["engine"] == size
+    adapters = planned(rl_config(LLAMA_8B, **{**ROLLOUTS, **lora()}))
+    assert "reference" not in adapters.peak.bytes  # the model without them
+
+
+def generate_rows(plan: Estimate) -> int:
+    """Responses that a rank generates at once."""
+    config = plan.config
+    return min(64, config.train.global_batch_size // 8)
+
+
+def test_the_cache_is_as_large_as_transformers_own() -> None:
+    model = tiny_model("llama3")
+    prompt = torch.zeros(3, 10, dtype=torch.int64)
+    found = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, return_dict_in_generate=True, pad_token_id=0)
+    cached = sum(bytes_of([layer.keys, layer.values]) for layer in found.past_key_values.layers)
+    assert cached == kv_cache_bytes(model, rows=3, length=15, dtype="float32")  # the last token is not cached
 
 
 @pytest.mark.slow

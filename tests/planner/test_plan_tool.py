@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.planner.communication import COMPUTE_EFFICIENCY
 from fsdp2kit.planner.devices import DEVICES, find_device
-from fsdp2kit.planner.estimate import kv_cache_bytes
+from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.search import changed, options
 from tests.planner.likeness import LLAMA_8B, LLAMA_70B, config_of, planned
 from tools import plan as tool
@@ -153,20 +153,26 @@ def test_bad_input_gets_one_line(
     assert not captured.out
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("dpo_smollm2", "often with a frozen reference beside the model"),
-        ("distill_smollm2", "with a teacher beside the model"),
-        ("grpo_demo", "with an engine beside the model"),
-    ],
-)
-def test_what_is_not_planned_is_said(name: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--world-size", "1", "mesh.cp=1", *([] if name == "grpo_demo" else [f"model.path={tmp_path}"])]
-    assert tool.main([f"toml/{name}.toml", *settings]) == 2
+def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--world-size", "1", "mesh.cp=1", f"model.path={tmp_path}"]
+    assert tool.main(["toml/distill_smollm2.toml", *settings]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "is not planned" in line
-    assert what in line
+    assert "with a teacher beside the model, is not planned" in line
+
+
+def test_rewards_have_phases_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["toml/grpo_demo.toml", "--world-size", "2", "--device", "h100", "--trace"]
+    assert tool.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    phases = ["load", "forward", "backward", "optimizer", "sync", "generate", "save", "export"]
+    assert list(found["phases"]) == phases
+    assert (found["collectives"], found["speed"]) == ([], None)
+    for phase, traced in found["trace"].items():
+        parts = found["phases"][phase]["bytes"]
+        planned = sum(size for name, size in parts.items() if name not in ("engine", "attention and exchange"))
+        assert planned == pytest.approx(sum(traced.values()), rel=0.03)
+    assert tool.main(command) == 0
+    assert "time and communication are not planned" in capsys.readouterr().out
 
 
 def test_a_model_without_a_config_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.activations import LayerMemory
 from fsdp2kit.planner.devices import GIB
-from fsdp2kit.planner.memory import StepMemory, step_memory, step_moments
+from fsdp2kit.planner.memory import step_moments
+from fsdp2kit.planner.sizes import StepMemory, step_memory
 from tests.planner.likeness import LLAMA_1B, LLAMA_8B, config_of
 
 BF16 = {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}

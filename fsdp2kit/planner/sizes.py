@@ -1,0 +1,167 @@
+"""What a step's memory depends on, in bytes on one rank, read off a model on meta and its plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
+from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.optim.build import state_bytes, update_bytes
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.planner.activations import LayerMemory, item_bytes
+from fsdp2kit.planner.units import UnitSize, unit_sizes
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What `step_moments` needs to know of a run, in bytes on one rank."""
+
+    plan: ParallelPlan
+    units: Sequence[UnitSize]
+    layers: Sequence[tuple[str, LayerMemory]]
+    """Decoder layers by name, in order."""
+    head: str
+    """Name of the module whose unit computes the loss; "" for a tied head, in the root's unit."""
+    hidden: int
+    """Elements of the hidden state."""
+    vocabulary: int
+    head_trained: bool
+    norm_trained: bool
+    """Whether the final norm learns: it then keeps what its weight multiplies."""
+    tokens: int
+    """Tokens of a micro-batch on this rank, each of them taken to have a target."""
+    rotary: int
+    """Bytes of what all layers share: cosines and sines of the positions."""
+    micro_batches: int
+    storage: int
+    """Bytes of an element of a shard."""
+    reduce: int
+    """Bytes of an element of a gradient while it is reduced."""
+    compute: int
+    optimizer: int
+    """Bytes of optimizer state."""
+    update: int
+    """Bytes that an update takes beside it."""
+    ignored: int
+    """Bytes of parameters that every rank keeps whole."""
+    log_probs: bool
+    """Whether the objective is made of tokens' log-probabilities (answers, rollouts), whose backward computes the
+    logits again, and not of a cross-entropy."""
+    beside: dict[str, int]
+    """Bytes of what stands beside the model throughout, by category: a frozen reference, an embedded engine."""
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, UnitSize]:
+        return {unit.name: unit for unit in self.units}
+
+    @property
+    def recomputes_logits(self) -> bool:
+        """Whether the loss keeps no gradients from its forward."""
+        return self.log_probs or self.plan.loss.kernel == "own_head"
+
+    @property
+    def shards(self) -> int:
+        return shard_ranks(self.plan.fsdp, self.plan.sizes)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether shards and gradients are on the device."""
+        return self.plan.fsdp.offload != "params" or self.plan.device_type == "cpu"
+
+    @property
+    def state_on_device(self) -> bool:
+        return self.plan.fsdp.offload == "none" or self.plan.device_type == "cpu"
+
+
+def step_memory(
+    config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, layers: Sequence[LayerMemory]
+) -> StepMemory:
+    """Read off a model on meta and its plan what a step allocates.
+
+    Args:
+        layers: memory of each decoder layer (`layers_memory`).
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
+    text = model.config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    units, shards = unit_sizes(model, plan), shard_ranks(plan.fsdp, plan.sizes)
+    ignored = plan.ignored_parameters * compute
+    beside = {}
+    if _needs_reference(config):  # stored as it computes
+        offloaded = plan.fsdp.offload == "params" and plan.device_type != "cpu"
+        beside["reference"] = ignored + (0 if offloaded else sum(unit.whole for unit in units) // shards)
+    if isinstance(config, RLConfig) and not config.rollout.sleep:
+        beside["engine"] = engine_bytes(config, model)
+    return StepMemory(
+        plan=plan,
+        units=units,
+        layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
+        head="" if tied else names[id(head)],
+        hidden=head.weight.shape[1],
+        vocabulary=head.weight.shape[0],
+        head_trained=head.weight.requires_grad,
+        norm_trained=_learns_between(model),
+        tokens=tokens,
+        rotary=2 * tokens * width * compute,
+        micro_batches=resolve_accumulation(
+            config.train.global_batch_size, config.train.micro_batch_size, dp=plan.sizes.dp
+        ),
+        storage=storage,
+        reduce=item_bytes(plan.fsdp.reduce_dtype),
+        compute=compute,
+        optimizer=state_bytes(config.optimizer, model, shards=shards, item_bytes=storage),
+        update=update_bytes(config.optimizer, model, shards=shards),
+        ignored=ignored,
+        log_probs=learns_from_log_probs(config),
+        beside=beside,
+    )
+
+
+def learns_from_log_probs(config: TrainingConfig) -> bool:
+    """Whether the objective is made of tokens' log-probabilities: preferences, rewards."""
+    return isinstance(config, RLConfig) or isinstance(config.data, PreferenceDataConfig)
+
+
+def _needs_reference(config: TrainingConfig) -> bool:
+    """Whether a frozen copy of the model is kept; beside new adapters it is the model without them."""
+    if config.trains_adapter and config.model.adapter is None:
+        return False
+    dpo = getattr(config, "dpo", None)  # of the recipe
+    return config.grpo.kl > 0 if isinstance(config, RLConfig) else bool(dpo and dpo.needs_reference)
+
+
+def engine_bytes(config: RLConfig, model: PreTrainedModel) -> int:
+    """Bytes of the embedded engine's weights on a rank; 0 of a server, whose memory is its own."""
+    if config.rollout.engine != "transformers":
+        return 0
+    item = item_bytes(config.rollout.dtype or config.fsdp.param_dtype)
+    return sum(parameter.numel() for parameter in model.parameters()) * item // config.rollout.tp
+
+
+def _learns_between(model: PreTrainedModel) -> bool:
+    """Whether anything is trained that is in no decoder layer, and neither embedding nor head."""
+    modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
+    return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
+
+
+def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
+    """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
+    shard = sum(unit.stored for unit in step.units) // step.shards
+    trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
+    found = {"parameters": (shard if step.on_device else 0) + step.ignored, **step.beside}
+    if state and step.state_on_device:
+        found["optimizer"] = step.optimizer
+    if gradients and step.on_device:
+        found["gradients"] = trained
+    return found
