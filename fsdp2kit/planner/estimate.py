@@ -19,7 +19,7 @@ from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
 from fsdp2kit.planner.devices import GIB, Device, this_device
-from fsdp2kit.planner.memory import CATEGORIES, Moment, step_moments
+from fsdp2kit.planner.memory import Moment, step_moments
 from fsdp2kit.planner.rollouts import rollout_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, step_memory
 
@@ -245,9 +245,3 @@ def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
         "checkpoints kept": one * config.checkpoint.keep,
         "export": 0 if config.checkpoint.export_hf == "never" else kept * item_bytes(plan.ledger.export),
     }
-
-
-def at_rest_bytes(plan: Estimate) -> dict[str, int]:
-    """What is on the device between two steps, by category."""
-    found = next(moment for moment in plan.moments if moment.phase == "save").bytes
-    return {name: found.get(name, 0) for name in CATEGORIES if found.get(name)}

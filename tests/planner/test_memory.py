@@ -21,7 +21,7 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.devices import GIB, find_device
-from fsdp2kit.planner.estimate import Estimate, at_rest_bytes, plan_memory
+from fsdp2kit.planner.estimate import Estimate, plan_memory
 from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.trace import log_likelihood, trace_step
@@ -309,13 +309,13 @@ def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     found = plan.phase_peak("optimizer").total
     assert found == pytest.approx(16 * plan_parameters(model) / ranks, rel=1e-4)
     assert 16 * 7e9 / 4 == 28e9
-    assert at_rest_bytes(plan)["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
+    assert plan.phase_peak("save").bytes["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
 
 
 @needs_integers
 def test_a_base_in_4_bits_by_hand() -> None:
     """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
-    found = at_rest_bytes(planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))))
+    found = planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))).phase_peak("save").bytes
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     base = linear * 36 / 64 + 2 * (plan_parameters(LLAMA_8B) - linear)
     assert 8 * found["parameters"] == pytest.approx(base + 8 * found["optimizer"] / 2, rel=1e-4)
