@@ -25,8 +25,11 @@ def pool() -> Iterator[WorkerPool]:
 def pytest_runtest_setup() -> None:
     """No test may depend on which ones ran before it."""
     import torch
+    from torch import distributed as dist
 
     torch.manual_seed(0)
+    if dist.is_initialized():  # in this process, not in the pool's
+        dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
