@@ -50,7 +50,10 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> list
         UserError: naming the row and the message that is not of the form ``{"role": …, "content": …}``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise UserError(where, f"{name} is {_kind(messages)}, not a list", _TODO)
+        kinds, todo = (
+            ("a list", _TODO) if name == "messages" else ("a text or a list of messages", "give one of these")
+        )
+        raise UserError(where, f"{name} is {_kind(messages)}, not {kinds}", todo)
     if not messages:
         raise UserError(where, f"{name} is empty", _TODO)
     return [_check_message(message, where, f"{name}[{position}]") for position, message in enumerate(messages)]

@@ -315,18 +315,23 @@ _ALSO = {
 def _column(row: Mapping[str, Any], column: str, where: str, how: RowFormat, *, name: str | None = None) -> Any:
     name = name or how.column(column)
     if row.get(name) is None:
-        raise _missing(row, column, where, name)
+        raise _missing(row, column, where, how, name)
     return row[name]
 
 
-def _missing(row: Mapping[str, Any], column: str, where: str, name: str) -> UserError:
+def _missing(row: Mapping[str, Any], column: str, where: str, how: RowFormat, name: str) -> UserError:
     names = [other for other, value in row.items() if value is not None]
     alike = [other for other in names if other.lower() in _ALSO.get(column, ()) or column in other.lower().split("_")]
     near = [*alike, *difflib.get_close_matches(name, names, n=1)]
+    if name in row and not near:
+        return UserError(where, f"{name!r} is null", "fill it in, or drop the row")
     what = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
     todo = f'set data.columns.{column} = "{near[0] if near else "…"}"'
     guess = f"did you mean {near[0]!r}? {todo}" if near else f"say what the column is called ({todo})"
-    return UserError(where, what, f"{guess}, or set data.format to what the data is")
+    # What learns from pairs of answers, or from prompts, takes no other format.
+    is_fixed = how.format in ("preference", "prompts")
+    rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
+    return UserError(where, what, f"{guess}, or {rest}")
 
 
 def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: RowFormat) -> tuple[Any, list[Any]]:
@@ -338,7 +343,7 @@ def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: R
     if prompt is not None and (are_texts[0] or not isinstance(prompt, str)):
         return prompt, answers
     if are_texts[0] and (set(_ALSO["prompt"]) & {name.lower() for name, value in row.items() if value}):
-        raise _missing(row, "prompt", where, "prompt")
+        raise _missing(row, "prompt", where, how, "prompt")
     if not are_texts[0]:
         answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
     shared: Any = _shared_text(*answers) if are_texts[0] else _shared_messages(*answers)

@@ -133,7 +133,7 @@ def test_many_at_once_equal_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        (None, "the row has no 'messages'"),
+        (None, "'messages' is null; fill it in"),
         ("hello", "messages is of type str"),
         ([], "messages is empty"),
         (["hello"], r"messages\[0\] is of type str"),

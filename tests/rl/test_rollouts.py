@@ -379,9 +379,9 @@ def test_prompts_of_every_kind() -> None:
     assert found[1].row["level"] == 3
     assert found[4].messages == [{"role": "user", "content": "Hi"}]
     for row, message in (
-        ({"text": "Hi"}, "has no 'messages'"),
+        ({"text": "Hi"}, "has no 'messages'.* or train on other data with recipe"),
         ({"messages": answered[2:]}, "no prompt before the answer"),
-        ({"prompt": 3}, "prompt is of type int"),
+        ({"prompt": 3}, "prompt is of type int, not a text or a list of messages; give one"),
     ):
         with pytest.raises(UserError, match=f"row 0: .*{message}"):
             encode_prompts([Row(row, "row 0")], how, tokenizer)
