@@ -12,10 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from fsdp2kit.checkpoint.reader import SafeReader
-from fsdp2kit.config.checks import check_config
-from fsdp2kit.errors import UserError
 from fsdp2kit.parity.reference import load_plain, worst_relative
-from fsdp2kit.planner.estimate import plan_for
+from fsdp2kit.planner.estimate import estimate, plan_for
 from fsdp2kit.run import load
 from tests.reference import demo_model_dir
 from tests.runs import Run, run_all, runner
@@ -167,8 +165,11 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         assert said.count("; ") >= 1, "where: what; what to do"
 
 
-def test_its_memory_is_not_planned(toml: Path) -> None:
-    _, config = load(str(toml), [])
-    check_config(config, world_size=2, local_world_size=2)
-    with pytest.raises(UserError, match="often with a frozen reference beside the model, is not planned"):
-        plan_for(config, world_size=2, local_world_size=2)
+@pytest.mark.parametrize(("overrides", "has_one"), [([], True), (["dpo.loss=simpo"], False), (["lora.rank=2"], False)])
+def test_its_reference_is_planned(overrides: list[str], has_one: bool, toml: Path) -> None:
+    _, config = load(str(toml), overrides)
+    found = estimate(config, *plan_for(config, world_size=2, local_world_size=2))
+    rest = found.phase_peak("save").bytes
+    if has_one:  # in the dtype that it computes in, which is that of storage here
+        assert rest["reference"] == rest["parameters"]
+    assert ("reference" in rest) is has_one

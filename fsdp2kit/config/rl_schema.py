@@ -145,6 +145,11 @@ class RLConfig(TrainingConfig):
     grpo: GRPOConfig = GRPOConfig()
     reward: Annotated[list[RewardConfig], Field(min_length=1)]
 
+    @property
+    def engine_dtype(self) -> str:
+        """Of the engine's weights."""
+        return self.rollout.dtype or self.fsdp.param_dtype
+
 
 def check_rollouts(config: RLConfig, *, world_size: int) -> None:
     """Check the sizes of rollouts against ``[train]``, ``[data]`` and the number of ranks.

@@ -21,7 +21,7 @@ from fsdp2kit.planner.communication import Collective, Speed, collectives, estim
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, step_moments
 from fsdp2kit.planner.rollouts import rollout_moments
-from fsdp2kit.planner.sizes import StepMemory, at_rest, step_memory
+from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, step_memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Estimate:
     sizes: MeshSizes
     device: Device | None
     moments: tuple[Moment, ...]
-    """Of a step, in order, and "load", "save" and "export"."""
+    """Of a step, in order, and "load", "save", "export", with rewards "sync" and "generate"."""
     host: dict[str, int]
     """Bytes of host memory of a rank, beside the process itself, by what they are for."""
     disk: dict[str, int]
@@ -160,7 +160,7 @@ def estimate(
         sizes=plan.sizes,
         device=device,
         moments=(load, *step_moments(step), *cycle, *outside),
-        host=_host(config, step),
+        host=_host(config, model, step),
         disk=_disk(config, step),
         collectives=sent,
         speed=None if device is None or not is_timed else estimate_speed(config, step, sent, device),
@@ -189,6 +189,7 @@ class MemoryPlan:
         pairs = [
             f"{phase} {self.estimate.phase_peak(phase).total / GIB:.2f} / {size / GIB:.2f}"
             for phase, size in measured.items()
+            if any(moment.phase == phase for moment in self.estimate.moments)
         ]
         of = "" if device_type == "cuda" else " (of the whole process, with Python and its libraries)"
         return [f"memory, GiB planned / measured{of}: {', '.join(pairs)}"]
@@ -213,7 +214,7 @@ def _is_counted(layers: Sequence[LayerMemory]) -> bool:
     return any(layer.source == "counted" for layer in layers)
 
 
-def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
+def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
     """Bytes of host memory of one rank, beside Python and torch themselves."""
     shard = sum(unit.stored for unit in step.units) // step.shards
     gradients = sum(unit.trained for unit in step.units) // step.shards * step.storage
@@ -230,6 +231,9 @@ def _host(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     if config.checkpoint.async_save:
         # A checkpoint of adapters holds them alone.
         found["staging of an asynchronous save"] = step.optimizer + (shard if step.plan.adapter is None else gradients)
+    if isinstance(config, RLConfig) and config.rollout.sleep:  # pinned, and kept for the next time
+        shards = sum(at_rest(step).values())
+        found["asleep"] = shards + engine_bytes(config, model)
     if offloaded := sum(layer.kept_on_host for _, layer in step.layers):
         found["offloaded activations"] = offloaded
     return found

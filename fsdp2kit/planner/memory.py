@@ -211,7 +211,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
                 whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
             yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
         if layer is not None:
-            if step.shards > 1 and unit is not None and unit.gathers_in_backward and _is_gathered_again(step, name):
+            if step.shards > 1 and unit is not None and _is_gathered_again(step, name):
                 # Copied out of its buffer, before the next one is gathered ahead.
                 gathered = {"all-gather buffers": unit.whole, "activations": kept + hidden}
                 yield Moment("backward", f"{name} (gather)", {**now, **gathered})

@@ -14,20 +14,18 @@ from fsdp2kit.planner.memory import Moment
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes
 
 
-def kv_cache_bytes(
-    model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, cp: int = 1, dtype: str = "bfloat16"
-) -> int:
+def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
 
-    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A sequence is cut over ``cp``. A layer
-    with a sliding window keeps no more tokens than that.
+    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A layer with a sliding window keeps no
+    more tokens than that.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = layer_windows(config)
     tokens = sum(min(length, windows[kind] or length) for kind in layer_kinds(config))
-    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * -(-tokens // cp)
+    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * tokens
 
 
 def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
@@ -37,17 +35,18 @@ def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) 
     those of one layer without gradients, where a formula describes it.
     """
     rollout, weights = config.rollout, engine_bytes(config, model)
-    dtype = rollout.dtype or config.fsdp.param_dtype
-    largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(dtype)
+    largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(config.engine_dtype)
     rest = at_rest(step)
     engine = {"engine": weights} if weights else {}
     buckets = {"weight buckets": 2 * config.weight_sync.bucket_mib * 2**20 + largest}
     sync = Moment("sync", "a bucket loads, the next is gathered", {**rest, **engine, **buckets})
     if not weights:
         return [sync]
-    responses = config.train.global_batch_size * rollout.updates * rollout.tp // step.plan.sizes.world_size
-    rows = max(1, min(rollout.batch_size, responses))
-    cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=rollout.tp, dtype=dtype)
+    responses = -(-config.train.global_batch_size * rollout.updates // step.plan.sizes.world_size) * rollout.tp
+    if config.eval.every:  # of prompts of which there may be more
+        responses = rollout.batch_size
+    rows = min(rollout.batch_size, responses)
+    cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=rollout.tp, dtype=config.engine_dtype)
     full = replace(step.plan, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
     layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - rollout.max_new_tokens))
     prompts = max((layer.forward for layer in layers or ()), default=0)

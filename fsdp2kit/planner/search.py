@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import Device
@@ -75,6 +76,9 @@ def options(config: TrainingConfig) -> list[Option]:
         ),
         (fsdp.offload == "optimizer", {"fsdp.offload": "params"}, 'fsdp.offload = "params"'),
     ]
+    if isinstance(config, RLConfig) and config.rollout.engine == "transformers":
+        could_sleep = not config.rollout.sleep and fsdp.offload != "params"
+        of_state.insert(0, (could_sleep, {"rollout.sleep": True}, "rollout.sleep = true"))
     return [
         Option(values, words, saves)
         for saves, found in (("activations", of_activations), ("state", of_state))

@@ -12,6 +12,7 @@ from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.names import ADAPTER
 from fsdp2kit.optim.build import state_bytes, update_bytes
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes
@@ -144,8 +145,8 @@ def engine_bytes(config: RLConfig, model: PreTrainedModel) -> int:
     """Bytes of the embedded engine's weights on a rank; 0 of a server, whose memory is its own."""
     if config.rollout.engine != "transformers":
         return 0
-    item = item_bytes(config.rollout.dtype or config.fsdp.param_dtype)
-    return sum(parameter.numel() for parameter in model.parameters()) * item // config.rollout.tp
+    elements = sum(p.numel() for name, p in model.named_parameters() if f".{ADAPTER}." not in name)
+    return elements * item_bytes(config.engine_dtype) // config.rollout.tp
 
 
 def _learns_between(model: PreTrainedModel) -> bool:

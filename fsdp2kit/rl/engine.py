@@ -64,7 +64,7 @@ class Engine(VersionedWeights):
         """Forget what was computed with earlier weights."""
 
     def sleep(self) -> None:
-        """Give device memory back, that of the weights and of the cache; no rank generates."""
+        """Give device memory back, that of the weights and of the cache. Call it when no rank generates."""
 
     def wake(self, what: EngineMemory) -> None:
         """Take memory again: that of the weights before an update, that of the cache before `generate`."""
@@ -87,7 +87,7 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     )
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
-    dtype = getattr(torch, config.rollout.dtype or config.fsdp.param_dtype)
+    dtype = getattr(torch, config.engine_dtype)
     engine: Engine
     if config.rollout.engine == "transformers":
         copy = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from fsdp2kit.rl.engine import Engine, Request, Response
 from fsdp2kit.rl.packing import Rollout, pack_rollouts
 from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
-from fsdp2kit.rl.sleep import sleep, wake_up
+from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 
@@ -267,15 +267,22 @@ class Rollouts:
         with self._phase("sleep"), agreement():
             for model, optimizer in self._sleepers:
                 sleep(model, optimizer)
-            self._engine.wake("cache")
         try:
+            with agreement():  # when all ranks' devices are free: a server may use several
+                self._engine.wake("cache")
             yield
-            with agreement():  # no rank generates any more
+            with agreement():  # when no rank generates any more
                 self._engine.sleep()
-        finally:
-            with self._phase("wake_up"):
-                for model, _ in self._sleepers:
-                    wake_up(model)
+        except BaseException:
+            with suppress(Exception):  # what went wrong first is what is reported
+                self._wake_up()
+            raise
+        with self._phase("wake_up"):
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        for model, _ in self._sleepers:
+            wake_up(model)
 
     def _make_round(self, number: int, *, version: int) -> Round:
         """A round with its rewards, on every rank; the next one is begun. Collective."""
@@ -336,6 +343,8 @@ class Rollouts:
     def _sync(self, version: int) -> None:
         with self._phase("sync"):
             if self._sleepers:
+                with agreement():  # when the last step's memory is free on all ranks' devices
+                    give_back_memory(self._mesh.device)
                 with agreement():
                     self._engine.wake("weights")
             sync = {"dtype": self._engine.dtype, "bucket_mib": self._config.weight_sync.bucket_mib}

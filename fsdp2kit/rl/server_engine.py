@@ -26,7 +26,7 @@ _PAUSES = (0.5, 2.0, 8.0)
 """Seconds before a request that found no server is tried again."""
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
-"""What both kinds of servers call it."""
+"""The servers' names for each kind of memory."""
 
 
 class ServerEngine(Engine):
@@ -61,6 +61,7 @@ class ServerEngine(Engine):
     ) -> None:
         self.dtype = dtype
         self._url, self._at_once = section.url.rstrip("/"), section.batch_size
+        self._sleeps = section.sleep
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         # A connection is not used again: the server drops one on which it answered with an error.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -68,9 +69,6 @@ class ServerEngine(Engine):
         try:
             with self._understood():
                 self._name = self._served_model()
-                if not section.sleep:  # a run that was killed may have left it asleep
-                    self.wake("weights")
-                    self.wake("cache")
         except RunFailure as problem:
             raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
 
@@ -127,6 +125,9 @@ class ServerEngine(Engine):
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
         if self._is_main:
+            if not self._sleeps:  # a run that ended or was killed may have left it asleep
+                for what in MEMORY_TAGS:
+                    self._take_again(what)
             self._open_update()
 
     def load_weights(self, bucket: Bucket) -> None:

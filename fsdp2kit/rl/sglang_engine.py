@@ -20,7 +20,7 @@ from fsdp2kit.rl.bucket import Bucket
 from fsdp2kit.rl.engine import EngineMemory, Request, Response
 from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
 
-_ASLEEP = " asleep"
+_ASLEEP = " without "
 
 
 class SGLangEngine(ServerEngine):
@@ -38,8 +38,10 @@ class SGLangEngine(ServerEngine):
                     f"the SGLang server {self._url} has {size} {info[size]}, and not every copy would get the weights"
                 )
                 raise UserError("rollout.url", what, f"start it with {size} 1; tp_size may be any")
-        # It cannot be asked what is asleep; its version says it to a run that comes after one that was killed.
-        self._resting = set(MEMORY_TAGS) if self._served_version().endswith(_ASLEEP) else set[EngineMemory]()
+        self._resting = set[EngineMemory]()
+        if self._is_main:
+            label = self._served_version()
+            self._resting = {what for what in MEMORY_TAGS if f"{_ASLEEP}{what}" in label}
         return str(info.get("served_model_name") or info["model_path"])
 
     def _served_version(self) -> str:
@@ -83,15 +85,24 @@ class SGLangEngine(ServerEngine):
         self._post("continue_generation", optional=True)
 
     def _release(self) -> None:
-        if not self._resting:  # it may not be told twice
-            self._post("release_memory_occupation", tags=list(MEMORY_TAGS.values()))
-            self._post("update_weight_version", new_version=f"{self._label(None)}{_ASLEEP}", abort_all_requests=True)
-            self._resting = set(MEMORY_TAGS)
+        self._post("pause_generation", optional=True, mode="abort")  # it ends where it is told while it generates
+        if tags := [MEMORY_TAGS[what] for what in MEMORY_TAGS if what not in self._resting]:
+            self._post("release_memory_occupation", tags=tags)
+            self._rest(set(MEMORY_TAGS))
 
     def _take_again(self, what: EngineMemory) -> None:
         if what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
-            self._resting.remove(what)
+            self._rest(self._resting - {what})
+
+    def _rest(self, resting: set[EngineMemory]) -> None:
+        self._resting = resting
+        self._post("update_weight_version", new_version=self._label(self.version), abort_all_requests=True)
+
+    def _label(self, version: int | None) -> str:
+        # It ends where memory is released or taken twice, and cannot be asked what rests: the next run reads it here.
+        resting = "".join(f"{_ASLEEP}{what}" for what in sorted(self._resting))
+        return super()._label(version) + resting
 
 
 @dataclass

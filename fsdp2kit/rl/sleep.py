@@ -91,9 +91,7 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
         copies = _to_host(_state_of(optimizer), device)
         asleep["optimizer"] = _Asleep(copies, _guard_step(optimizer, "optimizer"))
         nbytes += _size_of(copies)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # an engine in another process wants it too
+    give_back_memory(device)
     return _logged("asleep", Moved(nbytes, before, memory_in_use(device)))
 
 
@@ -200,6 +198,13 @@ def _guard_forward(model: nn.Module) -> list[Callable[[], object]]:
 
 def _guard_step(optimizer: Optimizer | None, tag: Tag) -> list[Callable[[], object]]:
     return [] if optimizer is None else [optimizer.register_step_pre_hook(_refuse(tag)).remove]
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Leave a device's memory that no tensor uses to other processes: an engine in one of them wants it too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from fsdp2kit.errors import RunFailure
@@ -54,6 +55,9 @@ class VLLMEngine(ServerEngine):
         self._post("resume")
 
     def _release(self) -> None:
+        self._post("pause")
+        with suppress(RunFailure):  # there is no update to close, unless one broke off and left parts without memory
+            self._post("finish_weight_update", weight_version=self._label(None))
         self._post("sleep?level=2")
 
     def _take_again(self, what: EngineMemory) -> None:

@@ -172,7 +172,7 @@ def test_rewards_have_phases_of_their_own(capsys: pytest.CaptureFixture[str]) ->
         planned = sum(size for name, size in parts.items() if name not in ("engine", "attention and exchange"))
         assert planned == pytest.approx(sum(traced.values()), rel=0.03)
     assert tool.main(command) == 0
-    assert "time and communication are not planned" in capsys.readouterr().out
+    assert "time and communication are planned for cross-entropy alone" in capsys.readouterr().out
 
 
 def test_a_model_without_a_config_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_kv_cache() -> None:
     assert whole == 2 * 4 * 8 * 128 * 2 * 3 * 1000
     assert kv_cache_bytes(model, rows=3, length=1000, tp=2) == whole / 2
     assert kv_cache_bytes(model, rows=3, length=1000, tp=16) == whole / 8  # no rank has less than a head
-    assert kv_cache_bytes(model, rows=3, length=1000, cp=2, dtype="float32") == whole
+    assert kv_cache_bytes(model, rows=3, length=1000, dtype="float32") == 2 * whole
     sliding = {"model_type": "mistral", "sliding_window": 100, "head_dim": 128}
     shape = {name: LLAMA_8B[name] for name in LLAMA_8B if name != "model_type"}
     windowed = build_model(ModelConfig(weights="random", config={**shape, **sliding, "num_hidden_layers": 4}))

@@ -121,7 +121,7 @@ def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tm
 
 
 def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
-    """What a run calls of its engine, of that what bears on memory."""
+    """The calls of a run's engine that concern memory, in order."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:

@@ -94,6 +94,7 @@ class StandIn(servers.StandIn):
         if route in ("release_memory_occupation", "resume_memory_occupation"):
             # As the server's process ends where memory is paused or resumed twice.
             releases, tags = route.startswith("release"), set(body["tags"])
+            assert self.paused or not releases or "pause_generation" in self.without
             assert tags <= {"weights", "kv_cache"} - self.asleep if releases else tags <= self.asleep
             self.asleep ^= tags
             self.weights = {} if "weights" in self.asleep else self.weights
@@ -117,8 +118,8 @@ def server() -> Iterator[StandIn]:
         yield found
 
 
-def engine_of(url: str, **options: Any) -> SGLangEngine:
-    return SGLangEngine(RolloutConfig(engine="sglang", url=url), **{**OPTIONS, **options})
+def engine_of(url: str, *, sleeps: bool = False, **options: Any) -> SGLangEngine:
+    return SGLangEngine(RolloutConfig(engine="sglang", url=url, sleep=sleeps), **{**OPTIONS, **options})
 
 
 def ask(engine: SGLangEngine) -> Any:
@@ -147,7 +148,7 @@ def test_weights_then_responses(without: set[str], server: StandIn) -> None:
 def test_only_one_rank_sends(server: StandIn) -> None:
     other = engine_of(server.url, is_main=False)
     update(other, 3)
-    assert (other.version, server.calls) == (3, ["server_info", "model_info"])
+    assert (other.version, server.calls) == (3, ["server_info"])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_responses_that_are_aborted_or_make_no_sense_are_not_taken(server: Stand
 
 
 def test_sleep_loses_the_weights(server: StandIn) -> None:
-    engine = engine_of(server.url)
+    engine = engine_of(server.url, sleeps=True)
     update(engine, 1)
     engine.sleep()
     assert server.asleep == {"weights", "kv_cache"}
@@ -210,17 +211,25 @@ def test_sleep_loses_the_weights(server: StandIn) -> None:
     with pytest.raises(RunFailure, match="sync the weights"):
         engine.require(1)
     update(engine, 1)
+    assert server.asleep == {"kv_cache"}
     engine.wake("cache")
     assert ask(engine)
 
 
+@pytest.mark.parametrize("where", ["asleep", "before the update", "after the update", "awake"])
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_a_run_finds_a_server_that_a_killed_one_left_asleep(sleeps: bool, server: StandIn) -> None:
-    killed = engine_of(server.url)
+def test_a_run_finds_a_server_as_a_killed_one_left_it(sleeps: bool, where: str, server: StandIn) -> None:
+    killed = engine_of(server.url, sleeps=True)
     update(killed, 1)
     killed.sleep()
-    options = {"engine": "sglang", "url": server.url, "sleep": sleeps}
-    engine = SGLangEngine(RolloutConfig.model_validate(options), **{**OPTIONS, "run": "b2"})
+    if where != "asleep":
+        killed.wake("weights")
+    if where in ("after the update", "awake"):
+        update(killed, 2)
+    if where == "awake":
+        killed.wake("cache")
+        assert ask(killed)
+    engine = engine_of(server.url, sleeps=sleeps, run="b2")
     if sleeps:
         engine.sleep()
         engine.wake("weights")
@@ -244,6 +253,8 @@ def _read(connection: Any) -> None:
 
 
 def test_a_process_of_its_own_reads_a_payload_and_nothing_is_left() -> None:
+    shared = f"torch_{os.getpid()}_*"
+    before = set(Path("/dev/shm").glob(shared))
     ours, theirs = FORKS.Pipe()
     reader = FORKS.Process(target=_read, args=(theirs,), daemon=True)
     reader.start()
@@ -256,7 +267,7 @@ def test_a_process_of_its_own_reads_a_payload_and_nothing_is_left() -> None:
         del flat
     ours.send(None)
     reader.join()
-    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    assert set(Path("/dev/shm").glob(shared)) <= before
     assert not sent.data.is_shared()
     opcodes = pickletools.genops(base64.b64decode(payload))
     assert "FlattenedTensorMetadata" in {argument for _, argument, _ in opcodes}

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,7 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class StandIn(servers.StandIn):
     """Answers as vLLM's routes do."""
 
-    asleep: ClassVar[set[str]] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.asleep = set[str]()
 
     def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "v1/models":
@@ -69,8 +71,8 @@ def server() -> Iterator[StandIn]:
         yield found
 
 
-def engine_of(url: str, **options: Any) -> VLLMEngine:
-    return VLLMEngine(RolloutConfig(engine="vllm", url=url), **{**OPTIONS, **options})
+def engine_of(url: str, *, sleeps: bool = False, **options: Any) -> VLLMEngine:
+    return VLLMEngine(RolloutConfig(engine="vllm", url=url, sleep=sleeps), **{**OPTIONS, **options})
 
 
 def test_weights_then_responses(server: StandIn) -> None:
@@ -79,7 +81,7 @@ def test_weights_then_responses(server: StandIn) -> None:
     check_weights(server)
     assert server.version == "a1:3"
     awake = ["wake_up?tags=weights", "wake_up?tags=kv_cache"]
-    assert server.calls[1:3] == awake  # what a run that was killed may have left asleep
+    assert server.calls[1:3] == awake  # what another run may have left asleep
     assert server.calls[3:6] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
     check_responses(engine)
 
@@ -91,7 +93,7 @@ def test_only_one_rank_sends(server: StandIn) -> None:
 
 
 def test_asleep_it_has_no_weights_and_is_sent_all(server: StandIn) -> None:
-    engine = engine_of(server.url)
+    engine = engine_of(server.url, sleeps=True)
     update(engine, 1)
     engine.sleep()
     assert not server.weights
