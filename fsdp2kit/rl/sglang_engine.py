@@ -93,7 +93,7 @@ class SGLangEngine(ServerEngine):
     def _take_again(self, what: EngineMemory) -> None:
         if what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
-            self._rest(self._resting - {what})
+            self._rest({other for other in self._resting if other != what})
 
     def _rest(self, resting: set[EngineMemory]) -> None:
         self._resting = resting
