@@ -38,7 +38,7 @@ class SGLangEngine(ServerEngine):
                     f"the SGLang server {self._url} has {size} {info[size]}, and not every copy would get the weights"
                 )
                 raise UserError("rollout.url", what, f"start it with {size} 1; tp_size may be any")
-        self._resting = set[EngineMemory]()
+        self._resting: set[EngineMemory] = set()
         if self._is_main:
             label = self._served_version()
             self._resting = {what for what in MEMORY_TAGS if f"{_ASLEEP}{what}" in label}
@@ -93,7 +93,7 @@ class SGLangEngine(ServerEngine):
     def _take_again(self, what: EngineMemory) -> None:
         if what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
-            self._rest({other for other in self._resting if other != what})
+            self._rest(self._resting - {what})
 
     def _rest(self, resting: set[EngineMemory]) -> None:
         self._resting = resting
