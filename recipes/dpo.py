@@ -16,6 +16,7 @@ from fsdp2kit.objectives.preference import build_preference
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import build_metrics
@@ -35,8 +36,9 @@ def main(config: Config) -> None:
         tokenizer = build_tokenizer(config.model)
         model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         job.open_run_dir(dtypes=plan.ledger)
-        say(*plan.describe())
+        say(*plan.describe(), *memory.describe())
 
         # Pairs → tokens → packs, two answers side by side → global batches → this rank's share.
         data = build_data(config, tokenizer=tokenizer, model=model, mesh=job.mesh)
@@ -63,6 +65,7 @@ def main(config: Config) -> None:
             plan=plan,
             mesh=job.mesh,
             metrics=metrics,
+            memory=memory,
             total_steps=data.total_steps,
             progress=progress,
             checkpoints=checkpoints,

@@ -15,6 +15,7 @@ from fsdp2kit.objectives.policy import build_policy_loss
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.rl.engine import build_engine
 from fsdp2kit.rl.prompts import build_prompts
 from fsdp2kit.rl.rewards import Rewards
@@ -34,11 +35,12 @@ def main(config: Config) -> None:
         tokenizer = build_tokenizer(config.model)
         model = build_model(config.model, lora=config.lora)
         plan = plan_parallel(model, config, job.mesh.sizes, job.mesh.device.type)
+        memory = plan_memory(config, model, plan, world=job.world)  # warns of what cannot fit
         prompts = build_prompts(config, tokenizer=tokenizer)
         rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
         engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
         job.open_run_dir(dtypes=plan.ledger)
-        say(*plan.describe(), *prompts.describe())
+        say(*plan.describe(), *memory.describe(), *prompts.describe())
 
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.
         parallelize_model(model, plan, mesh=job.mesh)
@@ -63,6 +65,7 @@ def main(config: Config) -> None:
             plan=plan,
             mesh=job.mesh,
             metrics=metrics,
+            memory=memory,
             total_steps=steps,
             progress=progress,
             checkpoints=checkpoints,

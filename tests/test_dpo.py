@@ -90,6 +90,8 @@ def plain_margins(model_dir: Path, reference_dir: Path, rows: list[dict]) -> lis
 def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:
     straight = run(tmp_path / "straight", 2)
     assert "preferences: dpo, beta 0.1; reference: a frozen copy of the model as the run began" in straight[0]["said"]
+    assert straight[0]["said"].count("\nmemory: ") == 1, "the plan, before anything is loaded"
+    assert "memory, GiB planned / measured" in straight[0]["said"]
     assert straight[0]["loss"] == pytest.approx(math.log(2), rel=1e-6), "the reference is the model as it begins"
     assert straight[0]["kl"] == straight[0]["margin"] == straight[0]["accuracy"] == 0
     assert straight[-1]["loss"] < 0.6

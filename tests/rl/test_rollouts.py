@@ -188,6 +188,8 @@ def test_what_updates_change_is_no_gap_of_the_engine(toml: Path, pool: WorkerPoo
         options = [f"run.dir='{tmp_path / name}'", "rollout.updates=2", "train.steps=2", f"grpo.gap_warning={limit}"]
         [said] = pool.run(1, _lines_of_recipe, str(toml), options)
         assert re.findall(r"warning: step (\d+): trainer and engine differ", said) == warned
+        assert said.count("\nmemory: ") == 1, "the plan, before anything is loaded"
+        assert re.search(r"memory, GiB planned / measured .*sync [\d.]+ / [\d.]+, .*generate [\d.]+ / ", said)
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert 1e-12 < records[0]["log_prob_gap"] < 1e-3 < records[1]["log_prob_gap"]
 
