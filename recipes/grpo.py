@@ -16,7 +16,7 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.rl.engine import build_engine
+from fsdp2kit.rl.engine import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rollouts import HeldOutRewards, build_rollouts
@@ -40,6 +40,7 @@ def main(config: Config) -> None:
         rewards = job.closing.enter_context(Rewards(config.reward, columns=prompts.columns))
         engine = build_engine(config, model, tokenizer=tokenizer, device=job.mesh.device)
         job.open_run_dir(dtypes=plan.ledger)
+        rest_until_asked(engine, config)
         say(*plan.describe(), *memory.describe(), *prompts.describe())
 
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.

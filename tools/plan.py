@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from functools import partial
@@ -37,13 +38,18 @@ def main(arguments: list[str] | None = None) -> int:
     found = estimate(config, model, plan, device=device, local_world_size=local)
     parts, extra = list(report.renderables(found)), {}
     for title, candidates in _alternatives(options, config, device):
-        parts.append(report.candidates_table(candidates, title=title))
+        nothing = f"{title}: nothing that was tried fits; use a larger device, or shorter sequences"
+        parts.append(report.candidates_table(candidates, title=title) if candidates else nothing)
         extra[title] = [report.candidate_json(one) for one in candidates]
     if options.kv_cache:
         from fsdp2kit.planner.rollouts import kv_cache_bytes
 
         rows, length = options.kv_cache
         extra["kv_cache"] = cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
+        if not cache:
+            raise UserError(
+                "--kv-cache", "this model has no attention whose keys and values are cached", "leave it out"
+            )
         parts.append(
             f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {report.gib(cache)} GiB a rank"
         )
@@ -52,10 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
         parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
-    if options.png is not None:
-        report.write_png(found, options.png, title=title)
-    if options.html is not None:
-        report.write_html(found, options.html, title=title, extra=parts[len(list(report.renderables(found))) :])
+    _draw(options, found, title=title, extra=parts[len(list(report.renderables(found))) :])
     if options.json:
         print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
     else:
@@ -63,6 +66,25 @@ def main(arguments: list[str] | None = None) -> int:
         for part in parts:
             console.print(part)
     return 1 if found.fits is False else 0
+
+
+def _draw(options: argparse.Namespace, found: Any, *, title: str, extra: list[Any]) -> None:
+    """
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    from fsdp2kit.planner import report
+
+    for flag, path, write in (
+        ("--png", options.png, report.write_png),
+        ("--html", options.html, partial(report.write_html, extra=extra)),
+    ):
+        try:
+            if path is not None:
+                write(found, path, title=title)
+        except OSError as error:
+            todo = "name a file in a folder that may be written to"
+            raise UserError(flag, f"{path} cannot be written: {error.strerror}", todo) from None
 
 
 def _check_numbers_and_files(options: argparse.Namespace) -> None:
@@ -73,7 +95,7 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
     numbers = {"--world-size": "ranks", "--local-world-size": "ranks", "--tp": "ranks", "--device-memory": "GiB"}
     for flag, unit in numbers.items():
         value = getattr(options, flag[2:].replace("-", "_"))
-        if value is not None and not value >= (1 if unit == "ranks" else 1e-3):
+        if value is not None and not (1 if unit == "ranks" else 1e-3) <= value < math.inf:
             raise UserError(flag, f"{value} is no number of {unit}", "give 1 or more")
     if options.kv_cache and min(options.kv_cache) < 1:
         raise UserError("--kv-cache", f"{options.kv_cache} are no rows and length", "give two numbers from 1")

@@ -181,6 +181,9 @@ def check_rollouts(config: RLConfig, *, world_size: int) -> None:
     if rollout.sleep and config.fsdp.offload == "params":
         what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
         raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
+    if rollout.sleep and config.checkpoint.async_save:
+        what = "true with rollout.sleep, which takes away what is still being copied"
+        raise UserError("checkpoint.async_save", what, "leave one of them out")
     _check_ahead(config)
     if config.eval.sets:
         raise UserError("eval.sets", "prompts are held out as one set", "use eval.path, or eval.split = 0.02")

@@ -82,7 +82,7 @@ class ModelFlops:
 def count_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Read the counts off a transformers causal LM; it may be on the meta device or sharded."""
     config = model.config.get_text_config()
-    per_pair = math.fsum(_layer_flops_per_pair(layer) for layer in _attention_layers(config))
+    per_pair = math.fsum(_layer_flops_per_pair(layer) for layer in attention_layers(config).values())
     return ModelFlops(_active_parameters(model, config), per_pair)
 
 
@@ -143,23 +143,30 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
     return dense + routed * visited / experts
 
 
-def _attention_layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """What each layer with softmax attention is configured by; in Gemma 4, for one, their heads differ."""
+def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
+    """What each layer with softmax attention is configured by, by number; in Gemma 4, for one, their heads differ.
+
+    Args:
+        config: of the text model.
+    """
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     kinds = kinds or ["full_attention"] * config.num_hidden_layers
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
-    return [layer for layer, kind in zip(each, kinds, strict=True) if kind not in _WITHOUT_ATTENTION]
+    layers = enumerate(zip(each, kinds, strict=True))
+    return {number: layer for number, (layer, kind) in layers if kind not in _WITHOUT_ATTENTION}
+
+
+def head_widths(config: PreTrainedConfig) -> tuple[int, int]:
+    """Widths of a head's keys and of its values, which differ in latent attention (DeepSeek)."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
 
 
 def _layer_flops_per_pair(config: PreTrainedConfig) -> float:
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
         return 0.0  # Mamba, RWKV
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # Latent attention (DeepSeek) has other widths for keys than for values.
-    qk_dim = getattr(config, "qk_head_dim", None) or head_dim
-    v_dim = getattr(config, "v_head_dim", None) or head_dim
-    return 2.0 * (qk_dim + v_dim) * heads
+    return 2.0 * sum(head_widths(config)) * heads
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:

@@ -116,8 +116,8 @@ def _block_size(shape: Sequence[int], *, shards: int) -> int | None:
     return block if block >= 32 and math.prod(shape) >= 4096 else None
 
 
-def state_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int, item_bytes: int) -> int:
-    """Bytes of optimizer state on the rank with the largest shards, after its first step.
+def state_sizes(section: OptimizerConfig, model: nn.Module, *, shards: int, item_bytes: int) -> list[int]:
+    """Bytes of each tensor of optimizer state on the rank with the largest shards, after its first step.
 
     Args:
         model: before it is sharded, on meta or real.
@@ -125,18 +125,18 @@ def state_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int, item
         item_bytes: of an element of a shard.
     """
     matrices = {id(matrix) for matrix in hidden_matrices(model)} if section.name == "muon" else set()
-    total = 0
+    sizes = []
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         elements = parameter.numel() // max(1, len(parameter)) * -(-len(parameter) // shards)
         block = _block_size(parameter.shape, shards=shards) if section.name == "adamw_8bit" else None
         if id(parameter) in matrices:
-            total += elements * item_bytes  # momentum
+            sizes.append(elements * item_bytes)  # momentum
         elif block is not None:
             # Codes, float32 scales and the table of 256 values, for each of two moments.
-            total += 2 * (elements + 4 * -(-elements // block) + 4 * 256)
+            sizes += 2 * [elements, 4 * -(-elements // block), 4 * 256]
         else:
-            total += 2 * elements * (2 if section.name == "adamw_bf16" else item_bytes)
-    return total
+            sizes += 2 * [elements * (2 if section.name == "adamw_bf16" else item_bytes)]
+    return sizes
 
 
 def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,16 @@ from fsdp2kit.parallel.plan import ParallelPlan
 LSE_BYTES = 4  # a log-sum-exp for each query and head, float32
 
 
+class BackwardMemory(NamedTuple):
+    """Bytes of one decoder layer at one moment of its backward."""
+
+    where: str
+    held: int
+    """What is left of what it kept and recomputed, and the gradients of activations."""
+    gradients: int
+    """Of its weights, as far as they are there."""
+
+
 @dataclass(frozen=True)
 class LayerMemory:
     """Bytes of one decoder layer on one rank, for one micro-batch."""
@@ -36,16 +46,10 @@ class LayerMemory:
     """What recomputation adds before its backward begins."""
     forward: int = 0
     """The most of its own tensors at once in forward beside ``kept``: results that are dropped at once."""
-    mlp_backward: int = 0
-    """What the MLP's backward adds to all that the layer keeps: gradients of activations."""
-    attention_backward: int = 0
-    """What attention's backward adds to it; less than 0 where the MLP's tensors are freed by then."""
+    backward: tuple[BackwardMemory, ...] = ()
+    """The moments of its backward at which most may be held, in order."""
     attention_forward: int = 0
     """What attention's kernel and its exchange hold beside ``kept`` while they run in forward."""
-    mlp_gradients: int = 0
-    """Bytes of its weights' gradients that are there when ``mlp_backward`` is."""
-    attention_gradients: int = 0
-    """The same, for ``attention_backward``."""
     source: str = "formula"
     """"formula", or "counted"."""
 
@@ -133,18 +137,24 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     kernel_forward = (8 + 2 * c) * q if own_kernel else 0
     kernel_backward = (4 + 2 * c) * (q + kv) if own_kernel else c * (q + kv)
     forward = 3 * c * i + 2 * c * h if kept < everything else c * h
-    of_attention = c * (h + q) + kernel_backward + exchange_backward - (4 * c * i + (4 + 2 * c) * h)
-    of_norm = c * h + norm_backward(c) * h - (4 * c * i + c * h)
+    whole = kept + on_host + recomputed
+    # Last to first, each without what those before it have freed.
+    held = {
+        "MLP": whole + c * (h + 2 * i),
+        "second norm": whole - 4 * c * i + norm_backward(c) * h,
+        "attention": max(0, whole - 4 * c * i - (4 + c) * h + c * q + kernel_backward + exchange_backward),
+        "first norm": (c * h if recomputed else 0) + (4 + 2 * c) * h + norm_backward(c) * h,
+    }
+    of_mlp, of_output = 3 * c * h * i, c * h * q
+    gradients = (of_mlp // 3, of_mlp, of_mlp + of_output, of_mlp + of_output + c * h * (q + kv))
+    backward = zip(held.items(), gradients, strict=True)
     return LayerMemory(
         kept=kept * tokens,
         kept_on_host=on_host * tokens,
         recomputed=recomputed * tokens,
         forward=forward * tokens,
-        mlp_backward=c * (h + 2 * i) * tokens,
-        attention_backward=max(of_attention, of_norm) * tokens,
+        backward=tuple(BackwardMemory(where, size * tokens, there) for (where, size), there in backward),
         attention_forward=(kernel_forward + exchange_forward) * tokens,
-        mlp_gradients=c * h * i,  # of the last of three matrices
-        attention_gradients=c * (3 * h * i + h * q),
     )
 
 

@@ -7,6 +7,7 @@ the share of a link's bandwidth that collectives reach.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class Collective:
     """Mesh dimension: "shard", "replicate", "cp" or "world"."""
     link: str
     """ "node" if all ranks of its group are on one, else "network"."""
+    on_node: int
+    """Ranks of its group that share a node, each with a network adapter of its own."""
     phase: str
     unit: str
     calls: int
@@ -51,8 +54,8 @@ def collectives(
     sizes, fsdp, count = step.plan.sizes, step.plan.fsdp, step.micro_batches
     shards = step.shards
     replicas = sizes.world_size // shards
-    shard_link = "node" if shards <= local_world_size else "network"
-    replica_link = "node" if sizes.world_size <= local_world_size else "network"
+    over_shards = place(shards, local_world_size=local_world_size)
+    over_replicas = place(replicas, apart=shards, local_world_size=local_world_size)
     reduces = count if fsdp.reduce_every_micro_batch else 1
     found: list[Collective] = []
     frozen_so_far = True
@@ -62,21 +65,35 @@ def collectives(
         again = unit.gathers_in_backward and not frozen_so_far
         if shards > 1:
             forward = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
-            found.append(Collective("all_gather", "shard", shard_link, "forward", unit.name, forward, forward * sent))
+            sends = forward * sent
+            found.append(Collective("all_gather", "shard", *over_shards, "forward", unit.name, forward, sends))
             if unit.reshard is not False and again:
                 few = unit.reshard if type(unit.reshard) is int else shards
                 back = count * ((few - 1) * unit.whole // few)
-                found.append(Collective("all_gather", "shard", shard_link, "backward", unit.name, count, back))
+                over_few = place(few, local_world_size=local_world_size)
+                found.append(Collective("all_gather", "shard", *over_few, "backward", unit.name, count, back))
         if not unit.trained:
             continue
         reduced = unit.trained * step.reduce
         if shards > 1:
             sent = reduces * ((shards - 1) * reduced // shards)
-            found.append(Collective("reduce_scatter", "shard", shard_link, "backward", unit.name, reduces, sent))
+            found.append(Collective("reduce_scatter", "shard", *over_shards, "backward", unit.name, reduces, sent))
         if replicas > 1:
             sent = reduces * (2 * (replicas - 1) * (reduced // shards) // replicas)
-            found.append(Collective("all_reduce", "replicate", replica_link, "backward", unit.name, reduces, sent))
+            found.append(Collective("all_reduce", "replicate", *over_replicas, "backward", unit.name, reduces, sent))
     return [*found, *_exchanges(config, model, step, local_world_size), *_numbers(config, step, local_world_size)]
+
+
+def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, int]:
+    """The link of a group of ranks, and how many of them share a node.
+
+    Args:
+        ranks: in the group.
+        apart: from one of them to the next, in ranks of the job.
+    """
+    if ranks * apart <= local_world_size:
+        return "node", ranks
+    return "network", min(ranks, max(1, local_world_size // apart))
 
 
 def _in_order(units: Sequence[UnitSize]) -> list[UnitSize]:
@@ -95,7 +112,7 @@ def _exchanges(
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    link = "node" if cp <= local_world_size else "network"
+    over_cp = place(cp, local_world_size=local_world_size)
     kind = {"ulysses": "all_to_all", "ring": "send", "allgather": "all_gather"}[method]
     section = step.plan.activation_checkpointing
     for number, _ in enumerate(decoder_layers(model)):
@@ -107,16 +124,16 @@ def _exchanges(
         times = step.micro_batches * (2 if repeats and number % section.every == 0 else 1)
         name = step.layers[number][0]
         calls = {"ulysses": 2, "ring": 2 * (cp - 1), "allgather": 1}[method]
-        yield Collective(kind, "cp", link, "forward", name, times * calls, times * forward)
+        yield Collective(kind, "cp", *over_cp, "forward", name, times * calls, times * forward)
         calls = {"ulysses": 2, "ring": 2 * (cp - 1) + 2 * cp, "allgather": 1}[method]
         if method == "allgather":  # keys and values are gathered again, their gradients reduced
             gathered = step.micro_batches * forward
-            yield Collective("all_gather", "cp", link, "backward", name, step.micro_batches, gathered)
+            yield Collective("all_gather", "cp", *over_cp, "backward", name, step.micro_batches, gathered)
             kind_back, backward = "reduce_scatter", backward - forward
         else:
             kind_back = kind
         times = step.micro_batches
-        yield Collective(kind_back, "cp", link, "backward", name, times * calls, times * backward)
+        yield Collective(kind_back, "cp", *over_cp, "backward", name, times * calls, times * backward)
 
 
 def _numbers(config: TrainingConfig, step: StepMemory, local_world_size: int) -> Iterator[Collective]:
@@ -124,17 +141,17 @@ def _numbers(config: TrainingConfig, step: StepMemory, local_world_size: int) ->
     world = step.plan.sizes.world_size
     if world == 1:
         return
-    link = "node" if world <= local_world_size else "network"
+    over_world = place(world, local_world_size=local_world_size)
     numbers = 9 + len(config.data.sources)
-    yield Collective("all_reduce", "world", link, "batch", "", 1, 2 * (world - 1) * numbers * 8 // world)
+    yield Collective("all_reduce", "world", *over_world, "batch", "", 1, 2 * (world - 1) * numbers * 8 // world)
     losses = 1 + len(config.data.sources)
-    yield Collective("all_reduce", "world", link, "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world)
+    yield Collective("all_reduce", "world", *over_world, "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world)
     if step.shards > 1:
         tensors = sum(unit.tensors for unit in step.units)
         item = 8 if step.plan.device_type == "cpu" else 4  # the host adds squares up in float64
         sent = 2 * (step.shards - 1) * item * tensors // step.shards
-        shard_link = "node" if step.shards <= local_world_size else "network"
-        yield Collective("all_reduce", "shard", shard_link, "optimizer", "", 1, sent)
+        over_shards = place(step.shards, local_world_size=local_world_size)
+        yield Collective("all_reduce", "shard", *over_shards, "optimizer", "", 1, sent)
 
 
 @dataclass(frozen=True)
@@ -153,49 +170,89 @@ class Speed:
     assumptions: tuple[str, ...]
 
 
-def estimate_speed(
-    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device
-) -> Speed | None:
-    """Time of a step of full rows of one document each; None for a device whose peak is not known."""
-    if device.peak_flops is None:
-        return None
-    rows = config.train.global_batch_size
-    tokens, pairs = rows * config.data.seq_len, rows * config.data.seq_len**2
+def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None) -> str | None:
+    """Why no time is planned; None if it is."""
+    if step.log_probs:  # what a reference gathers and computes, and what an engine does, no formula describes
+        return "time and communication are planned for cross-entropy alone"
+    if device is None or device.peak_flops is None:
+        return "no time is planned without a device whose peak is known"
+    if step.compute > 2:
+        return f"no time is planned for fsdp.param_dtype = {config.fsdp.param_dtype!r}: the peaks are of bfloat16"
+    if not step.on_device:
+        return "no time is planned for fsdp.offload = 'params': the host's processors update the parameters"
+    return None
+
+
+def estimate_speed(config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device) -> Speed:
+    """Time of a step of full rows of one document each, where `why_untimed` knows no reason against it."""
+    assert device.peak_flops is not None, "a device whose peak is known"
+    tokens = config.train.global_batch_size * config.data.seq_len
     world = step.plan.sizes.world_size
-    model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=pairs) / world
-    section = step.plan.activation_checkpointing
-    recomputes = section.mode == "full"
-    by_unit: dict[tuple[str, str], float] = {}
-    of_layers = [name for name, _ in step.layers]
-    head = 6 * step.hidden * step.vocabulary * tokens / world
-    each = (model_flops - head) / len(of_layers)
-    rate = device.peak_flops * COMPUTE_EFFICIENCY
-    for number, name in enumerate(of_layers):
-        again = each / 3 if recomputes and number % section.every == 0 else 0.0
-        by_unit["forward", name], by_unit["backward", name] = each / 3 / rate, (each * 2 / 3 + again) / rate
-    by_unit["forward", step.head], by_unit["backward", step.head] = head / rate, 0.0  # its gradients come with it
+    computes = _computing(config, step, device)
     waits: dict[tuple[str, str], float] = {}
     for one in sent:
-        bandwidth = device.node_bandwidth if one.link == "node" else device.network_bandwidth
         key = (one.phase, one.unit)
-        waits[key] = waits.get(key, 0.0) + one.sent / (bandwidth * LINK_EFFICIENCY)
+        waits[key] = waits.get(key, 0.0) + one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY)
     elements = sum(unit.trained for unit in step.units) / step.shards
     # AdamW reads parameter, gradient and two moments, and writes all but the gradient.
     update = 7 * elements * step.storage / device.memory_bandwidth
-    compute, communication = sum(by_unit.values()) + update, sum(waits.values())
-    keys = by_unit.keys() | waits.keys()
-    overlapped = update + sum(max(by_unit.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
+    if not step.state_on_device:  # brought from the host and taken back
+        update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
+    compute, communication = sum(computes.values()) + update, sum(waits.values())
+    keys = computes.keys() | waits.keys()
+    overlapped = update + sum(max(computes.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
+    model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=tokens * config.data.seq_len)
+    assumptions = [
+        f"{device.name}: layers reach {COMPUTE_EFFICIENCY:.0%} of {device.peak_flops / 1e12:,.0f} TFLOP/s",
+        f"links: {device.node_bandwidth / 1e9:,.0f} GB/s in a node, {device.network_bandwidth / 1e9:,.0f} GB/s "
+        f"between nodes for each of a group's ranks on a node, {device.host_bandwidth / 1e9:,.0f} GB/s to the host, "
+        f"of which {LINK_EFFICIENCY:.0%} are reached",
+        "full rows of one document each; data, evaluation and saves take no time",
+    ]
+    if config.optimizer.name == "muon":
+        assumptions.append("Muon's own matmuls and exchanges take no time")
     return Speed(
         compute=compute,
         communication=communication,
         overlapped=overlapped,
         serial=compute + communication,
         tokens_per_second=tokens / overlapped,
-        mfu=model_flops / overlapped / device.peak_flops,
-        assumptions=(
-            f"{device.name}: layers reach {COMPUTE_EFFICIENCY:.0%} of {device.peak_flops / 1e12:,.0f} TFLOP/s",
-            f"links: {device.node_bandwidth / 1e9:,.0f} GB/s in a node, {device.network_bandwidth / 1e9:,.0f} GB/s "
-            f"between nodes, of which collectives reach {LINK_EFFICIENCY:.0%}",
-            "full rows of one document each; data, evaluation and saves take no time",
-        ),
+        mfu=model_flops / world / overlapped / device.peak_flops,
+        assumptions=tuple(assumptions),
     )
+
+
+def _bandwidth(one: Collective, device: Device) -> float:
+    """Bytes a second that a rank sends in a collective.
+
+    A ring goes through each node once, and its traffic there is shared by the adapters of the group's ranks. What one
+    rank sends to one other passes its own adapter.
+    """
+    if one.link == "node":
+        return device.node_bandwidth
+    adapters = one.on_node if one.kind in ("all_gather", "reduce_scatter", "all_reduce") else 1
+    return min(device.node_bandwidth, adapters * device.network_bandwidth)
+
+
+def _computing(config: TrainingConfig, step: StepMemory, device: Device) -> dict[tuple[str, str], float]:
+    """Seconds that a rank computes in a step, by phase and unit; layers are taken to be alike."""
+    plan, section = step.plan, step.plan.activation_checkpointing
+    world, tokens = plan.sizes.world_size, config.train.global_batch_size * config.data.seq_len
+    linear = flops_per_batch(plan.flops, tokens=tokens, attention_pairs=0) / world
+    attention = flops_per_batch(plan.flops, tokens=0, attention_pairs=tokens * config.data.seq_len) / world
+    head = (6 if step.head_trained else 4) * step.hidden * step.vocabulary * tokens / world
+    count = len(step.layers)
+    # Of three matmuls a weight, a frozen one has two: the share of forward is a third to a half.
+    of_forward = 1 / (3 - plan.frozen_parameters / plan.parameters)
+    forward = ((linear - head) * of_forward + attention / 3) / count
+    backward = (linear - head + attention) / count - forward
+    rate = (device.peak_flops or math.nan) * COMPUTE_EFFICIENCY
+    to_host = device.host_bandwidth * LINK_EFFICIENCY
+    # The head's gradients come with its forward.
+    found = {("forward", step.head): head / rate, ("backward", step.head): 0.0}
+    for number, (name, layer) in enumerate(step.layers):
+        again = forward if section.mode == "full" and number % section.every == 0 else 0.0
+        copied = step.micro_batches * layer.kept_on_host / to_host
+        found["forward", name] = forward / rate + copied
+        found["backward", name] = (backward + again) / rate + copied
+    return found

@@ -28,26 +28,30 @@ class Device:
     """Bytes a second that a device sends to others of its node, in one direction."""
     network_bandwidth: float
     """Bytes a second that a device sends to other nodes, by a network adapter of its own as in the DGX of its kind."""
+    host_bandwidth: float
+    """Bytes a second between a device and its host's memory, in one direction."""
 
 
-def _device(name: str, *, memory_gib: float, tb_s: float, node_gb_s: float, network_gbit_s: float) -> Device:
-    peak = peak_flops_of(name)
-    return Device(name, int(memory_gib * GIB), peak, tb_s * 1e12, node_gb_s * 1e9, network_gbit_s / 8 * 1e9)
+def _device(
+    name: str, *, memory_gib: float, tb_s: float, node_gb_s: float, network_gbit_s: float, pcie_gb_s: float = 64
+) -> Device:
+    peak, network = peak_flops_of(name), network_gbit_s / 8 * 1e9
+    return Device(name, int(memory_gib * GIB), peak, tb_s * 1e12, node_gb_s * 1e9, network, pcie_gb_s * 1e9)
 
 
 # Memory as `torch.cuda.get_device_properties` reports it; bandwidths from NVIDIA's and AMD's data sheets. NVLink is
-# given there for both directions together: half of it is what one device sends. PCIe 4.0 × 16 sends 32 GB/s.
+# given there for both directions together: half of it is what one device sends. PCIe × 16 sends 32 GB/s (4.0) or 64.
 DEVICES = {
-    "a100": _device("A100", memory_gib=79.2, tb_s=2.039, node_gb_s=300, network_gbit_s=200),
-    "a100-40gb": _device("A100", memory_gib=39.4, tb_s=1.555, node_gb_s=300, network_gbit_s=200),
+    "a100": _device("A100", memory_gib=79.2, tb_s=2.039, node_gb_s=300, network_gbit_s=200, pcie_gb_s=32),
+    "a100-40gb": _device("A100", memory_gib=39.4, tb_s=1.555, node_gb_s=300, network_gbit_s=200, pcie_gb_s=32),
     "h100": _device("H100", memory_gib=79.1, tb_s=3.35, node_gb_s=450, network_gbit_s=400),
     "h200": _device("H200", memory_gib=139.8, tb_s=4.8, node_gb_s=450, network_gbit_s=400),
     "h20": _device("H20", memory_gib=95.2, tb_s=4.0, node_gb_s=450, network_gbit_s=400),
     "b200": _device("B200", memory_gib=178.4, tb_s=8.0, node_gb_s=900, network_gbit_s=400),
-    "l40s": _device("L40S", memory_gib=44.4, tb_s=0.864, node_gb_s=32, network_gbit_s=200),
-    "a10g": _device("A10G", memory_gib=22.0, tb_s=0.6, node_gb_s=32, network_gbit_s=100),
-    "l4": _device("L4", memory_gib=22.0, tb_s=0.3, node_gb_s=32, network_gbit_s=100),
-    "rtx4090": _device("RTX 4090", memory_gib=23.6, tb_s=1.008, node_gb_s=32, network_gbit_s=100),
+    "l40s": _device("L40S", memory_gib=44.4, tb_s=0.864, node_gb_s=32, network_gbit_s=200, pcie_gb_s=32),
+    "a10g": _device("A10G", memory_gib=22.0, tb_s=0.6, node_gb_s=32, network_gbit_s=100, pcie_gb_s=32),
+    "l4": _device("L4", memory_gib=22.0, tb_s=0.3, node_gb_s=32, network_gbit_s=100, pcie_gb_s=32),
+    "rtx4090": _device("RTX 4090", memory_gib=23.6, tb_s=1.008, node_gb_s=32, network_gbit_s=100, pcie_gb_s=32),
     "mi300x": _device("MI300X", memory_gib=191.5, tb_s=5.3, node_gb_s=448, network_gbit_s=400),
 }
 

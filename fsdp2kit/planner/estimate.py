@@ -17,11 +17,11 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
-from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed
+from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, step_moments
 from fsdp2kit.planner.rollouts import rollout_moments
-from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, step_memory
+from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class Estimate:
     """Bytes of a checkpoint, of all that are kept, of the export."""
     collectives: tuple[Collective, ...]
     speed: Speed | None
+    untimed: str | None
+    """Why there is no speed."""
     activations_from: str
     """ "formula", or "counted on one layer of each kind"."""
 
@@ -146,9 +148,8 @@ def estimate(
         layers = layers_memory(model, plan, tokens=tokens, supplied=count_layers(config, model, plan))
     assert layers is not None, "what has no formula was counted"
     step = step_memory(config, model, plan, layers)
-    # What a reference gathers and computes, and what an engine does, no formula describes.
-    is_timed = not step.log_probs
-    sent = tuple(collectives(config, model, step, local_world_size=local_world_size)) if is_timed else ()
+    sent = () if step.log_probs else tuple(collectives(config, model, step, local_world_size=local_world_size))
+    untimed = why_untimed(config, step, device)
     cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
     load = Moment("load", "weights", at_rest(step, state=False))
     outside = [
@@ -163,7 +164,8 @@ def estimate(
         host=_host(config, model, step),
         disk=_disk(config, step),
         collectives=sent,
-        speed=None if device is None or not is_timed else estimate_speed(config, step, sent, device),
+        speed=None if untimed or device is None else estimate_speed(config, step, sent, device),
+        untimed=untimed,
         activations_from="counted on one layer of each kind" if _is_counted(layers) else "formula",
     )
 
@@ -216,8 +218,8 @@ def _is_counted(layers: Sequence[LayerMemory]) -> bool:
 
 def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
     """Bytes of host memory of one rank, beside Python and torch themselves."""
-    shard = sum(unit.stored for unit in step.units) // step.shards
-    gradients = sum(unit.trained for unit in step.units) // step.shards * step.storage
+    shards = [size for unit in step.units for size in unit.shard_sizes]
+    gradients = [size for unit in step.units for size in unit.gradient_sizes]
     rows = config.train.global_batch_size // step.plan.sizes.dp * config.data.seq_len
     found = {
         # Ids, labels and positions, int64, of the batches that are made ahead and the one in use.
@@ -225,16 +227,17 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
         "reading weights": 16 * 2**20,  # blocks, straight into the shards
     }
     if not step.on_device:
-        found["offloaded parameters and gradients"] = shard + gradients
-    if not step.state_on_device:
-        found["offloaded optimizer state"] = step.optimizer
+        found["offloaded parameters and gradients"] = pinned([*shards, *gradients])
+    if not step.state_on_device:  # pinned where it is moved
+        found["offloaded optimizer state"] = pinned(step.state_sizes) if step.on_device else step.optimizer
     if config.checkpoint.async_save:
         # A checkpoint of adapters holds them alone.
-        found["staging of an asynchronous save"] = step.optimizer + (shard if step.plan.adapter is None else gradients)
+        weights = shards if step.plan.adapter is None else gradients
+        found["staging of an asynchronous save"] = step.optimizer + sum(weights)
     if isinstance(config, RLConfig) and config.rollout.sleep:  # pinned, and kept for the next time
-        shards = sum(at_rest(step).values())
-        found["asleep"] = shards + engine_bytes(config, model)
-    if offloaded := sum(layer.kept_on_host for _, layer in step.layers):
+        state = step.state_sizes if step.state_on_device else ()
+        found["asleep"] = pinned([*shards, *state]) + sum(step.beside.values()) + engine_bytes(config, model)
+    if offloaded := pinned(layer.kept_on_host for _, layer in step.layers):
         found["offloaded activations"] = offloaded
     return found
 
@@ -246,6 +249,17 @@ def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
     one = weights + step.optimizer * step.shards
     return {
         "checkpoint": one,
-        "checkpoints kept": one * config.checkpoint.keep,
+        "checkpoints kept, and one being written": one * _most_checkpoints(config),
         "export": 0 if config.checkpoint.export_hf == "never" else kept * item_bytes(plan.ledger.export),
     }
+
+
+def _most_checkpoints(config: TrainingConfig) -> int:
+    """How many there are at once, at most: an old one is deleted when a new one is complete."""
+    section = config.checkpoint
+    kept = section.keep + (1 if config.eval.keeps_best else 0)
+    if section.keep_every and config.train.steps:
+        kept += config.train.steps // section.keep_every
+    if isinstance(section.every, int) and config.train.steps:  # and one at the end
+        return min(kept + 1, config.train.steps // (section.every or config.train.steps) + 1)
+    return kept + 1

@@ -65,7 +65,7 @@ def _base(step: StepMemory) -> dict[str, int]:
     """What is there all through the last micro-batch, before its own gradients."""
     base = at_rest(step)
     if step.micro_batches > 1 and not step.plan.fsdp.reduce_every_micro_batch:
-        base["unsharded gradients"] = sum(unit.trained for unit in step.units) * step.reduce
+        base["unsharded gradients"] = sum(unit.unpadded for unit in step.units) * step.reduce
     elif step.micro_batches > 1:
         base = at_rest(step, gradients=True)
         # The buffer of the last reduction lives until this micro-batch's first one.
@@ -113,6 +113,7 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
     stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
     whole = sum(unit.whole for unit in step.units) if stays else 0
     stops, kept = _stops(step), step.rotary
+    hidden = step.tokens * step.hidden * step.compute
     seen, last = 0, step.by_name[""].whole
     for number, (name, layer) in enumerate(stops):
         held, own = _gathered(step, name)
@@ -122,19 +123,35 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
         now = {**base, "unsharded parameters": whole if stays else held + seen}
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
+        is_last = number == len(stops) - 1
+        if own and not stays:
+            there = kept + (_head_activations(step) if is_last else hidden)
+            both = before + own if before and not ahead else 0
+            yield from _becoming_whole(step, name, {**now, "activations": there}, buffers=both)
         if layer is not None:
-            if (
-                now["all-gather buffers"] and own and not ahead
-            ):  # copied out of its buffer; then the one before is freed
-                gathered = {**now, "all-gather buffers": before + own, "activations": kept}
-                yield Moment("forward", f"{name} (gather)", gathered)
             kept += layer.kept
             now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
             yield Moment("forward", name, now)
-        elif number == len(stops) - 1:
+        elif is_last:
             yield from _loss_forward(step, now, kept)
         if name and name in step.by_name:
             seen += _kept_after_forward(step, step.by_name[name])
+
+
+def _becoming_whole(step: StepMemory, name: str, now: dict[str, int], *, buffers: int) -> Iterator[Moment]:
+    """A unit is copied out of its gather's buffer, and then that of the one before is freed; or with one rank, one
+    parameter after the other is cast into a copy, which is copied.
+
+    Args:
+        buffers: bytes of both, if nothing is gathered ahead.
+    """
+    if step.shards > 1 and buffers:
+        yield Moment("forward", f"{name} (gather)", {**now, "all-gather buffers": buffers})
+    unit = step.by_name.get(name)
+    if step.shards == 1 and unit is not None and unit.item != step.storage:
+        largest = max(unit.shard_sizes, default=0) // step.storage * unit.item
+        cast = now["unsharded parameters"] + largest
+        yield Moment("forward", f"{name} (cast)", {**now, "unsharded parameters": cast})
 
 
 def _head_activations(step: StepMemory) -> int:
@@ -221,17 +238,19 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if unit is None or not name or not unit.trained:
             continue
         now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
+        if layer is None and number:
+            yield Moment("backward", name, dict(now))
         now["unsharded parameters"] -= unit.whole
         # Gradients of head and embedding are still held when they are reduced: that is not after a layer's backward.
         yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or layer is not None)
         reduced = unit.trained * step.reduce
-        accumulated -= reduced if accumulated else 0
+        accumulated -= unit.unpadded * step.reduce if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
     root = step.by_name[""]
     now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
-    now["unsharded gradients"] = accumulated or root.trained * root.item
-    if waiting:  # of a tied table: the part of the embedding, before it is added to that of the head
-        yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
+    now["unsharded gradients"] = accumulated or root.unpadded * root.item
+    # Of a tied table that is the part of the embedding, before it is added to that of the head.
+    yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
     now |= {"loss": 0, "unsharded parameters": 0}
     yield from _reduction(step, now, root, sums_up=sums_up, freed=True)
 
@@ -249,7 +268,7 @@ def _reduction(
     copied = {**now, "reduction buffers": buffer}
     if freed:
         yield Moment("backward", f"{where} (copied)", dict(copied))
-        copied["unsharded gradients"] -= min(copied["unsharded gradients"], buffer)
+        copied["unsharded gradients"] -= min(copied["unsharded gradients"], unit.unpadded * step.reduce)
     if step.reduce == step.storage and not sums_up and step.on_device:  # what is received is the gradient
         copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
     else:
@@ -302,31 +321,27 @@ def _is_gathered_again(step: StepMemory, name: str) -> bool:
 def _own_gradients(step: StepMemory, name: str) -> int:
     """Bytes of the gradients that the backward of a module leaves, before they are reduced."""
     units = [unit for unit in step.units if unit.name == name or (name and unit.name.startswith(f"{name}."))]
-    return sum(unit.trained * unit.item for unit in units)
+    return sum(unit.unpadded * unit.item for unit in units)
 
 
 def _layer_backward(
     step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
 ) -> Iterator[Moment]:
-    start = kept + layer.recomputed
-    earlier = now["unsharded gradients"]
+    earlier, of_others = now["unsharded gradients"], kept - layer.kept
     hidden = step.tokens * step.hidden * step.compute
-    mlp = {"unsharded gradients": earlier + min(gradients, layer.mlp_gradients)}
-    yield Moment("backward", f"{name} (MLP)", {**now, **mlp, "activations": start + layer.mlp_backward})
-    attention = {
-        "unsharded gradients": earlier + min(gradients, layer.attention_gradients),
-        "activations": max(kept - layer.kept, start + layer.attention_backward),
-    }
-    yield Moment("backward", f"{name} (attention)", {**now, **attention})
-    end = {"unsharded gradients": earlier + gradients, "activations": kept - layer.kept + 2 * hidden}
+    for where, held, there in layer.backward:
+        sizes = {"unsharded gradients": earlier + min(gradients, there), "activations": of_others + held}
+        yield Moment("backward", f"{name} ({where})", {**now, **sizes})
+    end = {"unsharded gradients": earlier + gradients, "activations": of_others + 2 * hidden}
     yield Moment("backward", f"{name} (end)", {**now, **end})
 
 
 def _optimizer(step: StepMemory) -> Moment:
     now = at_rest(step, gradients=True)
     if not step.state_on_device and step.on_device:  # moments come in parts
-        elements = sum(unit.trained for unit in step.units) // step.shards
-        now["optimizer"] = step.optimizer * min(ELEMENTS_AT_ONCE, elements) // max(1, elements)
+        sizes = [size // step.storage for unit in step.units for size in unit.gradient_sizes]
+        at_once = min(sum(sizes), max([ELEMENTS_AT_ONCE, *sizes]))  # no parameter is cut
+        now["optimizer"] = step.optimizer * at_once // max(1, sum(sizes))
     if step.on_device:
         now["optimizer"] = now.get("optimizer", 0) + step.update
     return Moment("optimizer", "step", now)

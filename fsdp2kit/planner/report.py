@@ -18,7 +18,6 @@ from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.estimate import ALLOWANCE, Estimate
 from fsdp2kit.planner.memory import CATEGORIES
 from fsdp2kit.planner.search import Candidate
-from fsdp2kit.planner.sizes import learns_from_log_probs
 
 
 def gib(size: float) -> str:
@@ -55,8 +54,8 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
     yield _lines("disk, GiB", {name: gib(size) for name, size in plan.disk.items()})
     if plan.collectives:
         yield _communication(plan)
-    if learns_from_log_probs(plan.config):
-        yield "time and communication are planned for cross-entropy alone"
+    if plan.untimed:
+        yield plan.untimed
     if plan.speed is not None:
         speed = plan.speed
         yield (

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
+from fsdp2kit.model.flops import attention_layers, head_widths
 from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 from fsdp2kit.planner.activations import item_bytes, layers_memory
 from fsdp2kit.planner.memory import Moment
@@ -18,14 +19,18 @@ def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 
     """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
 
     Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A layer with a sliding window keeps no
-    more tokens than that.
+    more tokens than that, one without attention none at all: its own state, of a fixed size, is not counted. Latent
+    attention caches what it expands to, as transformers does.
     """
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = layer_windows(config)
-    tokens = sum(min(length, windows[kind] or length) for kind in layer_kinds(config))
-    return 2 * max(1, -(-heads // tp)) * width * item_bytes(dtype) * rows * tokens
+    kinds, windows = layer_kinds(config), layer_windows(config)
+    total = 0
+    for number, layer in attention_layers(config).items():
+        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
+        if heads:
+            tokens = min(length, windows[kinds[number]] or length)
+            total += -(-heads // tp) * sum(head_widths(layer)) * tokens
+    return total * rows * item_bytes(dtype)
 
 
 def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:

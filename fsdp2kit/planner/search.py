@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp2kit.config.checks import MeshSizes, check_config
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
@@ -39,12 +40,12 @@ def options(config: TrainingConfig) -> list[Option]:
     of_activations: list[tuple[bool, Values, str]] = [
         (config.train.micro_batch_size > 1, {"train.micro_batch_size": 1}, "train.micro_batch_size = 1"),
         (
-            section.mode == "none",
+            section.mode == "none" and not config.model.liger,  # which is refused beside "selective"
             {"activation_checkpointing.mode": "selective"},
             'activation_checkpointing.mode = "selective", then "full"',
         ),
         (
-            section.mode == "selective" or section.every > 1,
+            section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger),
             {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1},
             'activation_checkpointing.mode = "full"',
         ),
@@ -87,16 +88,30 @@ def options(config: TrainingConfig) -> list[Option]:
     ]
 
 
-def advise(config: TrainingConfig, *, saves: str, most: int = 2) -> list[str]:
+def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 2) -> list[str]:
     """The first few changes against what takes the memory, in words; more ranks help where nothing else does.
 
     Args:
+        sizes: of the mesh.
         saves: "activations" or "state".
     """
-    words = [option.words for option in options(config) if option.saves == saves]
+    left = [option for option in options(config) if option.saves == saves]
+    words = [option.words for option in left if _is_taken(config, option, sizes)]
     if saves == "state":
         words.append("more ranks, over which everything is sharded")
     return words[:most]
+
+
+def _is_taken(config: TrainingConfig, option: Option, sizes: MeshSizes) -> bool:
+    """Whether the changed config is one that a run accepts on as many ranks; cutting sequences further takes more."""
+    if "mesh.cp" in option.values:
+        return True
+    ranks = sizes.world_size
+    try:
+        check_config(changed(config, option.values), world_size=ranks, local_world_size=ranks)
+    except UserError:
+        return False
+    return True
 
 
 def changed(config: TrainingConfig, values: Values) -> TrainingConfig:
@@ -144,29 +159,42 @@ def find_fit(config: TrainingConfig, *, world_size: int, evaluate: Evaluate, mos
     """Cheap changes that fit: each option alone where one is enough, else options added up in order of price.
 
     Options without which it still fits are left out again. More ranks come last: twice as many, up to 64 times, with
-    as many times the global batch.
-
-    Raises:
-        UserError: nothing fits.
+    as many times the global batch where it could not be dealt out otherwise. One candidate without changes: it fits
+    as it is. None: nothing that was tried fits.
     """
+    as_it_is = Candidate({}, world_size, evaluate(config, world_size))
+    if as_it_is.estimate.fits:
+        return [as_it_is]
     single = [c for option in options(config) if (c := _try(config, option.values, world_size, evaluate))]
     if fitting := [candidate for candidate in single if candidate.estimate.fits]:
         return fitting[:most]
     taken = _add_up(config, world_size, evaluate)
     for factor in (2**power for power in range(7)):
-        more = {"train.global_batch_size": config.train.global_batch_size * factor} if factor > 1 else {}
-        for changes in ([], taken) if more else (taken,):
-            found = _try(config, _merged(changes) | more, world_size * factor, evaluate)
+        for changes in ([], taken) if factor > 1 else (taken,):
+            found = _on_more_ranks(config, changes, world_size, factor, evaluate)
             if found is None or not found.estimate.fits:
                 continue
             for option in changes[::-1]:
                 fewer = [other for other in changes if other is not option]
-                without = _try(config, _merged(fewer) | more, world_size * factor, evaluate)
+                without = _on_more_ranks(config, fewer, world_size, factor, evaluate)
                 if without is not None and without.estimate.fits:
                     changes, found = fewer, without
             return [found]
-    what = f"{config.model.path or config.model.config.get('model_type')} with data.seq_len {config.data.seq_len}"
-    raise UserError("--fit", f"nothing that was tried makes {what} fit", "use a larger device, or shorter sequences")
+    return []
+
+
+def _on_more_ranks(
+    config: TrainingConfig, changes: Sequence[Option], world_size: int, factor: int, evaluate: Evaluate
+) -> Candidate | None:
+    """``changes`` on ``factor`` times the ranks; with as many times the global batch if it is too small for them."""
+    values = _merged(changes)
+    if factor > 1:
+        values["mesh.dp_shard"] = "auto"
+    found = _try(config, values, world_size * factor, evaluate)
+    if found is None and factor > 1:
+        values["train.global_batch_size"] = config.train.global_batch_size * factor
+        found = _try(config, values, world_size * factor, evaluate)
+    return found
 
 
 def _add_up(config: TrainingConfig, world_size: int, evaluate: Evaluate) -> list[Option]:
@@ -191,7 +219,9 @@ def _merged(changes: Sequence[Option]) -> Values:
 
 
 def _try(config: TrainingConfig, values: Values, world_size: int, evaluate: Evaluate) -> Candidate | None:
-    """None: the change is refused for this model, mesh or batch."""
+    """None: the change is refused for this model, mesh or batch. What is "auto" already is no change."""
+    auto = {f"mesh.{name}" for name, value in config.mesh if value == "auto"}
+    values = {key: value for key, value in values.items() if not (key in auto and value == "auto")}
     try:
         return Candidate(values, world_size, evaluate(changed(config, values), world_size))
     except UserError:
@@ -199,29 +229,47 @@ def _try(config: TrainingConfig, values: Values, world_size: int, evaluate: Eval
 
 
 def sweep(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Iterator[Candidate]:
-    """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays."""
-    cps = [cp for cp in (1, 2, 4, 8, 16) if world_size % cp == 0]
-    for cp, mode, micro in itertools.product(cps, ("none", "selective", "full"), (1, 2, 4)):
+    """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays.
+
+    Sizes and options that the config gives stay where cp and the mode are its own.
+    """
+    given = config.activation_checkpointing
+    cps = sorted({1, 2, 4, 8, 16, config.mesh.cp})
+    micros = sorted({1, 2, 4, config.train.micro_batch_size})
+    for cp, mode, micro in itertools.product(cps, ("none", "selective", "full"), micros):
         values = {"mesh.cp": cp, "activation_checkpointing.mode": mode, "train.micro_batch_size": micro}
-        values |= {"mesh.dp_shard": "auto", "mesh.dp_replicate": "auto"}
+        if cp != config.mesh.cp:
+            values |= {"mesh.dp_shard": "auto", "mesh.dp_replicate": "auto"}
+        if mode == "none" and given.every > 1:
+            values["activation_checkpointing.every"] = 1
+        if mode != "full" and given.offload:
+            values["activation_checkpointing.offload"] = False
         if (candidate := _try(config, values, world_size, evaluate)) is not None:
             yield candidate
 
 
 def longest(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Candidate | None:
-    """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits."""
-    step = 1024 * max(1, 2 * config.mesh.cp)
-    best: Candidate | None = None
-    low, high = 0, 1
-    while (candidate := _try(config, {"data.seq_len": high * step}, world_size, evaluate)) and candidate.estimate.fits:
+    """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits.
+
+    It is looked for from the config's own length on. Shorter ones may be refused for another reason than memory, a
+    prompt and its answer that must fit into them for one, and say nothing of longer ones.
+    """
+    step, most = 1024 * max(1, 2 * config.mesh.cp), 2**26
+
+    def at(length: int) -> Candidate | None:
+        return _try(config, {"data.seq_len": length * step}, world_size, evaluate)
+
+    low, best = 0, None
+    high = max(1, config.data.seq_len // step)
+    while (candidate := at(high)) and candidate.estimate.fits and high * step <= most:
         best, low, high = candidate, high, 2 * high
-        if high * step > 2**26:
-            break
     while high - low > 1:
         middle = (low + high) // 2
-        candidate = _try(config, {"data.seq_len": middle * step}, world_size, evaluate)
+        candidate = at(middle)
         if candidate is not None and candidate.estimate.fits:
             best, low = candidate, middle
-        else:
+        elif candidate is not None or best is not None:
             high = middle
+        else:
+            low = middle
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
-from fsdp2kit.optim.build import state_bytes, update_bytes
+from fsdp2kit.optim.build import state_sizes, update_bytes
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes
 from fsdp2kit.planner.units import UnitSize, unit_sizes
@@ -45,8 +45,8 @@ class StepMemory:
     reduce: int
     """Bytes of an element of a gradient while it is reduced."""
     compute: int
-    optimizer: int
-    """Bytes of optimizer state."""
+    state_sizes: Sequence[int]
+    """Bytes of each tensor of optimizer state."""
     update: int
     """Bytes that an update takes beside it."""
     ignored: int
@@ -60,6 +60,11 @@ class StepMemory:
     @functools.cached_property
     def by_name(self) -> dict[str, UnitSize]:
         return {unit.name: unit for unit in self.units}
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of optimizer state."""
+        return sum(self.state_sizes)
 
     @property
     def recomputes_logits(self) -> bool:
@@ -120,7 +125,7 @@ def step_memory(
         storage=storage,
         reduce=item_bytes(plan.fsdp.reduce_dtype),
         compute=compute,
-        optimizer=state_bytes(config.optimizer, model, shards=shards, item_bytes=storage),
+        state_sizes=state_sizes(config.optimizer, model, shards=shards, item_bytes=storage),
         update=update_bytes(config.optimizer, model, shards=shards),
         ignored=ignored,
         log_probs=learns_from_log_probs(config),
@@ -154,6 +159,11 @@ def _learns_between(model: PreTrainedModel) -> bool:
     modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
     elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
     return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
+
+
+def pinned(sizes: Iterable[int]) -> int:
+    """Bytes of host memory that pinned tensors of these sizes take: torch rounds each up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
@@ -26,6 +27,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
+from fsdp2kit.model.flops import head_widths
 from fsdp2kit.model.inspect import backbone_name
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -36,7 +38,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import LayerMemory
+from fsdp2kit.planner.activations import BackwardMemory, LayerMemory
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
 from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, fake_store
 
@@ -131,6 +133,28 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
     return peaks
 
 
+_MOST_CALLS = 15_000
+"""Of torch in a pass over a few layers: some ten seconds."""
+
+
+class _TooManyCalls(Exception):
+    pass
+
+
+class _Bounded(TorchFunctionMode):
+    """Ends what calls torch too often. Not where operators are dispatched: an error there may end the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            raise _TooManyCalls
+        return func(*args, **(kwargs or {}))
+
+
 class _Counted(NamedTuple):
     """Bytes of one layer."""
 
@@ -146,7 +170,10 @@ class _Counted(NamedTuple):
 def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) -> list[LayerMemory]:
     """Every decoder layer's memory, counted on one layer of each kind in a pass over fake tensors.
 
-    The kernel is the plan's; its exchanges are left out, and so is what Ulysses adds to a layer.
+    The kernel is the plan's; its exchanges are left out.
+
+    Raises:
+        UserError: layers that go through their tokens in a loop, which would be counted for minutes.
     """
     layers = decoder_layers(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
@@ -159,13 +186,23 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     firsts = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     depth = max(firsts.values()) + 1
     modes = {"none": False, plan.activation_checkpointing.mode: True}
-    counted = {mode: _count(config, model, plan, depth=depth, checkpointed=on) for mode, on in modes.items()}
+    try:
+        counted = {mode: _count(config, model, plan, depth=depth, checkpointed=on) for mode, on in modes.items()}
+    except _TooManyCalls:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        what = f"the memory of {kinds} is not planned: it goes through its tokens in a loop, for lack of a kernel"
+        raise UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length") from None
     item = getattr(torch, plan.fsdp.param_dtype).itemsize
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    hidden = tokens * item * int(model.config.get_text_config().hidden_size)
+    text = model.config.get_text_config()
+    hidden = tokens * item * int(text.hidden_size)
+    exchanged = 0
+    if plan.attention.method == "ulysses":  # the result of attention comes back in another tensor
+        exchanged = tokens * item * text.num_attention_heads * head_widths(text)[1]
     found = []
     for number, kind in enumerate(kinds):
         kept, forward, backward, gradients = counted["none"][firsts[kind]]
+        kept += exchanged
         recomputed, on_host = 0, 0
         section = plan.activation_checkpointing
         if section.mode != "none" and number % section.every == 0:
@@ -180,8 +217,11 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
                 kept_on_host=on_host,
                 recomputed=recomputed,
                 forward=forward,
-                mlp_backward=backward + hidden,  # the gradient that it is given was there before
-                mlp_gradients=gradients,
+                backward=(
+                    BackwardMemory("begin", kept + recomputed, 0),
+                    # The gradient that it is given was there before.
+                    BackwardMemory("peak", kept + recomputed + backward + hidden, gradients),
+                ),
                 source="counted",
             )
         )
@@ -209,13 +249,19 @@ def _count(
     inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
     before, peaks = [], []
     backwards: list[tuple[Snapshot, Snapshot]] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        Allocations(fake) as allocations,
+        _Bounded(),
+    ):
         materialize(small, device=cpu)
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
         def enter(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             if layer is layers[0] and given:  # or the embeddings, which the model holds on to, would count as kept
                 given = given[0].clone(), *given[1:]
+                if given[0].requires_grad:  # the embeddings' own gradient is none of the first layer's
+                    given[0].register_hook(note_backward)
             peaks.append(by_category(allocations.peak())["activations"])
             before.append(allocations.alive().get("activations", 0))
             allocations.start()

@@ -26,12 +26,18 @@ class UnitSize:
     """Bytes of those in 4 bits, which are stored and gathered as they are."""
     trained: int
     """Those of parameters that are trained."""
+    unpadded: int
+    """The same without padding: a gradient has none before it is reduced."""
     tensors: int
     """Number of its parameters that are trained."""
     item: int
     """Bytes of a gathered element."""
     stored: int
     """Bytes of its shards, on all ranks of one copy together."""
+    shard_sizes: tuple[int, ...]
+    """Bytes of a rank's shard of each parameter."""
+    gradient_sizes: tuple[int, ...]
+    """Bytes of a rank's shard of each gradient."""
     reshard: bool | int
     gathers_in_backward: bool
 
@@ -63,16 +69,24 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
         padded, learns = (sum(padded_elements(parameter, shards) for parameter in some) for some in (others, trained))
         packed = sum(in_4_bits.get(parameter, 0) for parameter in inside[unit.name])
         item = item_bytes(unit.param_dtype)
+        # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
+        frozen = storage if plan.adapter is None else item
+        shard_sizes = [
+            in_4_bits.get(p, padded_elements(p, shards) * (storage if p.requires_grad else frozen)) // shards
+            for p in inside[unit.name]
+        ]
         sizes.append(
             UnitSize(
                 name=unit.name,
                 padded=padded,
                 packed=packed,
                 trained=learns,
+                unpadded=sum(parameter.numel() for parameter in trained),
                 tensors=len(trained),
                 item=item,
-                # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
-                stored=learns * storage + (padded - learns) * (storage if plan.adapter is None else item) + packed,
+                stored=sum(shard_sizes) * shards,
+                shard_sizes=tuple(shard_sizes),
+                gradient_sizes=tuple(padded_elements(p, shards) // shards * storage for p in trained),
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
             )

@@ -100,11 +100,19 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
         server = VLLMEngine if config.rollout.engine == "vllm" else SGLangEngine
         run = gather_objects(secrets.token_hex(4))[0]
         with agreement():
-            engine = server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops)
+            seconds = 60 * config.run.timeout_minutes
+            engine = server(config.rollout, dtype=dtype, run=run, is_main=rank() == 0, stops=stops, timeout=seconds)
+    return engine
+
+
+def rest_until_asked(engine: Engine, config: RLConfig) -> None:
+    """With ``rollout.sleep``, leave the devices to the trainer. Collective.
+
+    Only when the run directory is this run's: a server may be in the hands of another that has it.
+    """
     if config.rollout.sleep:
         with agreement():
             engine.sleep()
-    return engine
 
 
 def _embed(

@@ -43,7 +43,7 @@ class Rewards:
         Raises:
             UserError: a function cannot be imported, or not be called with ``columns``; two have the same name.
         """
-        self._sections = sections
+        self._sections, self._columns = sections, columns
         self._workers: list[_Worker] = []
         with agreement():
             names = [section.label for section in sections]
@@ -87,8 +87,10 @@ class Rewards:
         count = len(arguments["completions"])
         if not count:
             return np.zeros((0, len(self._workers)))
+        # A column that none of these rows has is a keyword all the same: a function may ask for it by name.
+        absent = {name: [None] * count for name in self._columns if name not in arguments}
         for worker in self._workers:
-            worker.send(arguments)
+            worker.send({**arguments, **absent})
         columns = [worker.rewards(count) for worker in self._workers]
         return np.stack(columns, axis=1)
 

@@ -166,27 +166,28 @@ class Rollouts:
         """
         number, part = divmod(index, self._config.rollout.updates)
         found: dict[str, Any] = {}
-        if part and self._round is not None:
-            found |= {"round": number, "version": self._round.version}
-            found["rollouts"] = [asdict(rollout) for rollout in self._round.rollouts]
+        now = self._round
+        if now is not None and now.number == number and (part or now.version < index):
+            found |= {"round": number, "version": now.version, "rewards": self._rewards.names}
+            found["rollouts"] = [asdict(rollout) for rollout in now.rollouts]
         if (asked := self._asked) is not None:
             responses = [asdict(response) for response in self._responses(asked)]
             found["ahead"] = {"round": asked.number, "version": asked.version, "responses": responses}
         return found or None
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned, unless a round has another size now, or none is made ahead any more."""
-        count = self._prompts.per_round * self._config.rollout.n
-        rollouts = [
-            Rollout(one["prompt"], Response(**one["response"]), tuple(one["rewards"]))
-            for one in state.get("rollouts", ())
-        ]
-        if len(rollouts) == count:
-            first = state["round"] * self._config.rollout.updates
-            self._round = Round(state["round"], state.get("version", first), rollouts)
+        """Go on with what `state` returned, but for what this config would not have made."""
+        section, names = self._config.rollout, self._rewards.names
+        count, saved = self._prompts.per_round * section.n, state.get("rollouts", ())
+        made = [Rollout(one["prompt"], Response(**one["response"]), tuple(one["rewards"])) for one in saved]
+        first = state.get("round", 0) * section.updates
+        version = state.get("version", first)
+        is_young = version >= first - section.ahead * section.updates
+        if len(made) == count and is_young and state.get("rewards", names) == names:
+            self._round = Round(state["round"], version, made)
         ahead = state.get("ahead", {})
         responses = [Response(**one) for one in ahead.get("responses", ())]
-        if len(responses) == count and self._config.rollout.ahead:
+        if len(responses) == count and section.ahead:
             self._asked = _Asked(ahead["round"], ahead["version"])
             self._asked.responses.set_result(responses[self._mesh.rank :: world_size()])
 
@@ -277,7 +278,7 @@ class Rollouts:
             with suppress(Exception):  # what went wrong first is what is reported
                 self._wake_up()
             raise
-        with self._phase("wake_up"):
+        with self._phase("wake_up"), agreement():
             self._wake_up()
 
     def _wake_up(self) -> None:
@@ -370,7 +371,9 @@ class Rollouts:
         return [rewards for group in _in_turn(gather_objects(scored), len(groups)) for rewards in group]
 
     def _score(self, asked: Sequence[Prompt], groups: Sequence[Sequence[Response]]) -> list[list[list[float]]]:
-        """The rewards ``[groups][n][functions]`` of this rank's groups."""
+        """The rewards ``[groups][n][functions]`` of this rank's groups, of which there may be none."""
+        if not groups:
+            return []
         prompts = [prompt for prompt, group in zip(asked, groups, strict=True) for _ in group]
         responses = [response for group in groups for response in group]
         texts = [self._text(response) for response in responses]

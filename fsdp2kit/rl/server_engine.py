@@ -65,10 +65,15 @@ class ServerEngine(Engine):
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         # A connection is not used again: the server drops one on which it answered with an error.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(base_url=self._url, timeout=httpx.Timeout(timeout, connect=10.0), limits=limits)
+        patience = httpx.Timeout(timeout, connect=10.0)
         try:
+            # A proxy of the environment is not asked: it is for what is outside.
+            self._client = httpx.Client(base_url=self._url, timeout=patience, limits=limits, trust_env=False)
             with self._understood():
                 self._name = self._served_model()
+        except httpx.InvalidURL as problem:
+            todo = "give scheme, host and port, as http://127.0.0.1:8000"
+            raise UserError("rollout.url", f"{section.url!r} is no address ({problem})", todo) from None
         except RunFailure as problem:
             raise UserError("rollout.url", str(problem), "start the server first (docs/grpo.md)") from None
 

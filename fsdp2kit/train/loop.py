@@ -118,7 +118,7 @@ def train(
     measured = Measured(objective, reserved=RECORD_KEYS)
     step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
     step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)
-    with saves, profiler, explain_out_of_memory(config, model, optimizer, rank=mesh.rank):
+    with saves, profiler, explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank):
         run.begin()
         with StopRequest(max_minutes=config.run.max_minutes, signals=checkpoints is not None) as stop:
             while not run.is_over and (batch := run.next_batch(stop, mesh=mesh)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.planner.search import advise
@@ -42,7 +43,7 @@ class Alive:
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-    config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, rank: int
+    config: TrainingConfig, model: nn.Module, optimizer: Optimizer, sizes: MeshSizes, *, rank: int
 ) -> Iterator[None]:
     """Around training: turn a device's out-of-memory error into a diagnosis, and write a memory snapshot.
 
@@ -64,7 +65,7 @@ def explain_out_of_memory(
             torch.cuda.memory._dump_snapshot(str(snapshot))
             written = f" A snapshot is in {snapshot} (https://docs.pytorch.org/memory_viz)."
         reason = str(error).split(". ")[0]
-        raise RunFailure(f"rank {rank}: {reason}. {diagnosis(alive, config)}{written}") from error
+        raise RunFailure(f"rank {rank}: {reason}. {diagnosis(alive, config, sizes)}{written}") from error
 
 
 def what_is_alive(model: nn.Module, optimizer: Optimizer) -> Alive:
@@ -83,7 +84,7 @@ def _bytes_on_device(tensors: Iterable[object]) -> int:
     return sum(tensor.nbytes for tensor in local if isinstance(tensor, Tensor) and tensor.is_cuda)
 
 
-def diagnosis(alive: Alive, config: TrainingConfig) -> str:
+def diagnosis(alive: Alive, config: TrainingConfig, sizes: MeshSizes) -> str:
     """One paragraph: what was allocated, and which keys to set next, the cheapest first."""
     parts = {
         "parameters": alive.parameters,
@@ -100,5 +101,5 @@ def diagnosis(alive: Alive, config: TrainingConfig) -> str:
         grows = "expandable_segments:true" in settings
         text += "." if grows else f": start with {_EXPANDABLE} in the environment."
     kept = alive.parameters + alive.gradients + alive.moments
-    advice = advise(config, saves="activations" if alive.activations >= kept else "state")
+    advice = advise(config, sizes, saves="activations" if alive.activations >= kept else "state")
     return f"{text} Next: {'; '.join(advice)}."

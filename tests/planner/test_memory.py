@@ -16,7 +16,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.distributed import local_part
 from fsdp2kit.model.build import build_model
-from fsdp2kit.optim.build import build_optimizer, state_bytes
+from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.allocations import Allocations
@@ -27,7 +27,18 @@ from fsdp2kit.planner.rollouts import kv_cache_bytes
 from fsdp2kit.planner.trace import log_likelihood, trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
-from tests.planner.likeness import LLAMA2_7B, LLAMA_8B, MIXTRAL, QWEN3_8B, REAL, config_of, planned, rl_config, small
+from tests.planner.likeness import (
+    LLAMA2_7B,
+    LLAMA_8B,
+    LLAMA_70B,
+    MIXTRAL,
+    QWEN3_8B,
+    REAL,
+    config_of,
+    planned,
+    rl_config,
+    small,
+)
 from tests.reference import make_batches, needs_integers, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -135,6 +146,14 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         },
     ),
     "mixtral, counted, full": (small(MIXTRAL), 8, {**LONG, **checkpointing("full")}),
+    # Half of the ranks have no expert's rows: shards and buffers are padded, gradients are not.
+    "mixtral, more ranks than experts": (small(MIXTRAL, layers=3), 16, {**SHORT, **checkpointing("full")}),
+    "mixtral, ulysses over 8": (small(MIXTRAL, layers=3), 16, {**LONG, "mesh": {"cp": 8}}),
+    "short rows beside wide layers": (
+        small(LLAMA_70B, layers=4, by=8),
+        8,
+        {"data": {"seq_len": 64}, **checkpointing("full")},
+    ),
 }
 
 
@@ -349,7 +368,7 @@ def test_optimizer_state_is_what_a_real_one_keeps(name: str) -> None:
     parts = [part for value in kept for part in (getattr(value, k, None) for k in ("codes", "scale", "qmap"))]
     found = bytes_of(parts if any(part is not None for part in parts) else [])
     found += bytes_of(value for value in kept if not hasattr(value, "codes"))
-    assert state_bytes(config.optimizer, model, shards=1, item_bytes=4) == found
+    assert sum(state_sizes(config.optimizer, model, shards=1, item_bytes=4)) == found
 
 
 def test_the_runner_says_the_plan_and_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,29 @@ def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[s
     (proposed,) = json.loads(text)["fit"]
     assert proposed["fits"]
     assert proposed["world_size"] > 4
-    assert proposed["values"]["train.global_batch_size"] == 1024 * proposed["world_size"] // 4
+    assert "train.global_batch_size" not in proposed["values"]  # 1,024 rows are enough for them all
+
+    # Two rows are not, and what the config gives a number stays no longer than it can.
+    given = ("train.global_batch_size=4", "mesh.dp_shard=4")
+    _, text = run(capsys, toml(LLAMA_70B), *arguments, *given)
+    (proposed,) = json.loads(text)["fit"]
+    assert proposed["values"]["train.global_batch_size"] == proposed["world_size"] > 4
+    assert proposed["values"]["mesh.dp_shard"] == "auto"
+
+
+def test_what_fits_is_left_as_it_is(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "8", "--device", "h100", "--fit")
+    code, text = run(capsys, *arguments, "--json")
+    (proposed,) = json.loads(text)["fit"]
+    assert code == 0
+    assert proposed["values"] == {}
+
+
+def test_the_plan_is_printed_even_if_nothing_makes_it_fit(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, toml(LLAMA_70B), "--world-size", "2", "--device-memory", "3.5", "--fit")
+    assert code == 1
+    assert "peak of each phase" in text
+    assert "fit: nothing that was tried fits; use a larger device, or shorter sequences" in text
 
 
 def test_the_longest_sequence_fits_and_the_next_one_does_not(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +128,31 @@ def test_the_longest_sequence_fits_and_the_next_one_does_not(toml: Any, capsys: 
     config = config_of(LLAMA_8B, data={"seq_len": best["values"]["data.seq_len"] + 2048}, rows=1024)
     longer = changed(config, {"activation_checkpointing.mode": "full"})
     assert planned(longer, device=find_device("h100")).fits is False
+
+
+def test_the_longest_sequence_is_looked_for_from_the_given_one_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where shorter ones are refused: an answer of 3,000 tokens does not fit into 2,048."""
+    arguments = ["--world-size", "2", "--device", "h100", "--longest", "--json"]
+    settings = ["data.seq_len=4096", "rollout.max_new_tokens=3000"]
+    _, text = run(capsys, "toml/grpo_demo.toml", *arguments, *settings)
+    (best,) = json.loads(text)["longest"]
+    assert best["fits"]
+    assert best["values"]["data.seq_len"] > 4096
+
+
+def test_a_sweep_keeps_what_is_given_where_it_can(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("mesh.dp_shard=2", "train.micro_batch_size=3", "train.global_batch_size=24")
+    given = (*given, "activation_checkpointing.mode=full", "activation_checkpointing.every=2")
+    arguments = ("--world-size", "2", "--sweep", "--json", "activation_checkpointing.offload=true")
+    _, text = run(capsys, toml({**LLAMA_8B, "num_hidden_layers": 2}), *arguments, *given)
+    found = [one["values"] for one in json.loads(text)["sweep"]]
+    assert {one["train.micro_batch_size"] for one in found} == {1, 2, 3, 4}
+    assert {one["activation_checkpointing.mode"] for one in found} == {"none", "selective", "full"}
+    assert len(found) == 2 * 3 * 4
+    assert {one.get("mesh.dp_shard") for one in found if one["mesh.cp"] == 1} == {None}
+    assert {one.get("mesh.dp_shard") for one in found if one["mesh.cp"] == 2} == {"auto"}
 
 
 def test_a_sweep_has_every_combination_that_is_possible(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,8 +182,10 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
         (["--world-size", "0"], "--world-size: 0 is no number of ranks"),
         (["--tp", "0"], "--tp: 0 is no number of ranks"),
         (["--device-memory", "-3"], "--device-memory: -3.0 is no number of GiB"),
+        (["--device-memory", "inf"], "--device-memory: inf is no number of GiB"),
         (["--kv-cache", "0", "100"], "--kv-cache: [0, 100] are no rows and length"),
         (["--png", "/nowhere/x.png"], "--png: /nowhere/x.png cannot be written"),
+        (["--png", "/proc/x.png"], "--png: /proc/x.png cannot be written: "),
         (["--fit"], "--fit: needs to know what must fit into"),
         (["--world-size", "6", "mesh.cp=4"], "mesh.cp: 4 does not divide the world size 6"),
         (["model.config={}"], "neither model.path nor model.config.model_type is given"),
@@ -206,6 +255,48 @@ def test_kv_cache() -> None:
     shape = {name: LLAMA_8B[name] for name in LLAMA_8B if name != "model_type"}
     windowed = build_model(ModelConfig(weights="random", config={**shape, **sliding, "num_hidden_layers": 4}))
     assert kv_cache_bytes(windowed, rows=3, length=1000) == whole / 10
+
+
+NARROW = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "a_token"),
+    [
+        # Latent attention: keys of 12 + 4, values of 8.
+        (
+            {
+                "model_type": "deepseek_v3",
+                "num_hidden_layers": 3,
+                "qk_nope_head_dim": 12,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 8,
+                **NARROW,
+            },
+            3 * 4 * (16 + 8),
+        ),
+        # Every fourth layer attends; the others keep a state of a fixed size.
+        (
+            {"model_type": "qwen3_next", "num_hidden_layers": 8, "head_dim": 16, **NARROW},
+            2 * 4 * 2 * 16,
+        ),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100}, 0),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_kv_cache_of_other_architectures(fields: dict[str, Any], a_token: int) -> None:
+    model = build_model(ModelConfig(weights="random", config=fields))
+    assert kv_cache_bytes(model, rows=3, length=10) == 2 * 3 * 10 * a_token
+
+
+def test_what_takes_too_long_to_count_is_refused(
+    toml: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer without a kernel that goes through its tokens one by one."""
+    monkeypatch.setattr("fsdp2kit.planner.trace._MOST_CALLS", 5000)
+    mamba = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100}
+    assert tool.main([toml(mamba), "data.pack=false"]) == 2
+    assert "the memory of MambaBlock is not planned: it goes through its tokens" in capsys.readouterr().err
 
 
 def test_every_option_is_a_change_that_its_config_takes() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.planner.activations import LayerMemory
+from fsdp2kit.planner.activations import BackwardMemory, LayerMemory
 from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.memory import step_moments
 from fsdp2kit.planner.sizes import StepMemory, step_memory
@@ -63,9 +63,8 @@ def nemo_layer(*, checkpointed: bool) -> LayerMemory:
     if not checkpointed:
         return LayerMemory(kept=(inputs + attention + mlp) * TOKENS)
     # Gradients of gate and up overwrite them.
-    return LayerMemory(
-        kept=inputs * TOKENS, recomputed=mlp * TOKENS, mlp_backward=2 * (h + i) * TOKENS, mlp_gradients=2 * h * i
-    )
+    in_mlp = BackwardMemory("MLP", (inputs + mlp + 2 * (h + i)) * TOKENS, 2 * h * i)
+    return LayerMemory(kept=inputs * TOKENS, recomputed=mlp * TOKENS, backward=(in_mlp,))
 
 
 @pytest.mark.parametrize(

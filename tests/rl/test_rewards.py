@@ -81,6 +81,15 @@ def test_several_functions_see_conversations_and_columns(tmp_path: Path) -> None
     assert rewards._workers[0]._process.returncode is not None, "its process ends with the block"
 
 
+def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def counts(completions, tests, **_):\n    return [len(one or ()) for one in tests]\n")
+    columns = ["completions", "completion_ids", "prompts", "target", "tests", "truncated"]
+    with Rewards([RewardConfig(function=f"{path}:counts")], columns=columns) as rewards:
+        np.testing.assert_array_equal(rewards({**arguments(), "tests": ["ab", None, "c"]}), [[2], [0], [1]])
+        np.testing.assert_array_equal(rewards(arguments()), [[0], [0], [0]])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,9 @@ from fsdp2kit.data.formats import encode_prompts, row_format
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
-from fsdp2kit.rl.engine import TransformersEngine
-from fsdp2kit.rl.packing import deal_rows
+from fsdp2kit.rl.engine import Response, TransformersEngine
+from fsdp2kit.rl.packing import Rollout, deal_rows
+from fsdp2kit.rl.rollouts import Rollouts, Round
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.data.templates import make_tokenizer
@@ -271,6 +273,61 @@ def test_rollouts_ahead_are_one_batch_old(toml: Path, pool: WorkerPool, tmp_path
     assert [one["loss"] for one in resumed] == [one["loss"] for one in straight[2:]]
 
 
+class _Engine:
+    """None that is asked anything."""
+
+    def describe(self) -> str:
+        return ""
+
+
+class _Rewards:
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+
+
+def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same")) -> Rollouts:
+    _, config = load(str(toml), list(overrides))
+    prompts = SimpleNamespace(per_round=4, total_steps=8)
+    none: Any = None
+    mesh: Any = SimpleNamespace(rank=0)
+    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "metrics": none, "tokenizer": none}
+    return Rollouts(config, none, prompts, **given)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
+    """A stop, or a save by the clock, comes between a batch of rollouts and its step; other weights would sample
+    another one where it was made ahead."""
+    responses = [Response([1], [-1.0], is_whole=True)] * 16
+    made = [Rollout(at // 4, response, (1.0, 2.0)) for at, response in enumerate(responses)]
+    running = _rollouts(toml, "rollout.updates=2")
+    for index, version, is_kept in ((4, 4, False), (4, 2, True), (5, 4, True), (6, 4, False)):
+        running._round = Round(2, version, made)
+        state = running.state(index)
+        assert (state is not None) is is_kept, (index, version)
+    running._round = Round(2, 2, made)
+    state = running.state(4)
+    assert state is not None
+    ahead = ["rollout.updates=2", "rollout.ahead=1", "rollout.engine='vllm'"]
+    for overrides, rewards, is_taken in (
+        (ahead, ["spread", "same"], True),
+        (ahead[:1], ["spread", "same"], False),  # too old where none is made ahead
+        (ahead, ["spread"], False),
+        (ahead, ["same", "spread"], False),
+    ):
+        resumed = _rollouts(toml, *overrides, rewards=rewards)
+        resumed.resume(state)
+        assert (resumed._round is not None) is is_taken, (overrides, rewards)
+
+
+def test_ranks_may_have_no_group(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """One group of four, on one rank and on two: the same rewards."""
+    few = ["train.global_batch_size=4", "train.steps=2", "grpo.kl=0.0"]
+    alone = run(pool, toml, tmp_path / "alone", 1, *few)
+    found = run(pool, toml, tmp_path / "found", 2, *few, *DP2)
+    for key in ("reward", "reward/spread", "response_length", "tokens"):
+        assert [one[key] for one in found] == [one[key] for one in alone]
+
+
 class _Refuses(BaseHTTPRequestHandler):
     """A server that is none: it answers with 501."""
 
@@ -341,6 +398,10 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
             "rollout={tp=2, engine='vllm', n=4, max_new_tokens=8}",
             "rollout.tp: 2 with rollout.engine = 'vllm', which is split as it was started",
         ),
+        (
+            "rollout={engine='vllm', n=4, max_new_tokens=8, url='http://127.0.0.1:80a0'}",
+            "rollout.url: .* is no address",
+        ),
         ("lora={rank=4, quantize='nf4'}", "lora.quantize: 'nf4' with rollouts"),
         ("reward=[]", "reward"),
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
@@ -353,6 +414,14 @@ def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path
     assert re.search(message, said)
     assert "\n" not in said
     assert not (tmp_path / "x").exists()
+
+
+def test_what_sleeps_is_not_saved_meanwhile(toml: Path, tmp_path: Path) -> None:
+    both = ["rollout.sleep=true", "checkpoint.async_save=true"]
+    said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *both])
+    assert said.startswith(
+        "checkpoint.async_save: true with rollout.sleep, which takes away what is still being copied"
+    )
 
 
 def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.train import out_of_memory
 from fsdp2kit.train.out_of_memory import Alive, diagnosis, explain_out_of_memory
+from tests.planner.likeness import LLAMA_8B, config_of
 
 GIB = 2**30
 
@@ -23,10 +25,11 @@ def _alive(*, parameters: int = 1, moments: int = 2, allocated: int = 70, reserv
 
 
 def _config(**sections: dict[str, Any]) -> TrainingConfig:
-    return TrainingConfig.model_validate({"recipe": "none", **sections})
+    return config_of(LLAMA_8B, **sections)
 
 
 FULL = {"mode": "full"}
+SIZES = MeshSizes(dp_replicate=1, dp_shard=8, cp=1)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +48,25 @@ FULL = {"mode": "full"}
         (_alive(parameters=20, moments=40), {"fsdp": {"strategy": "no_shard"}}, ['"hybrid_shard"', '"optimizer"']),
         (_alive(parameters=20, moments=40), {}, ['offload = "optimizer"', 'optimizer.name = "adamw_bf16"']),
         (_alive(parameters=20, moments=40), {"fsdp": {"offload": "optimizer"}}, ['offload = "params"', "more ranks"]),
+        # What the start would refuse is not advised.
+        (_alive(), {"model": {"liger": True}}, ['mode = "full"', "reduce_every_micro"]),
+        (_alive(parameters=20, moments=40), {"optimizer": {"name": "adamw_8bit"}}, ["more ranks"]),
+        (
+            _alive(parameters=20, moments=40),
+            {"optimizer": {"name": "muon"}, "fsdp": {"offload": "optimizer"}},
+            ["more ranks"],
+        ),
     ],
 )
 def test_the_advice_is_the_cheapest_that_is_not_in_use(alive: Alive, sections: dict, advice: list[str]) -> None:
-    text = diagnosis(alive, _config(**sections))
+    text = diagnosis(alive, _config(**sections), SIZES)
     given = text.partition("Next: ")[2].split("; ")
     assert len(given) == len(advice)
     assert all(want in got for want, got in zip(advice, given, strict=True)), text
 
 
 def test_the_parts_add_up_to_what_was_allocated() -> None:
-    text = diagnosis(_alive(), _config())
+    text = diagnosis(_alive(), _config(), SIZES)
     assert (
         "of 80 GiB: parameters 1.0 GiB, gradients 1.0 GiB, moments 2.0 GiB, activations and gathered units 66.0"
         in text
@@ -70,9 +81,9 @@ def test_fragments_are_counted_and_growing_segments_advised_where_they_are_not_i
     for known in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(known, raising=False)
     monkeypatch.setenv(name, "expandable_segments:False")
-    without = diagnosis(_alive(reserved=79), _config())
+    without = diagnosis(_alive(reserved=79), _config(), SIZES)
     monkeypatch.setenv(name, "max_split_size_mb:256, expandable_segments: True")
-    with_it = diagnosis(_alive(reserved=79), _config())
+    with_it = diagnosis(_alive(reserved=79), _config(), SIZES)
 
     assert "9.0 GiB more were reserved in pieces too small: start with PYTORCH_ALLOC_CONF=" in without
     assert "9.0 GiB more were reserved in pieces too small. Next" in with_it
@@ -85,7 +96,7 @@ def test_an_out_of_memory_error_becomes_a_diagnosis(tmp_path: Path, monkeypatch:
     optimizer = torch.optim.SGD(model.parameters())
     with (
         pytest.raises(RunFailure, match=r"rank 3: CUDA out of memory\. Alive of 80 GiB.*Next: .*oom-00003\.pickle"),
-        explain_out_of_memory(_config(run={"dir": str(tmp_path)}), model, optimizer, rank=3),
+        explain_out_of_memory(_config(run={"dir": str(tmp_path)}), model, optimizer, SIZES, rank=3),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
     assert (tmp_path / "trace" / "oom-00003.pickle").read_bytes() == b"snapshot"
@@ -95,7 +106,9 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with (
         pytest.raises(ValueError, match="no"),
-        explain_out_of_memory(_config(run={"dir": str(tmp_path)}), model, torch.optim.SGD(model.parameters()), rank=0),
+        explain_out_of_memory(
+            _config(run={"dir": str(tmp_path)}), model, torch.optim.SGD(model.parameters()), SIZES, rank=0
+        ),
     ):
         raise ValueError("no")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,140 @@
+"""The time of a step: which link a group of ranks uses, and what a rank computes, against sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp2kit.planner.communication import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, place
+from fsdp2kit.planner.devices import find_device
+from fsdp2kit.planner.estimate import Estimate
+from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
+from tests.planner.likeness import LLAMA_8B, config_of, planned
+
+H100 = find_device("h100")
+GB = 1e9
+PARAMETERS = 8_030_261_248
+EMBEDDING = 128256 * 4096
+LAYERS = PARAMETERS - 2 * EMBEDDING  # and the final norm's 4,096
+ATTENTION = 32 * 3 * 2 * 2 * 4096 / 2  # 2 (keys and values) × 2 FLOPs × width, forward and backward, causal; a pair
+RATE = 989.4e12 * COMPUTE_EFFICIENCY
+
+
+def speed_of(ranks: int = 8, *, local: int = 8, **sections: Any) -> Any:
+    found: Estimate = planned(config_of(LLAMA_8B, ranks=ranks, **sections), ranks=ranks, local=local, device=H100)
+    assert found.speed is not None
+    return found.speed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart", "link", "on_node"),
+    [
+        (8, 1, "node", 8),
+        (2, 4, "node", 2),
+        (16, 1, "network", 8),  # two whole nodes
+        (2, 8, "network", 1),  # replicas of nodes
+        (8, 2, "network", 4),  # replicas of pairs, of which a node has four
+        (4, 16, "network", 1),
+    ],
+)
+def test_where_the_ranks_of_a_group_are(ranks: int, apart: int, link: str, on_node: int) -> None:
+    assert place(ranks, apart=apart, local_world_size=8) == (link, on_node)
+
+
+def test_a_group_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
+    """Gathers in forward and in backward and a reduction in float32: 8 bytes a parameter, by 8 adapters of 50 GB/s."""
+    sent = 15 / 16 * (2 * PARAMETERS + 2 * LAYERS + 4 * PARAMETERS)
+    expected = sent / (8 * 50 * GB * LINK_EFFICIENCY)
+    assert speed_of(16).communication == pytest.approx(expected, rel=1e-3)
+
+    # In one node NVLink sends them; with one rank a node, one adapter.
+    sent *= 14 / 15
+    assert speed_of(8).communication == pytest.approx(sent / (450 * GB * LINK_EFFICIENCY), rel=1e-3)
+    assert speed_of(8, local=1).communication == pytest.approx(sent / (50 * GB * LINK_EFFICIENCY), rel=1e-3)
+
+
+def test_what_is_resharded_to_a_node_is_gathered_there() -> None:
+    over_network = 15 / 16 * 6 * PARAMETERS / (8 * 50 * GB)
+    within_node = 7 / 8 * 2 * LAYERS / (450 * GB)
+    found = speed_of(16, fsdp={"reshard_after_forward": 8})
+    assert found.communication == pytest.approx((over_network + within_node) / LINK_EFFICIENCY, rel=1e-3)
+
+
+def test_what_is_computed() -> None:
+    """6 FLOPs a parameter and token; full checkpointing runs the layers' forward once more."""
+    data = {"seq_len": 4096}
+    update = 7 * 4 * PARAMETERS / 8 / 3.35e12
+    plain = speed_of(data=data, activation_checkpointing={"mode": "none"})
+    each = (6 * (LAYERS + EMBEDDING) + ATTENTION * 4096) * 4096
+    assert plain.compute == pytest.approx(each / RATE + update, rel=1e-3)
+    full = speed_of(data=data, activation_checkpointing={"mode": "full"})
+    again = (2 * LAYERS + ATTENTION / 3 * 4096) * 4096
+    assert full.compute - plain.compute == pytest.approx(again / RATE, rel=1e-3)
+
+
+def test_a_frozen_model_computes_no_gradients_of_its_weights() -> None:
+    """4 FLOPs a parameter and token instead of 6, of which forward is a half: run again, 6."""
+    lora = {"data": {"seq_len": 512}, "lora": {"rank": 1}, "checkpoint": {"export_hf": "never"}}
+    plain = speed_of(**lora, activation_checkpointing={"mode": "none"})
+    frozen = (4 * (LAYERS + EMBEDDING) + ATTENTION * 512) * 512 / RATE
+    assert plain.compute == pytest.approx(frozen, rel=5e-3)
+    full = speed_of(**lora, activation_checkpointing={"mode": "full"})
+    again = (2 * LAYERS + ATTENTION / 3 * 512) * 512 / RATE
+    assert full.compute - plain.compute == pytest.approx(again, rel=5e-3)
+
+
+def test_offloads_take_the_time_of_their_copies() -> None:
+    to_host = 64 * GB * LINK_EFFICIENCY
+    plain = speed_of(activation_checkpointing={"mode": "full"})
+    offloaded = speed_of(activation_checkpointing={"mode": "full"}, fsdp={"offload": "optimizer"})
+    assert offloaded.compute - plain.compute == pytest.approx(2 * 8 * PARAMETERS / 8 / to_host, rel=1e-3)
+    inputs = speed_of(activation_checkpointing={"mode": "full", "offload": True})
+    copies = 2 * 32 * 2 * 4096 * config_of(LLAMA_8B).data.seq_len
+    assert inputs.compute - plain.compute == pytest.approx(copies / to_host, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"fsdp": {"offload": "params"}}, "the host's processors update the parameters"),
+        ({"fsdp": {"param_dtype": "float32"}}, "the peaks are of bfloat16"),
+    ],
+)
+def test_why_no_time_is_planned(sections: dict[str, Any], words: str) -> None:
+    found = planned(config_of(LLAMA_8B, **sections), device=H100)
+    assert found.speed is None
+    assert words in str(found.untimed)
+    assert words not in str(planned(config_of(LLAMA_8B, **sections)).untimed)
+
+
+def test_moments_come_whole_parameters_at_a_time() -> None:
+    """An embedding of 2 × 10⁹ elements over 8 ranks is more than what is brought at once otherwise."""
+    found = planned(config_of({**LLAMA_8B, "vocab_size": 512_000}, fsdp={"offload": "optimizer"}))
+    assert ELEMENTS_AT_ONCE < 512_000 * 4096 // 8
+    assert found.phase_peak("optimizer").bytes["optimizer"] == pytest.approx(8 * 512_000 * 4096 / 8, rel=1e-3)
+
+
+def test_host_memory_that_is_pinned_is_rounded_up() -> None:
+    """To powers of two, tensor by tensor: torch's allocator for pinned memory."""
+    found = planned(config_of(LLAMA_8B, fsdp={"offload": "optimizer"})).host["offloaded optimizer state"]
+    shards = {128256 * 4096: 2, 4096 * 4096: 64, 1024 * 4096: 64, 14336 * 4096: 96, 4096: 65}
+    sizes = {4 * elements // 8: count for elements, count in shards.items()}
+    assert sum(size * count for size, count in sizes.items()) == 4 * PARAMETERS // 8
+    rounded = sum(2 ** (size - 1).bit_length() * count for size, count in sizes.items())
+    assert found == 2 * rounded
+
+
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [
+        ({}, 3),  # the newest two, and the one being written
+        ({"checkpoint": {"keep": 4}}, 5),
+        ({"checkpoint": {"keep_every": 100}, "train": {"steps": 1000}}, 13),
+        ({"checkpoint": {"every": 400}, "train": {"steps": 500}}, 2),
+        ({"eval": {"keep_best": True, "every": 10, "path": "x.jsonl"}, "train": {"steps": 1000}}, 4),
+    ],
+)
+def test_checkpoints_on_disk(sections: dict[str, Any], most: int) -> None:
+    disk = planned(config_of({**LLAMA_8B, "num_hidden_layers": 1}, **sections)).disk
+    assert disk["checkpoints kept, and one being written"] == most * disk["checkpoint"]
