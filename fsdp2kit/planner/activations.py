@@ -163,6 +163,12 @@ def item_bytes(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
+def is_flash(kernel: str) -> bool:
+    """Whether attention keeps no scores, and its result as ``[B, S, heads, width]``: the output projection takes that
+    as it is, while that of torch's scaled_dot_product_attention is copied into this order."""
+    return kernel == VARLEN or kernel.startswith("flash")
+
+
 def norm_backward(item: int) -> int:
     """Bytes an element that the backward of a root-mean-square norm adds to what the norm keeps.
 
@@ -196,12 +202,11 @@ def layers_memory(
     """
     item = item_bytes(plan.fsdp.param_dtype)
     found: list[LayerMemory] = []
-    kernel = plan.attention.kernel
-    keeps_no_scores = kernel == VARLEN or kernel.startswith("flash")
+    flash = is_flash(plan.attention.kernel)
     trains = model.get_input_embeddings().weight.requires_grad
     for number, layer in enumerate(decoder_layers(model)):
         trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
-        shape = block_shape(layer) if keeps_no_scores else None
+        shape = block_shape(layer) if flash else None
         checkpointed = number % plan.activation_checkpointing.every == 0
         if not trains:
             found.append(LayerMemory())  # nothing before it learns: it has no backward

@@ -38,7 +38,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import BackwardMemory, LayerMemory
+from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
 from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, fake_store
 
@@ -197,7 +197,8 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     text = model.config.get_text_config()
     hidden = tokens * item * int(text.hidden_size)
     exchanged = 0
-    if plan.attention.method == "ulysses":  # the result of attention comes back in another tensor
+    if plan.attention.method == "ulysses" and is_flash(plan.attention.kernel):
+        # What comes back from the exchange is another tensor than what the kernel keeps.
         exchanged = tokens * item * text.num_attention_heads * head_widths(text)[1]
     found = []
     for number, kind in enumerate(kinds):
