@@ -148,6 +148,8 @@ def next_batch(
     error: Exception | None = None
     try:
         micro_batches = batches.batch(index)
+    except torch.OutOfMemoryError:  # the others may be in a collective of their batch, not in the one below
+        raise
     except Exception as problem:
         error = problem
     seconds = time.perf_counter() - start

@@ -14,6 +14,7 @@ from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.train import out_of_memory
 from fsdp2kit.train.out_of_memory import Alive, diagnosis, explain_out_of_memory
+from fsdp2kit.train.step import next_batch
 from tests.planner.likeness import LLAMA_8B, config_of
 
 GIB = 2**30
@@ -112,3 +113,19 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     ):
         raise ValueError("no")
     assert not list(tmp_path.iterdir())
+
+
+class _Full:
+    """Batches that are made on the device, as rollouts are."""
+
+    source_names = ()
+
+    def batch(self, index: int, /) -> Any:
+        raise torch.OutOfMemoryError(f"batch {index}")
+
+
+def test_of_a_batch_it_is_raised_before_any_collective() -> None:
+    """In which the other ranks, still at work on theirs, would not meet it."""
+    no_mesh: Any = None
+    with pytest.raises(torch.OutOfMemoryError, match="batch 3"):
+        next_batch(_Full(), 3, mesh=no_mesh)
