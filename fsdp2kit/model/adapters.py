@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
@@ -216,6 +216,7 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     except (ValueError, TypeError) as error:  # peft's refusals
         reason = str(error).split(". ")[0]
         raise UserError("lora", f"{reason}", "choose other lora.target_modules or lora.modules_to_save") from None
+    _share_configs(model)
     config = model.peft_config[ADAPTER]
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # a set, in another order on every rank
@@ -224,6 +225,20 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     adapter = Adapter(config, tuple(layers), directory, quantize)
     vars(model)["_fsdp2kit_adapter"] = adapter
     return adapter
+
+
+def _share_configs(model: PreTrainedModel) -> None:
+    """Give modules that are trained whole the model's own configs: peft copies those, too, and what is set in the
+    model's afterwards, as which attention it uses, would not be in the copies."""
+    for wrapper in model.modules():
+        copies = wrapper._modules.get("modules_to_save")
+        if copies is None:
+            continue
+        original: Any = wrapper.original_module
+        for name, module in copies.get_submodule(ADAPTER).named_modules():
+            there = vars(original.get_submodule(name))
+            shared = {key: value for key, value in there.items() if isinstance(value, PretrainedConfig)}
+            vars(module).update(shared)
 
 
 def _check_names(model: PreTrainedModel, config: Any) -> None:

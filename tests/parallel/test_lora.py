@@ -50,11 +50,12 @@ ADAPTERS = {
     "lora": lambda kind: {},
     "dora": lambda kind: {"use_dora": True, "use_rslora": True},
     "saved": lambda kind: {"modules_to_save": SAVED[kind]},
+    "layer": lambda kind: {"modules_to_save": ["layers.1"]},
 }
 
 
 def _cases() -> Iterator[Case]:
-    for kind, (dp, cp), adapter in pairs_of(KINDS, MESHES, tuple(ADAPTERS)):
+    for kind, (dp, cp), adapter in pairs_of(KINDS, MESHES, ("lora", "dora", "saved")):
         yield Case(kind, dp, cp, 1, adapter=adapter)
     hybrid = (("strategy", "hybrid_shard"),)
     yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="lora")
@@ -64,6 +65,10 @@ def _cases() -> Iterator[Case]:
     yield Case("qwen3", 2, 1, 1, checkpointing="selective", adapter="dora")
     yield Case("llama3", 2, 1, 1, (("reduce_every_micro_batch", True), ("unit", "root")), adapter="lora")
     yield Case("smollm2", 1, 2, 1, (("strategy", "no_shard"),), adapter="saved")
+    # A copy with attention in it.
+    yield Case("llama3", 1, 1, 1, adapter="layer")
+    yield Case("qwen3", 1, 2, 1, adapter="layer")
+    yield Case("qwen3_moe", 2, 2, 1, adapter="layer")
 
 
 def _quantized_cases() -> Iterator[Case]:
