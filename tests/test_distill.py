@@ -122,9 +122,12 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         "distill.direction=backward": "distill.direction",
         "distill.cross_entropy_weight=1.0": "distill.cross_entropy_weight",
         "distill.temprature=2": "did you mean distill.temperature?",
+        f"distill.teacher='{fewer}' data.format=tokens": (
+            f"its embedding has 512 rows, the model's {DEMO_VOCABULARY}, and the data are ids"
+        ),
         "model.loss_kernel=torch": "model.loss_kernel: 'torch' computes a cross-entropy alone",
     }
-    runs = [[override, f"run.dir='{tmp_path / str(n)}'"] for n, override in enumerate(mistakes)]
+    runs = [[*overrides.split(), f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]
     for said, (override, says) in zip(pool.run(2, run_all, str(toml), runs)[0], mistakes.items(), strict=True):
         assert said.startswith("error: "), override
         assert says in said

@@ -300,6 +300,10 @@ def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool
         (f"model.adapter={model_dir}",): "is not an adapter's config",
         (f"model.adapter={straight / 'hf'}", f"model.path={other}"): "was trained on another model than model.path is",
         (f"model.path={straight / 'hf'}",): "is an adapter without its model",
+        (
+            f"model.adapter={straight / 'hf'}",
+            f"checkpoint.export_dir={straight / 'hf'}",
+        ): "is read here, and the export",
         (f"model.adapter={narrow}",): "has shape [4, 71], and the model wants [4, 72]",
         (f"model.adapter={fewer}",): f"{name} is only in the model",
         (f"model.weights={checkpoint}",): "holds an adapter, and not the model that it belongs to",

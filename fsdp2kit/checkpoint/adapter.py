@@ -18,7 +18,7 @@ from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
-from fsdp2kit.model.assets import find_hf_dir, weights_digest
+from fsdp2kit.model.assets import find_hf_dir, same_weights, weights_digest
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.names import ADAPTER, adapter_file_name, base_name
 from fsdp2kit.model.weights import StoredTensor
@@ -46,9 +46,19 @@ def check_same_base(directory: Path, weights: str) -> None:
         trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
     except (OSError, ValueError, AttributeError):
         return  # not an export of ours; names and shapes are compared in any case
-    if trained_on not in (None, weights):
+    if trained_on is not None and not same_weights(trained_on, weights):
         what = f"{directory} was trained on another model than model.path is (its weights are {trained_on})"
         raise UserError("model.adapter", what, "give the model.path that it was trained on")
+
+
+def describe_base(directory: Path, path: str | None) -> list[str]:
+    """A line where the config of an adapter that is not an export of ours names another model than ``model.path``."""
+    name = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name or not path or (directory / RECORD).is_file() or Path(name).name == Path(path).name:
+        return []
+    return [
+        f"warning: model.adapter: {directory} names {name} as its model, and model.path is {path}: are they the same?"
+    ]
 
 
 def adapter_names(stored: Mapping[str, Any]) -> dict[str, str]:
@@ -72,7 +82,7 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
         raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
     found = find_hf_dir(str(base or name), key="--merge", with_weights=True)
     trained_on = manifest.identity.get(_IDENTITY) if manifest else None
-    if trained_on not in (None, f"pretrained {weights_digest(found)}"):
+    if trained_on is not None and not same_weights(trained_on, f"pretrained {weights_digest(found)}"):
         what = f"{found} holds other weights than the adapter was trained on ({name})"
         raise UserError("--merge", what, "give the directory of that model: --merge DIR")
     return found

@@ -207,7 +207,7 @@ def plan_export(
     if dtype not in DTYPES:
         raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
     out = out.absolute()
-    check_replaceable(out)
+    check_replaceable(out, read=[found])
     if holds_adapter(config_dir) and not merge:
         files = {ADAPTER_WEIGHTS: _adapter_groups(checkpoint, DTYPES[dtype])}
         return ExportPlan(checkpoint, out, config_dir, dtype, files=files, manifest=manifest, model=None)
@@ -404,15 +404,17 @@ def copy_assets(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def check_replaceable(out: Path) -> None:
-    """Check that ``out`` is absent, empty, or holds nothing but an earlier export of ours.
+def check_replaceable(out: Path, *, read: Iterable[Path | None] = ()) -> None:
+    """Check that ``out`` is absent, empty, or holds nothing but an earlier export of ours, and none of ``read``.
 
     Raises:
-        UserError: it holds something else; the error names it.
+        UserError: it holds something else; the error names it. Or what is exported is made from it.
     """
     if not out.exists():
         return
     todo = "choose another directory, or move that away"
+    if any(path is not None and path.resolve() == out.resolve() for path in read):
+        raise UserError(str(out), "is read here, and the export would replace it", "choose another directory")
     if not out.is_dir():
         raise UserError(str(out), "is not a directory", todo)
     present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
 from functools import partial
@@ -40,6 +40,7 @@ from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
 from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.model.assets import same_weights
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
 from fsdp2kit.torch_compat import STAGER_WORKS_ONCE
@@ -48,8 +49,10 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Tensor]]
 
-RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction")
+RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
 """Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
+WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
+"""Of the identity, those that say which weights; see `same_weights`."""
 _LATER = {"nonfinite_steps"}  # of `Progress`: not in checkpoints of earlier versions
 
 
@@ -63,6 +66,7 @@ class CheckpointManager:
         write_assets: writes config, tokenizer, chat template and generation config of an export into a directory.
             Called on rank 0 alone, so it must not contain a collective.
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
+        read: directories that the run reads models from, which an export must not replace.
         environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
         tell: called with a line for each checkpoint and each export that was written, on every rank.
 
@@ -78,6 +82,7 @@ class CheckpointManager:
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None = None,
+        read: Iterable[Path | None] = (),
         environment: dict[str, Any] | None = None,
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
@@ -88,7 +93,7 @@ class CheckpointManager:
             if section.export_hf != "never":
                 if not is_remote(self.out):  # written beside it; a store has answered, and is left as it is until then
                     check_writable(self.out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
-                check_replaceable(self.out)
+                check_replaceable(self.out, read=read)
         self.store = open_store(root)
         self.section, self.identity, self.environment = section, identity, environment or {}
         self.write_assets, self._tell = write_assets, tell
@@ -364,7 +369,12 @@ def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str
     """Refuse a checkpoint of another run, naming the first field that differs, and both values."""
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
-        if before != now and not (before is None and field in RECIPE_FIELDS):  # written before they were recorded
+        if before is None and field in RECIPE_FIELDS:  # written before they were recorded
+            continue
+        is_same = before == now
+        if before and now and field in WEIGHTS_FIELDS:
+            is_same = same_weights(before, now)
+        if not is_same:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"

@@ -14,17 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp2kit.checkpoint.adapter import RECORD, check_same_base
+from fsdp2kit.checkpoint.adapter import RECORD, check_same_base, describe_base
 from fsdp2kit.checkpoint.manager import RECIPE_FIELDS, CheckpointManager
-from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import to_path
+from fsdp2kit.checkpoint.store import is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter, adapter_of
-from fsdp2kit.model.assets import config_digest, generation_config, save_assets, weights_digest
+from fsdp2kit.model.assets import config_digest, find_hf_dir, generation_config, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, source_of
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.model.weights import fill_adapter, initialize, load_pretrained
@@ -58,9 +59,12 @@ def build_checkpoints(
     if tokenizer is not None and config.data.format in ("chat", "prompt_completion"):  # also of streams
         stops |= turn_ends(tokenizer)
     assets = {"config": source.config, "tokenizer": tokenizer, "source": source.directory, "stops": stops}
+    teacher = getattr(getattr(config, "distill", None), "teacher", None)
+    if teacher is not None:
+        teacher = find_hf_dir(teacher, key="distill.teacher", with_weights=True)
     with agreement():
         adapter = adapter_of(model)
-        identity = run_identity(config, source, data=data.fingerprint, adapter=adapter)
+        identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, teacher=teacher)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
     # `fully_shard` puts a class of its own in front of the model's.
@@ -71,10 +75,13 @@ def build_checkpoints(
         identity=identity,
         write_assets=partial(save_assets, architecture=architecture, adapter=adapter, **assets),
         export_dtype=source.dtype,
+        read=[source.directory, teacher, None if adapter is None else adapter.directory],
         environment=job.environment,
         tell=say,
     )
     notes = _notes(**assets)
+    if adapter is not None and adapter.directory is not None:
+        notes += describe_base(adapter.directory, config.model.path)
     if tokenizer is not None and config.data.format == "chat" and not stops:
         notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
     return Checkpoints(manager, config, model, optimizer, notes, can_answer=tokenizer is not None)
@@ -284,7 +291,12 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
 
 
 def run_identity(
-    config: TrainingConfig, source: ModelSource, *, data: str, adapter: Adapter | None = None
+    config: TrainingConfig,
+    source: ModelSource,
+    *,
+    data: str,
+    adapter: Adapter | None = None,
+    teacher: Path | None = None,
 ) -> dict[str, str]:
     """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
 
@@ -292,10 +304,13 @@ def run_identity(
         source: where the model comes from.
         data: digest of the data.
         adapter: the adapters that are trained, if any are.
+        teacher: the directory of the model that is learnt from, if one is.
     """
     weights = config.model.weights
     if weights == "pretrained" and source.directory is not None:
         weights = f"pretrained {weights_digest(source.directory)}"
+    elif weights not in ("pretrained", "random") and is_complete(path := to_path(weights)):
+        weights = f"{weights} {sha256(path / MANIFEST)[:16]}"
     of_adapter = {} if adapter is None else adapter.identity()
     if adapter is not None and adapter.directory is not None:
         of_adapter["model.adapter"] = weights_digest(adapter.directory)
@@ -312,15 +327,17 @@ def run_identity(
         "train.global_batch_size": str(config.train.global_batch_size),
         **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
         **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
-        **_of_recipe(config),
+        **_of_recipe(config, teacher),
         "data": data,
     }
 
 
-def _of_recipe(config: TrainingConfig) -> dict[str, str]:
+def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
     """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
     parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
     found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
+    if teacher is not None:
+        found["distill.teacher"] = weights_digest(teacher)
     return {name: str(value) for name, value in found.items() if value is not None}
 
 

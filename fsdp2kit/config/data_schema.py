@@ -141,6 +141,9 @@ class PreferenceDataConfig(DataConfig):
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it,
     drop both (counted), or stop with an error."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Tokens of an answer that are compared: the assistant's and its end-of-turn tokens, or those of its last
+    message."""
 
 
 class TextDataConfig(DataConfig):

@@ -341,7 +341,7 @@ def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: R
     if len(set(are_texts)) > 1:
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
     if prompt is not None and (are_texts[0] or not isinstance(prompt, str)):
-        return prompt, answers
+        return prompt, _without_prompt(prompt, answers, where)
     if are_texts[0] and (set(_ALSO["prompt"]) & {name.lower() for name, value in row.items() if value}):
         raise _missing(row, "prompt", where, how, "prompt")
     if not are_texts[0]:
@@ -355,6 +355,15 @@ def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: R
         what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
         raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
     return shared, [answer[len(shared) :] for answer in answers]
+
+
+def _without_prompt(prompt: Any, answers: list[Any], where: str) -> list[Any]:
+    """The answers to a prompt of their kind, which some data repeat in both."""
+    if not isinstance(answers[0], str):
+        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
+        prompt = check_messages(prompt, where, name="prompt")
+    repeated = bool(prompt) and all(answer[: len(prompt)] == prompt for answer in answers)
+    return [answer[len(prompt) :] for answer in answers] if repeated else answers
 
 
 def _shared_text(one: str, other: str) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import BinaryIO
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -122,18 +123,45 @@ def config_digest(config: PretrainedConfig) -> str:
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def weights_digest(directory: Path) -> str:
-    """A digest of which safetensors a model directory holds: their sizes, headers and last bytes.
+_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
+"""Bytes of each end of a file, of a sample of a tensor, and how many samples."""
 
-    Wherever the directory lies, the same files give the same digest; reading them whole would take minutes.
+
+def weights_digest(directory: Path) -> str:
+    """Two digests of which safetensors a model directory holds: of their sizes, headers and last bytes, as checkpoints
+    of earlier versions have it alone (`same_weights`), and of samples of every tensor.
+
+    Wherever the directory lies, the same files give the same digests; reading them whole would take minutes.
     """
-    digest = hashlib.sha256()
-    edge = 64 * 1024
+    edges, samples = hashlib.sha256(), hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
-            digest.update(f"{path.name} {size}".encode())
-            digest.update(file.read(edge))
-            file.seek(max(0, size - edge))
-            digest.update(file.read(edge))
-    return digest.hexdigest()[:16]
+            edges.update(f"{path.name} {size}".encode())
+            edges.update(file.read(_EDGE))
+            file.seek(max(0, size - _EDGE))
+            edges.update(file.read(_EDGE))
+            for start, end in _tensor_bytes(file):
+                last = max(start, end - _SAMPLE)
+                for number in range(_SAMPLES):
+                    file.seek(start + (last - start) * number // (_SAMPLES - 1))
+                    samples.update(file.read(min(_SAMPLE, end - start)))
+    return f"{edges.hexdigest()[:16]} {samples.hexdigest()[:16]}"
+
+
+def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends; none where it is damaged, which reading it will say."""
+    file.seek(0)
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        places = sorted(value["data_offsets"] for name, value in header.items() if name != "__metadata__")
+        return [(8 + length + start, 8 + length + end) for start, end in places]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+        return []
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two records of weights are of the same ones, as far as both go: earlier versions recorded less."""
+    shorter, longer = sorted((one, other), key=len)
+    return shorter == longer or longer.startswith(f"{shorter} ")

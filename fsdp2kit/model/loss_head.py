@@ -285,7 +285,7 @@ class _Passthrough(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base[0], name)  # a head may read numbers that its base model keeps
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:  # some heads give input_ids by position
         return _HiddenOnly(last_hidden_state=inputs_embeds)
 
 

@@ -79,7 +79,7 @@ def build_teacher(
         own = None if tokenizer is None else build_tokenizer(theirs.model)
         frozen = plan_parallel(teacher.eval().requires_grad_(False), theirs, plan.sizes, plan.device_type)
     with agreement():
-        _check_vocabulary(model, tokenizer, teacher, own)
+        _check_vocabulary(model, tokenizer, teacher, own, any_id=config.data.format == "tokens")
         windows = [layer_windows(one.config) for one in (model, teacher)]
         if windows[0] != windows[1]:
             what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
@@ -123,8 +123,14 @@ def _check_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None,
     teacher: PreTrainedModel,
     own: PreTrainedTokenizerBase | None,
+    *,
+    any_id: bool,
 ) -> None:
-    """Refuse a teacher to which a token id means something else."""
+    """Refuse a teacher to which a token id means something else.
+
+    Args:
+        any_id: whether the data may have ids that no tokenizer gives.
+    """
     todo = "choose a teacher with the same tokenizer"
     sizes: list[Any] = [one.get_input_embeddings().num_embeddings for one in (model, teacher)]
     if tokenizer is None or own is None:
@@ -137,6 +143,9 @@ def _check_vocabulary(
         theirs = others.get(text, "none")
         what = f"{len(differing)} of {len(known)} tokens have another id in its vocabulary: {text!r} has {theirs}, in "
         raise UserError(_KEY, f"{what}the model's {at}", todo)
+    if any_id and sizes[0] > sizes[1]:
+        what = f"its embedding has {sizes[1]} rows, the model's {sizes[0]}, and the data are ids, which may go as far"
+        raise UserError(_KEY, what, "choose a teacher with as many rows")
     if max(known.values()) >= sizes[1]:
         what = f"its embedding has {sizes[1]} rows, fewer than its tokenizer has tokens"
         raise UserError(_KEY, what, todo)

@@ -13,6 +13,8 @@ import torch
 from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 
+from fsdp2kit.checkpoint.adapter import describe_base
+from fsdp2kit.checkpoint.hf import check_replaceable
 from fsdp2kit.checkpoint.manager import _check_same_run
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints, run_identity
@@ -178,3 +180,58 @@ def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_
         _check_same_run(tmp_path, saved=plain, current=changed)
     older = {name: text for name, text in plain.items() if name != key}
     _check_same_run(tmp_path, saved=older, current=changed)  # it cannot tell
+
+
+def test_other_weights_are_another_run(tmp_path: Path) -> None:
+    """Of the model, of a teacher, and of the checkpoint that a run starts from."""
+
+    class Config(TrainingConfig):
+        distill: DistillConfig = DistillConfig(teacher="teacher")
+
+    for name in ("one", "other"):
+        jobs.tiny_llama(seed=len(name)).save_pretrained(tmp_path / name)
+    one, other = tmp_path / "one", tmp_path / "other"
+    saved = [checkpoints_of(tmp_path / f"run{n}").save(jobs.progress_at(n)) for n in (1, 2)]
+    start = shutil.copytree(saved[0], tmp_path / "start")
+    model = {"path": str(one)}
+
+    def identity(source: Path | None, teacher: Path, **sections: Any) -> dict[str, str]:
+        config = Config.model_validate({"recipe": "x", "model": model, **sections})
+        return run_identity(config, ModelSource(None, source, jobs.tiny_llama().config), data="d", teacher=teacher)
+
+    plain, from_checkpoint = identity(one, one), identity(one, one, model={**model, "weights": str(start)})
+    shutil.rmtree(start)
+    shutil.copytree(saved[1], start)
+    differing = {
+        "model.weights": [
+            (plain, identity(other, one)),
+            (from_checkpoint, identity(one, one, model={**model, "weights": str(start)})),
+        ],
+        "distill.teacher": [(plain, identity(one, other))],
+    }
+    for key, pairs in differing.items():
+        for before, now in pairs:
+            assert {name for name in before if before[name] != now[name]} == {key}
+            with pytest.raises(UserError, match=f"was made with {key} = "):
+                _check_same_run(tmp_path, saved=before, current=now)
+            earlier = {**before, key: before[key].rpartition(" ")[0]}
+            _check_same_run(tmp_path, saved=earlier, current=before)  # which recorded less
+
+
+def test_an_export_does_not_replace_what_the_run_reads(tmp_path: Path) -> None:
+    """Which may be an export of ours, so its files alone do not tell."""
+    checkpoints_of(tmp_path / "run").save(jobs.progress_at(3), is_over=True)
+    out = tmp_path / "run" / "hf"
+    check_replaceable(out)
+    with pytest.raises(UserError, match="is read here, and the export would replace it; choose another directory"):
+        check_replaceable(tmp_path / "run" / "." / "hf", read=[None, out])
+
+
+def test_an_adapter_that_names_another_model_is_warned_of(tmp_path: Path) -> None:
+    """By its config, which is all that peft writes; an export of ours records which weights it was trained on."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/a-model"}))
+    [line] = describe_base(tmp_path, "/models/another")
+    assert line.startswith(f"warning: model.adapter: {tmp_path} names org/a-model as its model, and model.path is ")
+    assert describe_base(tmp_path, "/models/a-model") == []
+    (tmp_path / ".fsdp2kit-export.json").write_text("{}")
+    assert describe_base(tmp_path, "/models/another") == []

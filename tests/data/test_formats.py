@@ -222,6 +222,18 @@ def test_prompts_that_both_answers_begin_with(tokenizer) -> None:
     assert pair_of(twice, tokenizer)[1][1] == "No.<|im_end|>"
 
 
+def test_a_prompt_that_both_answers_repeat_is_said_once(tokenizer) -> None:
+    no = {"role": "assistant", "content": "No."}
+    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
+    twice = {"prompt": SINGLE[:1], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
+    assert pair_of(twice, tokenizer) == pair_of(explicit, tokenizer)
+    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
+    again = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "Wet? No"}
+    assert pair_of(again, tokenizer) == pair_of(texts, tokenizer)
+    quoted = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "No"}
+    assert pair_of(quoted, tokenizer)[0][1] == "Wet? Yes<|im_end|>", "one answer alone quotes it"
+
+
 def test_pairs_that_cannot_be_read_say_what_to_do(tokenizer) -> None:
     no = [{"role": "assistant", "content": "No."}]
     mistakes = {

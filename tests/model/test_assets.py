@@ -12,11 +12,12 @@ import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.assets import config_digest, find_model_dir, save_assets, weights_digest
+from fsdp2kit.model.assets import config_digest, find_model_dir, same_weights, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.templates import CHATML, make_tokenizer
@@ -111,6 +112,22 @@ def test_a_weights_digest_is_of_the_content_not_the_place(tmp_path: Path) -> Non
     content[-1] ^= 1
     file.write_bytes(content)
     assert weights_digest(copy) != weights_digest(path)
+
+
+def test_a_weights_digest_is_of_every_tensor(tmp_path: Path) -> None:
+    """A merged adapter leaves the file's size, its header and its last tensor as they were."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    tensors = {name: torch.zeros(64, 2048) for name in ("a", "b", "z")}
+    for folder in (one, other):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        tensors["b"] = tensors["b"] + 1e-3
+    (first, sampled), (same, others) = (weights_digest(folder).split() for folder in (one, other))
+    assert (first == same, sampled == others) == (True, False)
+    assert same_weights(f"pretrained {first}", f"pretrained {first} {sampled}"), "as earlier versions recorded it"
+    assert not same_weights(f"pretrained {first} {sampled}", f"pretrained {first} {others}")
+    (other / "model.safetensors").write_bytes(b"no safetensors")
+    assert weights_digest(other) != weights_digest(one)
 
 
 def test_the_dtype_of_an_export(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monk
     for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None, name
         assert _distance(mine.grad, other.grad) < 2e-6, name
+
+
+def test_a_head_that_gives_its_base_the_tokens_by_position() -> None:
+    config = AutoConfig.for_model("gptj", vocab_size=128, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    rows = make_rows(3)
+    expected = cross_entropy_sum(plain_logits(copy.deepcopy(model), rows), rows.labels)
+    attach_loss(model)
+    loss = model.loss_sum(rows.input_ids, rows.labels, position_ids=rows.position_ids)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "gemma2"])
