@@ -221,12 +221,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             waiting, moments = _loss_backward(step, now, rest)
             yield from moments
         if number == 1:
-            freed = step.compute if step.norm_trained else 0  # what the weight multiplied
-            norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
-            whole = now["unsharded parameters"]
-            if layer is not None:  # none is gathered before the final norm's backward is over
-                whole -= held - step.by_name[""].whole if _is_gathered_again(step, name) else 0
-            yield Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
+            yield _final_norm_backward(step, now, kept, name if layer is not None else None)
         if layer is not None:
             if step.shards > 1 and unit is not None and _is_gathered_again(step, name):
                 # Copied out of its buffer, before the next one is gathered ahead.
@@ -253,6 +248,16 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
     now |= {"loss": 0, "unsharded parameters": 0}
     yield from _reduction(step, now, root, sums_up=sums_up, freed=True)
+
+
+def _final_norm_backward(step: StepMemory, now: dict[str, int], kept: int, name: str | None) -> Moment:
+    """``now`` is as the last layer begins, ``name``, if there is one; that is not gathered before this is over."""
+    freed = step.compute if step.norm_trained else 0  # what the weight multiplied
+    norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
+    whole = now["unsharded parameters"]
+    if name is not None and _is_gathered_again(step, name):
+        whole -= _gathered(step, name)[0] - step.by_name[""].whole
+    return Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
 
 
 def _reduction(

@@ -234,20 +234,7 @@ def _count(
 ) -> list[_Counted]:
     """Of each of the first ``depth`` layers."""
     small, layers = _first_layers(model, depth + 1)
-    small.to(getattr(torch, plan.fsdp.param_dtype))
-    if plan.nf4 is not None:
-        there = dict(small.named_modules())
-        apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
-    path = replace(plan.attention, method=None)
-    if path.kernel == VARLEN:
-        use_attention(small, varlen_attention)
-    if checkpointed:
-        apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type="cpu")
-    length = config.data.seq_len // plan.sizes.cp
-    batch = synthetic_batch(config.train.micro_batch_size, length)
-    cpu = torch.device("cpu")
-    inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=cpu)
-    inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
+    inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
     before, peaks = [], []
     backwards: list[tuple[Snapshot, Snapshot]] = []
     with (
@@ -255,7 +242,7 @@ def _count(
         Allocations(fake) as allocations,
         _Bounded(),
     ):
-        materialize(small, device=cpu)
+        materialize(small, device=torch.device("cpu"))
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
         def enter(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -281,7 +268,8 @@ def _count(
             layer.register_forward_pre_hook(enter)
             layer.register_forward_hook(leave)
         name = backbone_name(small)
-        hidden = getattr(small, name)(input_ids=fake.from_tensor(batch.input_ids), use_cache=False, **inputs)[0]
+        ids = fake.from_tensor(inputs.pop("input_ids"))
+        hidden = getattr(small, name)(input_ids=ids, use_cache=False, **inputs)[0]
         hidden.sum().backward()
         note_backward()
         allocations.mark([parameter.grad for parameter in small.parameters()], "gradients")
@@ -297,6 +285,30 @@ def _count(
         more = {key: highest.get(key, 0) - begun.get(key, 0) for key in ("activations", "gradients")}
         found.append(_Counted(kept, peaks[number + 1] - before[number + 1], more["activations"], more["gradients"]))
     return found
+
+
+def _make_ready(
+    config: TrainingConfig, small: Any, plan: ParallelPlan, *, checkpointed: list[nn.Module]
+) -> dict[str, Any]:
+    """Give a model on meta what the plan says, but for sharding and exchanges.
+
+    Returns:
+        A micro-batch as the model takes it.
+    """
+    small.to(getattr(torch, plan.fsdp.param_dtype))
+    if plan.nf4 is not None:
+        there = dict(small.named_modules())
+        apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)
+    path = replace(plan.attention, method=None)
+    if path.kernel == VARLEN:
+        use_attention(small, varlen_attention)
+    if checkpointed:
+        apply_activation_checkpointing(plan.activation_checkpointing, checkpointed, device_type="cpu")
+    length = config.data.seq_len // plan.sizes.cp
+    batch = synthetic_batch(config.train.micro_batch_size, length)
+    inputs = attention_inputs(batch.position_ids, small.config, path=path, cp_rank=0, cp=1, device=torch.device("cpu"))
+    inputs |= {"position_ids": batch.position_ids} if path.kernel == VARLEN else {}
+    return {"input_ids": batch.input_ids, **inputs}
 
 
 def _or_learns(before: bool, module: nn.Module) -> bool:
