@@ -154,6 +154,7 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         ("dpo.loss=ipo", "dpo.label_smoothing=0.1"): "dpo.label_smoothing: 0.1 with dpo.loss = 'ipo'",
         ("dpo.bata=1",): "did you mean dpo.beta?",
         ("data.format=chat",): "data.format",
+        ("data.train_on=all",): "data.train_on",
         (
             f"data.path='{bad}'",
         ): "bad.jsonl:1: the row has no 'chosen' (it has: prompt, winner, rejected); did you mean 'winner'?",
