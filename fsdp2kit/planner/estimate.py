@@ -19,7 +19,7 @@ from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
 from fsdp2kit.planner.devices import GIB, Device, this_device
-from fsdp2kit.planner.memory import Moment, step_moments
+from fsdp2kit.planner.memory import Moment, reserved, step_moments
 from fsdp2kit.planner.rollouts import rollout_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
 
@@ -57,6 +57,11 @@ class Estimate:
     def needed(self) -> int:
         """Bytes that the device must have: the peak, and the allowance."""
         return self.peak.total + ALLOWANCE
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator comes to hold, without the allowance."""
+        return reserved(self.moments)
 
     @property
     def fits(self) -> bool | None:

@@ -6,7 +6,7 @@ sharded over, and the prefetch depths. It is written down here in that order, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,10 @@ CATEGORIES = (
 """In the order in which they are shown. "activations" are those kept, recomputed, and their gradients."""
 
 
+ON_OTHER_STREAMS = ("all-gather buffers", "gradients")
+"""What FSDP2 allocates on a stream of its own: what is gathered, and what is received of a reduction."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """What is allocated at one moment of a step."""
@@ -59,6 +63,19 @@ def step_moments(step: StepMemory) -> list[Moment]:
     It is a later step: optimizer state is there. The last micro-batch has the most: gradients of those before it, too.
     """
     return [*_forward(step), *_backward(step), _optimizer(step)]
+
+
+def reserved(moments: Iterable[Moment]) -> int:
+    """Bytes that torch's allocator comes to reserve, as `max_memory_reserved` has them and, with the context, nvidia-smi.
+
+    Memory that was freed on one stream serves none of the others, so each stream's own peak adds up. Fragments inside
+    a stream's memory are not counted. The allocator gives back what it only keeps before it runs out of memory, so a
+    run may fit that reserves more than the device has.
+    """
+    moments = list(moments)
+    others = {name: max(moment.bytes.get(name, 0) for moment in moments) for name in ON_OTHER_STREAMS}
+    default = max(moment.total - sum(moment.bytes.get(name, 0) for name in others) for moment in moments)
+    return default + sum(others.values())
 
 
 def _base(step: StepMemory) -> dict[str, int]:

@@ -46,6 +46,7 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
     table.add_row("sum", *(gib(moment.total) for moment in peaks.values()))
     table.add_row("reached at", *(moment.where for moment in peaks.values()))
     yield table
+    yield f"reserved by the allocator, which keeps what each stream freed: {gib(plan.reserved)} GiB"
     yield (
         f"activations: {plan.activations_from}; allowance for the CUDA context, libraries and fragmentation: "
         f"{gib(ALLOWANCE)} GiB; every token is taken to have a target; torch.compile keeps less than this says"
@@ -106,6 +107,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "device": None if plan.device is None else asdict(plan.device),
         "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.total, "by_category": peak.bytes},
         "allowance": ALLOWANCE,
+        "reserved": plan.reserved,
         "needed": plan.needed,
         "fits": plan.fits,
         "blame": plan.blame,
