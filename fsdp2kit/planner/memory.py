@@ -66,7 +66,7 @@ def step_moments(step: StepMemory) -> list[Moment]:
 
 
 def reserved(moments: Iterable[Moment]) -> int:
-    """Bytes that torch's allocator comes to reserve, as `max_memory_reserved` has them and, with the context, nvidia-smi.
+    """Bytes that torch's allocator comes to reserve: `max_memory_reserved`; nvidia-smi shows them with the context.
 
     Memory that was freed on one stream serves none of the others, so each stream's own peak adds up. Fragments inside
     a stream's memory are not counted. The allocator gives back what it only keeps before it runs out of memory, so a
