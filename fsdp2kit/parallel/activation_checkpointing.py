@@ -7,9 +7,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed.fsdp  # registers torch.ops.fsdp
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
 
@@ -17,6 +24,22 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig
 # Batched matmuls are left out: in eager attention their results are the S² scores.
 _ATTENTION = ("attention", "flash_attn", "flex")
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
+# What FSDP's hooks run to gather the parameters of a unit inside a layer. Selective checkpointing numbers the calls
+# of each operator and fails where recomputation makes more of them than forward did; the hooks do, as recomputation
+# starts in the middle of the model (pytorch#196862). None of them is ever kept.
+_HOOKS_OF_FSDP = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+    torch.ops.c10d._allgather_base_.default,
+    torch.ops.fsdp.all_gather_copy_in.default,
+    torch.ops.fsdp.split_with_sizes_copy.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.view.default,
+    torch.ops.aten.view.dtype,
+}
 
 
 def apply_activation_checkpointing(
@@ -40,6 +63,7 @@ def apply_activation_checkpointing(
 def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
+        SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
     # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.

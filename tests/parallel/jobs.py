@@ -22,7 +22,7 @@ from fsdp2kit.train.loop import NoCheckpoints, train
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import GlobalBatch, accumulate_gradients, cross_entropy, train_step
 from fsdp2kit.train.throughput import PhaseMemory, Throughput
-from tests.reference import LENGTH, make_batches, plain_batches
+from tests.reference import LENGTH, STEPS, make_batches, plain_batches
 from tests.workers import WorkerPool
 
 
@@ -193,19 +193,22 @@ def accumulate(sharded: Sharded, rows: Rows, micro_batches: Sequence[Rows] | Non
     )
 
 
-def run_cases(folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | None = None) -> list[Curves]:
+def run_cases(
+    folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | None = None, *, steps: int = STEPS
+) -> list[Curves]:
     """Each case's curves; every rank returns the losses, rank 0 the gradients as well."""
     found = []
     for case in cases:
+        own = batches or (make_batches(steps) if case.pack else plain_batches(steps))
         try:
-            found.append(run_case(folder, case, batches or (make_batches() if case.pack else plain_batches())))
+            found.append(run_case(folder, case, own))
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
     return found
 
 
 def by_world_size(
-    pool: WorkerPool, folder: Path, group_of: Callable[[Case], Sequence[Case]]
+    pool: WorkerPool, folder: Path, group_of: Callable[[Case], Sequence[Case]], *, steps: int
 ) -> Callable[[Case], Curves]:
     """Rank 0's curves of a case; the first one of a world size runs all of its group that share it."""
     known: dict[Case, Curves] = {}
@@ -213,7 +216,8 @@ def by_world_size(
     def get(case: Case) -> Curves:
         if case not in known:
             cases = [other for other in group_of(case) if other.world == case.world]
-            known.update(zip(cases, pool.run(case.world, run_cases, folder, cases, timeout=3600)[0], strict=True))
+            found = pool.run(case.world, run_cases, folder, cases, steps=steps, timeout=3600)[0]
+            known.update(zip(cases, found, strict=True))
         return known[case]
 
     return get

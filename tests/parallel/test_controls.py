@@ -28,17 +28,18 @@ UNITS = {
 }
 PREFETCH = ((0, 1), (0, 0), (1, 2), (3, 3))
 CHECKPOINTING = (False, "full", "selective")
-OPTIONS = (STRATEGIES, tuple(UNITS), PREFETCH, (False, True), CHECKPOINTING, (1, 2), (1, 2))
+OPTIONS = (STRATEGIES, tuple(UNITS), PREFETCH, (False, True), CHECKPOINTING, (1, 2), (1, 2), (None, True, False))
 
 
 def _case(row: tuple, kind: str) -> Case:
-    strategy, unit, (forward, backward), reduce_every, checkpointing, micro, cp = row
+    strategy, unit, (forward, backward), reduce_every, checkpointing, micro, cp, reshard = row
     fsdp = (
         ("strategy", strategy),
         *UNITS[unit],
         ("forward_prefetch", forward),
         ("backward_prefetch", backward),
         ("reduce_every_micro_batch", reduce_every),
+        *([] if reshard is None else [("reshard_after_forward", reshard)]),
     )
     replicate = 2 if strategy.startswith("hybrid") else "auto"
     return Case(kind, 4 // cp, cp, micro, fsdp, dp_replicate=replicate, checkpointing=checkpointing)
@@ -48,12 +49,12 @@ ROWS = list(pairs_of(*OPTIONS))
 PAIRS = [_case(row, kind) for kind, row in zip(itertools.cycle(KINDS), ROWS, strict=False)]
 # Compiled: without units inside a layer, and with each way of checkpointing.
 COMPILED = [
-    _case(("shard_grad_op", "layer", (0, 0), True, "full", 1, 2), "smollm2"),
-    _case(("full_shard", "nested", (0, 1), False, "selective", 1, 1), "llama3"),
+    _case(("shard_grad_op", "layer", (0, 0), True, "full", 1, 2, None), "smollm2"),
+    _case(("full_shard", "nested", (0, 1), False, "selective", 1, 1, None), "llama3"),
 ]
 COMPILED_SLOW = [
-    _case(("full_shard", "layer", (1, 2), False, "selective", 1, 1), "llama3"),
-    _case(("hybrid_shard", "root", (0, 1), False, False, 2, 1), "llama3"),
+    _case(("full_shard", "layer", (1, 2), False, "selective", 1, 1, None), "llama3"),
+    _case(("hybrid_shard", "root", (0, 1), False, False, 2, 1, None), "llama3"),
 ]
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in COMPILED_SLOW]
 
@@ -74,7 +75,7 @@ def run_controls(folder: Path, cases: list[Case], compiled: bool) -> list[tuple[
             torch.compiler.reset()
             gc.collect()  # an earlier case's models may not go while Dynamo iterates over FSDP's weak references
             layers.clear()
-            batches = make_batches()
+            batches = make_batches(3)
             config = case.config(folder, steps=len(batches), rows=len(batches[0].input_ids))
             config = config.model_copy(update={"compile": CompileConfig(enabled=compiled)})
             try:
@@ -116,7 +117,7 @@ def reference(models: Path) -> Callable[[str], tuple[Curves, dict[str, float]]]:
 
     def get(kind: str) -> tuple[Curves, dict[str, float]]:
         if kind not in known:
-            plain, other = (plain_loop(models / kind, make_batches(), micro_batch_size=n, lr=1e-3) for n in (4, 1))
+            plain, other = (plain_loop(models / kind, make_batches(3), micro_batch_size=n, lr=1e-3) for n in (4, 1))
             known[kind] = plain, errors(other, plain)
         return known[kind]
 
@@ -153,8 +154,8 @@ def test_compiled_layers_equal_the_plain_loop(case: Case, outcome: Callable, ref
 def test_the_whole_product_equals_the_plain_loop(
     strategy: str, pool: WorkerPool, models: Path, reference: Callable
 ) -> None:
-    """384 combinations of the other options."""
-    rows = itertools.product((strategy,), *OPTIONS[1:])
+    """384 combinations of the other options, as the strategy reshards."""
+    rows = itertools.product((strategy,), *OPTIONS[1:-1], (None,))
     cases = [_case(row, kind) for kind, row in zip(itertools.cycle(KINDS), rows, strict=False)]
     found = pool.run(4, run_controls, models, cases, False, timeout=3600)[0]
     for case, (curves, _) in zip(cases, found, strict=True):

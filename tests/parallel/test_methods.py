@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
     """Curves of a case; the first one of a world size runs all that share it."""
-    return by_world_size(pool, models, lambda case: PAIRS if case in PAIRS else PRODUCT)
+    return by_world_size(pool, models, lambda case: PAIRS if case in PAIRS else PRODUCT, steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def reference(models: Path) -> Callable[[str, bool], tuple[Curves, dict[str, flo
 
     def get(kind: str, pack: bool) -> tuple[Curves, dict[str, float]]:
         if (kind, pack) not in known:
-            batches = make_batches() if pack else plain_batches()
+            batches = make_batches(3) if pack else plain_batches(3)
             plain, other = (plain_loop(models / kind, batches, micro_batch_size=n, lr=1e-3) for n in (4, 1))
             known[kind, pack] = plain, errors(other, plain)
         return known[kind, pack]

@@ -20,37 +20,26 @@ from tests.workers import WorkerPool
 MAIN = ("smollm2", "qwen3", "llama3")
 OTHERS = tuple(kind for kind in TINY if kind not in MAIN)
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3))
-STRATEGIES = ("full_shard", "no_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
 BF16 = (("param_dtype", "bfloat16"),)
 
 
-def _meshes() -> Iterator[Case]:
+def _cases() -> Iterator[Case]:
     for kind, (dp, cp), micro in pairs_of(MAIN, MESHES, (1, 2)):
         yield Case(kind, dp, cp, micro)
-    for kind in OTHERS:
-        for dp, cp in ((2, 2), (1, 3)):
-            yield Case(kind, dp, cp, 1)
-
-
-def _options() -> Iterator[Case]:
-    """Strategies with the other options, every pair at least once, on worlds of four."""
-    meshes, heads = ((2, 2), (4, 1)), ("llama3", "smollm2")
-    rows = pairs_of(STRATEGIES, meshes, heads, (True, False), (None, True, False), (True, False))
-    for strategy, (dp, cp), kind, every_micro_batch, reshard, checkpointing in rows:
-        hybrid = strategy.startswith("hybrid")
-        fsdp = [("strategy", strategy), ("reduce_every_micro_batch", every_micro_batch)]
-        if reshard is not None:
-            fsdp.append(("reshard_after_forward", reshard))
-        yield Case(kind, dp, cp, 1, tuple(fsdp), dp_replicate=2 if hybrid else "auto", checkpointing=checkpointing)
+    for kind, (dp, cp) in zip(OTHERS, itertools.cycle(((2, 2), (1, 3))), strict=False):
+        yield Case(kind, dp, cp, 2)
     yield Case("qwen3", 2, 2, 1, attention="eager")
     yield Case("gemma3", 1, 3, 1, attention="eager")
     yield Case("qwen3", 4, 1, 1, (("reshard_after_forward", 2),))
 
 
-EXACT = [*_meshes(), *_options()]
+EXACT = list(_cases())
 THOROUGH = [
     case
-    for kind, (dp, cp), micro in itertools.product(MAIN, MESHES, (1, 2))
+    for kind, (dp, cp), micro in [
+        *itertools.product(MAIN, MESHES, (1, 2)),
+        *itertools.product(OTHERS, ((2, 2), (1, 3)), (1,)),
+    ]
     if (case := Case(kind, dp, cp, micro)) not in EXACT
 ]
 HALF = [Case(kind, dp, cp, micro, BF16) for kind in ("smollm2", "llama3") for dp, cp, micro in ((2, 2, 1), (1, 3, 2))]
