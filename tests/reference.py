@@ -130,3 +130,9 @@ def plain_batches(steps: int = STEPS) -> list[Rows]:
 def make_batches(steps: int = STEPS, *, seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> list[Rows]:
     """One global batch a step."""
     return synthetic.make_batches(steps, seed=seed, rows=rows, length=length, vocabulary=VOCABULARY)
+
+
+def beyond(found: dict[str, float], control: dict[str, float], *, floor: float = 1e-5) -> dict[str, str]:
+    """What is further off than ``max(floor, 3 × control)``, as text; empty where all is well."""
+    limits = {name: max(floor, 3 * control[name]) for name in found}
+    return {name: f"{found[name]:.1e} > {limits[name]:.1e}" for name in found if not found[name] <= limits[name]}

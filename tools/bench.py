@@ -35,7 +35,7 @@ import numpy as np
 
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import user_path
+from fsdp2kit.files import positive, user_path
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {
@@ -128,18 +128,11 @@ def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> N
         if get_origin(kind) is Literal:
             named["choices"] = get_args(kind)
         else:
-            named["type"] = {int: _positive, Path: user_path}.get(kind, kind)
+            named["type"] = {int: positive, Path: user_path}.get(kind, kind)
         if not is_required and default not in (None, ()):
             named["help"] += f" ({' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         flag = f"--{name.replace('_', '-')}" if parameter.kind is parameter.KEYWORD_ONLY else name
         parser.add_argument(flag, **named)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def _check_outputs(given: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp2kit.bench.curves import read_run
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 
 COLORS = {
     "sync": "tab:orange",
@@ -31,8 +32,8 @@ _TRAIN = ("forward", "backward", "optimizer")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="cycle", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path, help="directory of a run of recipe grpo")
-    parser.add_argument("--png", type=Path, required=True, metavar="FILE", help='(pip install "fsdp2kit[plot]")')
+    parser.add_argument("run_dir", type=user_path, help="directory of a run of recipe grpo")
+    parser.add_argument("--png", type=user_path, required=True, metavar="FILE", help='(pip install "fsdp2kit[plot]")')
     options = parser.parse_args(arguments)
     records = read_records(options.run_dir)
     seconds, memory = cycle_of(records)

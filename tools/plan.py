@@ -12,10 +12,10 @@ import math
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.files import user_path
 
 
 @in_one_line
@@ -37,12 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
     found = estimate(config, model, plan, device=device, local_world_size=local)
     parts, extra = list(report.renderables(found)), {}
+    own = len(parts)
     for title, candidates in _alternatives(options, config, device):
         nothing = f"{title}: nothing that was tried fits; use a larger device, or shorter sequences"
         parts.append(report.candidates_table(candidates, title=title) if candidates else nothing)
         extra[title] = [report.candidate_json(one) for one in candidates]
     if options.kv_cache:
-        from fsdp2kit.planner.rollouts import kv_cache_bytes
+        from fsdp2kit.planner.memory import kv_cache_bytes
 
         rows, length = options.kv_cache
         extra["kv_cache"] = cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
         parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
-    _draw(options, found, title=title, extra=parts[len(list(report.renderables(found))) :])
+    _draw(options, found, title=title, extra=parts[own:])
     if options.json:
         print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
     else:
@@ -151,8 +152,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
-    parser.add_argument("--html", type=Path, metavar="FILE", help="a page with picture and tables")
+    parser.add_argument("--png", type=user_path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
+    parser.add_argument("--html", type=user_path, metavar="FILE", help="a page with picture and tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser.parse_intermixed_args(arguments)
 

@@ -64,7 +64,9 @@ class HFSide(Side):
         if name in ("hf_trainer_longest", "trl_padded"):
             rows, self._batches = conversations, f"{conversations} conversations a rank, padded to the longest"
         self._classes, self._given = (Trainer, TrainingArguments), {"processing_class": tokenizer}
+        self._folder = tempfile.TemporaryDirectory()
         self._arguments = _arguments(config, steps=steps, rows=rows, accumulation=accumulation, world=world)
+        self._arguments["output_dir"] = self._folder.name
         if name.startswith("trl"):
             from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
@@ -147,6 +149,7 @@ class HFSide(Side):
 
     def stop(self) -> None:
         self._turns.stop()
+        self._folder.cleanup()
 
 
 class Turns:
@@ -209,7 +212,6 @@ def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: i
     """Their arguments that say what fsdp2kit's config does."""
     optimizer = config.optimizer
     return {
-        "output_dir": tempfile.mkdtemp(),
         "max_steps": steps,  # it is stopped before the last
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": accumulation,

@@ -69,11 +69,6 @@ def _as_packing(field: Field) -> Told:
     return Told(as_bool(field), _PACKS if as_bool(field) else "")
 
 
-def _as_blocks(field: Field) -> bool | None:
-    """run_clm's blocks are cut from concatenated texts."""
-    return True if field.name == "block_size" else None
-
-
 def _as_selective(field: Field) -> str | None:
     """Of a switch; a number is that of the layers from one checkpointed to the next."""
     return "selective" if type(field.value) is not int and as_bool(field) else None

@@ -278,9 +278,3 @@ def errors(found: Curves, expected: Curves) -> dict[str, float]:
         "loss": worst_relative(found.loss, expected.loss),
         "grad_norm": worst_relative(found.grad_norm, expected.grad_norm),
     }
-
-
-def beyond(found: dict[str, float], control: dict[str, float], *, floor: float = 1e-5) -> dict[str, str]:
-    """What is further off than ``max(floor, 3 × control)``, as text; empty where all is well."""
-    limits = {name: max(floor, 3 * control[name]) for name in found}
-    return {name: f"{found[name]:.1e} > {limits[name]:.1e}" for name in found if not found[name] <= limits[name]}

@@ -19,8 +19,7 @@ from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
 from fsdp2kit.planner.devices import GIB, Device, this_device
-from fsdp2kit.planner.memory import Moment, reserved, step_moments
-from fsdp2kit.planner.rollouts import rollout_moments
+from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
 
 logger = logging.getLogger(__name__)
@@ -137,16 +136,14 @@ def estimate(
     *,
     device: Device | None = None,
     local_world_size: int = 8,
-    counted: Sequence[LayerMemory] | None = None,
 ) -> Estimate:
     """What a run of ``config`` needs.
 
     Args:
         model: on meta, before it is made parallel.
-        counted: memory of layers that no formula describes, if it was counted already.
     """
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    layers = layers_memory(model, plan, tokens=tokens, supplied=counted)
+    layers = layers_memory(model, plan, tokens=tokens)
     if layers is None:
         from fsdp2kit.planner.trace import count_layers  # only then: it builds what it counts
 

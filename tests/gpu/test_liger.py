@@ -14,9 +14,9 @@ from transformers.models.qwen3 import modeling_qwen3
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import beyond, errors, plain_forward, plain_loop
+from fsdp2kit.parity.reference import errors, plain_forward, plain_loop
 from tests.parallel.jobs import Case
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("liger_kernel")

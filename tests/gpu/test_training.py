@@ -18,12 +18,12 @@ from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.parity.reference import beyond, errors, plain_loop
+from fsdp2kit.parity.reference import errors, plain_loop
 from fsdp2kit.train.step import GlobalBatch, next_batch
 from fsdp2kit.train.throughput import PhaseMemory
 from tests.host_syncs import count_host_syncs
 from tests.parallel.jobs import Case, Recorder, build, run_case, step
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 

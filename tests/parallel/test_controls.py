@@ -13,10 +13,10 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import Curves, beyond, errors, plain_loop
+from fsdp2kit.parity.reference import Curves, errors, plain_loop
 from fsdp2kit.parity.variants import STRATEGIES, pairs_of
 from tests.parallel.jobs import Case
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import beyond, make_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
 KINDS = ("llama3", "smollm2")

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.parity.reference import beyond, errors, plain_loop
+from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_cases
-from tests.reference import LENGTH, make_batches, tiny_model_dir
+from tests.reference import LENGTH, beyond, make_batches, tiny_model_dir
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 

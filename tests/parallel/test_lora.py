@@ -26,7 +26,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
-from fsdp2kit.parity.reference import Curves, beyond, errors, load_plain, plain_loop
+from fsdp2kit.parity.reference import Curves, errors, load_plain, plain_loop
 from fsdp2kit.parity.variants import pairs_of
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 from tests.parallel.jobs import Case, by_world_size
@@ -34,7 +34,15 @@ from tests.parallel.test_checkpointing import Alive
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
-from tests.reference import make_batches, needs_integers, nf4_rounded, plain_batches, tiny_model, tiny_model_dir
+from tests.reference import (
+    beyond,
+    make_batches,
+    needs_integers,
+    nf4_rounded,
+    plain_batches,
+    tiny_model,
+    tiny_model_dir,
+)
 from tests.workers import WorkerPool
 
 KINDS = ("llama3", "qwen3", "smollm2", "qwen3_moe")

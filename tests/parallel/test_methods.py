@@ -14,12 +14,12 @@ from torch import Tensor
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop
+from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS, pairs_of
 from fsdp2kit.train.evaluation import build_evaluation
 from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_segments import positions_of
-from tests.reference import LENGTH, VOCABULARY, make_batches, plain_batches, tiny_model_dir
+from tests.reference import LENGTH, VOCABULARY, beyond, make_batches, plain_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
 WINDOWED = ("mistral", "gemma3", "qwen3_windowed")

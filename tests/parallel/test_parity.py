@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2kit.parity.reference import Curves, Rows, beyond, errors, plain_loop, worst_relative
+from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop, worst_relative
 from fsdp2kit.parity.variants import pairs_of
 from tests.parallel.jobs import Case, losses_by_document, run_case, run_cases
-from tests.reference import LENGTH, TINY, VOCABULARY, make_batches, tiny_model_dir
+from tests.reference import LENGTH, TINY, VOCABULARY, beyond, make_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
 MAIN = ("smollm2", "qwen3", "llama3")

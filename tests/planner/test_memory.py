@@ -22,8 +22,7 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import Estimate, plan_memory
-from fsdp2kit.planner.memory import Moment
-from fsdp2kit.planner.rollouts import kv_cache_bytes
+from fsdp2kit.planner.memory import Moment, kv_cache_bytes
 from fsdp2kit.planner.trace import log_likelihood, trace_step
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case

@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.planner.communication import COMPUTE_EFFICIENCY
 from fsdp2kit.planner.devices import DEVICES, find_device
-from fsdp2kit.planner.rollouts import kv_cache_bytes
+from fsdp2kit.planner.memory import kv_cache_bytes
 from fsdp2kit.planner.search import changed, options
 from tests.planner.likeness import LLAMA_8B, LLAMA_70B, config_of, planned
 from tools import plan as tool
