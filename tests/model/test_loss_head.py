@@ -18,7 +18,6 @@ from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import (
     Rows,
-    beyond,
     cross_entropy_sum,
     errors,
     gradient_of,
@@ -27,7 +26,7 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from tests.parallel.jobs import Case, build, run_cases
-from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
+from tests.reference import beyond, make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50

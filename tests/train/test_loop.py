@@ -27,7 +27,6 @@ from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.parity.reference import (
     IGNORE,
     Rows,
-    beyond,
     cross_entropy_sum,
     errors,
     load_plain,
@@ -40,7 +39,7 @@ from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
-from tests.reference import VOCABULARY, make_batches, tiny_model, tiny_model_dir
+from tests.reference import VOCABULARY, beyond, make_batches, tiny_model, tiny_model_dir
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
