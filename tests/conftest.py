@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -43,3 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "slow" in item.keywords:
             skip = pytest.mark.skip(reason="slow; run with `pytest -m slow`")
             item.add_marker(pytest.mark.timeout(3600) if asked_for_slow else skip)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays to the end: full collections need not walk it."""
+    gc.freeze()

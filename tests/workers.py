@@ -13,7 +13,9 @@ from typing import Any
 
 # Forks of a process that has imported what takes seconds to import.
 FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(["recipes.sft", "tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers"])
+FORKS.set_forkserver_preload(
+    ["recipes.sft", "tools.bench", "fsdp2kit.bench.gpu", "fsdp2kit.bench.peers", "tests.frozen"]
+)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
