@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,7 @@ class Harness:
         for process in ranks:
             process.start()
         deadline = time.monotonic() + 120
-        while all(process.exitcode is None for process in ranks) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait([process.sentinel for process in ranks], timeout=120)  # for the first that ends
         if any(process.exitcode == -signal.SIGKILL for process in ranks):
             # The others are where torchrun finds them: they may still be working, or clearing up after the failure.
             time.sleep(random.Random(self._starts).uniform(0, 0.2))
