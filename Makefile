@@ -13,12 +13,12 @@ demo: $(VENV)/installed
 	$(BIN)/python tools/generate.py $(RUN_DIR)/hf "What is the opposite of wet?" "Tell me the month after June."
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The same on the oldest versions that are supported, in an environment of their own: PYTHON=python3.12 is what the first
 # of them came with. torch brings 5 GB of CUDA along; what needs trl, which wants newer ones, is skipped.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

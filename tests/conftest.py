@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,30 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
 
 from tests.workers import WorkerPool
+
+TESTS = Path(__file__).parent
+# Half a minute and more each: they come first, so that no worker of `pytest -n` is left alone with one at the end.
+LONGEST = (
+    "parallel/test_lora.py",
+    "rl/test_rollouts.py",
+    "test_bench.py",
+    "parallel/test_methods.py",
+    "parallel/test_controls.py",
+    "parallel/test_parity.py",
+    "parity/test_check.py",
+    "test_readme.py",
+    "train/test_loop.py",
+    "checkpoint/test_chaos.py",
+    "planner/test_memory.py",
+    "planner/test_plan_tool.py",
+    "test_fsdp1_baseline.py",
+    "test_signals.py",
+    "model/test_weights.py",
+    "test_bad_input.py",
+    "test_elastic.py",
+    "test_lora.py",
+    "test_peers.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `slow` ones unless asked for: an hour each."""
     import torch
 
+    order = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     asked_for_slow = "slow" in (config.getoption("-m") or "")
     for item in items:
         if "gpu" in item.keywords and not (torch.cuda.is_available() or os.environ.get("TRY_ON_CPU")):
