@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,18 @@ def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) 
     assert exported_step(tmp_path / "hf") is None
     resumed.export_resumed(jobs.progress_at(3), is_over=True)
     assert exported_step(tmp_path / "hf") == 3
+
+
+def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
+    """A directory may hold a checkpoint of the best step's number that an earlier run left there."""
+    for loss, expected in ((1.5, 2), (1.25, 3)):
+        folder = tmp_path / str(loss)
+        earlier = checkpoints_of(folder)
+        earlier.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
+        checkpoints = checkpoints_of(folder, export="best", keep=9)
+        checkpoints.manager._reached = 2
+        checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
+        assert exported_step(folder / "hf") == expected
 
 
 def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

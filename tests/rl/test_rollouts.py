@@ -8,7 +8,8 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -16,20 +17,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.formats import encode_prompts, row_format
 from fsdp2kit.data.rows import Row
+from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.rl.engine import Response, TransformersEngine
 from fsdp2kit.rl.packing import Rollout, deal_rows
+from fsdp2kit.rl.prompts import Prompts, build_prompts
 from fsdp2kit.rl.rollouts import Rollouts, Round
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
-from tests.data.templates import make_tokenizer
+from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import DEMO, demo_model_dir
 from tests.workers import WorkerPool
 
@@ -96,7 +101,7 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     # With AdamW's own eps a gradient that is nearly 0 moves a weight by its rounding, and a token may change by that.
-    options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2")
+    options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2", "rollout.temperature=0.7")
     plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", *options)
     samples = (tmp_path / "one" / "samples.jsonl").read_text()
     for name, mesh in (("dp", DP2), ("cp", CP2), ("tp", (*DP2, "rollout.tp=2"))):
@@ -135,7 +140,7 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
         return note
 
-    names = ("sleep", "wake", "finish_update", "generate")
+    names = ("sleep", "wake", "finish_update", "flush_cache", "generate")
     with mock.patch.multiple(TransformersEngine, **{name: noted(name) for name in names}):
         assert _run_recipe(toml, overrides) == ""
     return calls
@@ -143,8 +148,38 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
 def test_engine_and_trainer_take_turns(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = [f"run.dir='{tmp_path / 'run'}'", *CP2, "train.steps=2", "rollout.sleep=true"]
-    cycle = ["wake weights", "finish_update", "wake cache", "generate", "sleep"]
+    cycle = ["wake weights", "finish_update", "flush_cache", "wake cache", "generate", "sleep"]
     assert pool.run(2, _turns, str(toml), options) == [["sleep", *cycle, *cycle]] * 2
+
+
+def _awake_while_generating(toml: str, overrides: Sequence[str]) -> list[list[int]]:
+    """Bytes of the trained model and of its frozen reference, each time that responses are generated."""
+    recipe, config = load(toml, overrides)
+    build, generate = recipe.build_policy_loss, TransformersEngine.generate
+    models: list[Any] = []
+    found: list[list[int]] = []
+
+    def build_policy_loss(config: Any, model: Any, **named: Any) -> PolicyLoss:
+        objective = build(config, model, **named)
+        models.extend([model, *objective.frozen_models])
+        return objective
+
+    def look(engine: TransformersEngine, *given: Any, **named: Any) -> Any:
+        found.append([sum(local_part(p).untyped_storage().nbytes() for p in one.parameters()) for one in models])
+        return generate(engine, *given, **named)
+
+    with mock.patch.object(TransformersEngine, "generate", look):
+        recipe.build_policy_loss = build_policy_loss
+        recipe.main(config)
+    return found
+
+
+def test_the_reference_sleeps_too(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    options = ["train.steps=1", *DP2]
+    for sleeps in ("true", "false"):
+        overrides = [f"run.dir='{tmp_path / sleeps}'", f"rollout.sleep={sleeps}", *options]
+        for [[model, reference]] in pool.run(2, _awake_while_generating, str(toml), overrides):
+            assert (model == reference == 0) if sleeps == "true" else (model > 0 and reference > 0)
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -429,6 +464,41 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool:
     said = pool.run(4, _run_recipe, str(toml), options)
     assert set(said) == {"rollout.tp: 4 does not divide the model's num_key_value_heads 2; use a divisor of it"}
     assert not (tmp_path / "x").exists()
+
+
+def _prompts(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:
+    _, config = load(str(toml), list(overrides))
+    return build_prompts(config, tokenizer=tokenizer or build_tokenizer(config.model))
+
+
+def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
+    """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
+    rollouts = _rollouts(toml)
+    rollouts._prompts = _prompts(toml, "train.steps=9")
+    requests = [request for number in range(9) for request in rollouts._requests(number)]
+    asked: list[Any] = []
+    rollouts._generate_awake_or_asleep = lambda held_out, _: asked.extend(held_out)
+    rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
+    with suppress(TypeError):
+        rollouts.evaluate()
+    assert (len(requests), len(asked)) == (9 * 16, 10)
+    # As torch and numpy have it, a seed with zeros behind it is the same one.
+    assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
+
+
+def test_an_evaluation_asks_as_many_as_it_is_told(toml: Path, tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(11)))
+    for evaluation, count in (("every=1", 11), ("every=1, steps=2", 8), ("every=0, steps=2", 0)):
+        overrides = ["train.global_batch_size=4", f"eval={{path='{path}', {evaluation}}}"]
+        held_out = _prompts(toml, *overrides).held_out
+        assert [prompt.messages[0]["content"] for prompt in held_out] == [f"Tell {at}." for at in range(count)]
+
+
+def test_an_export_of_a_model_that_learns_from_rewards_stops_where_its_turns_end(toml: Path) -> None:
+    """That token need not be the tokenizer's end of text."""
+    tokenizer = make_tokenizer(CHATML, eos="<|end|>")
+    assert _prompts(toml, tokenizer=tokenizer).endings == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 def test_prompts_of_every_kind() -> None:
