@@ -196,7 +196,7 @@ def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
-    """Of the model, of a teacher, and of the checkpoint that a run starts from."""
+    """Of the model, of a teacher, of an adapter that is trained further, of the checkpoint that a run starts from."""
 
     class Config(TrainingConfig):
         distill: DistillConfig = DistillConfig(teacher="teacher")
@@ -208,9 +208,11 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
     start = shutil.copytree(saved[0], tmp_path / "start")
     model = {"path": str(one)}
 
-    def identity(source: Path | None, teacher: Path, **sections: Any) -> dict[str, str]:
+    def identity(source: Path | None, teacher: Path, directory: Path = one, **sections: Any) -> dict[str, str]:
         config = Config.model_validate({"recipe": "x", "model": model, **sections})
-        return run_identity(config, ModelSource(None, source, jobs.tiny_llama().config), data="d", teacher=teacher)
+        adapter: Any = SimpleNamespace(directory=directory, identity=lambda: {"lora.rank": "4"})
+        built = ModelSource(None, source, jobs.tiny_llama().config)
+        return run_identity(config, built, data="d", teacher=teacher, adapter=adapter)
 
     plain, from_checkpoint = identity(one, one), identity(one, one, model={**model, "weights": str(start)})
     shutil.rmtree(start)
@@ -221,6 +223,7 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
             (from_checkpoint, identity(one, one, model={**model, "weights": str(start)})),
         ],
         "distill.teacher": [(plain, identity(one, other))],
+        "model.adapter": [(plain, identity(one, one, other))],
     }
     for key, pairs in differing.items():
         for before, now in pairs:

@@ -22,7 +22,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
-from fsdp2kit.data.formats import encode_prompts, row_format
+from fsdp2kit.data.formats import Prompt, encode_prompts, row_format
 from fsdp2kit.data.rows import Row
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
@@ -112,6 +112,8 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
         assert (tmp_path / name / "samples.jsonl").read_text() == samples
         assert all(one["log_prob_gap_max"] < 2e-5 for one in found)
     assert len({one["reward"] for one in plain}) == 3
+    for one in plain:
+        assert one["reward"] == pytest.approx(one["reward/spread"] + 2.0 * one["reward/same"])
     assert plain[1]["kl"] > 0
     assert plain[1]["rollout/weight_version"] == 1
     best, worst = map(json.loads, samples.splitlines())
@@ -492,7 +494,48 @@ def test_an_evaluation_asks_as_many_as_it_is_told(toml: Path, tmp_path: Path) ->
     for evaluation, count in (("every=1", 11), ("every=1, steps=2", 8), ("every=0, steps=2", 0)):
         overrides = ["train.global_batch_size=4", f"eval={{path='{path}', {evaluation}}}"]
         held_out = _prompts(toml, *overrides).held_out
-        assert [prompt.messages[0]["content"] for prompt in held_out] == [f"Tell {at}." for at in range(count)]
+        assert _asked(held_out) == [f"Tell {at}." for at in range(count)]
+
+
+def _asked(prompts: Sequence[Prompt]) -> list[str]:
+    return [str(prompt.messages[0]["content"]) for prompt in prompts]  # pyright: ignore[reportArgumentType]
+
+
+def test_prompts_that_are_held_out_are_not_trained_on(toml: Path, tmp_path: Path) -> None:
+    """Wherever their copies are, and also in a run that does not evaluate."""
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Say {at % 12}.", "level": str(at)}) + "\n" for at in range(36)))
+    for every in (1, 0):
+        found = _prompts(toml, f"data.path='{rows}'", f"eval={{every={every}, split=0.3}}")
+        trained, held_out = _asked(found.prompts), _asked(found.held_out)
+        assert 0 < len(set(trained)) < 12
+        assert [trained.count(one) for one in set(trained)] == [3] * len(set(trained))
+        rest = {f"Say {at}." for at in range(12)} - set(trained)
+        assert sorted(held_out) == (sorted(3 * [*rest]) if every else [])
+
+
+def test_an_epoch_asks_every_prompt_once_in_an_order_of_its_own(toml: Path) -> None:
+    """Ten prompts, four of them in a step."""
+    for epochs, steps in ((2, 5), (3, 8)):
+        found = _prompts(toml, "train.steps=none", f"train.epochs={epochs}")
+        assert (found.total_steps, found.steps_per_epoch) == (steps, 2.5)
+        order = [index for number in range(steps) for index in found.of_round(number)]
+        passes = [order[10 * epoch : 10 * epoch + 10] for epoch in range(epochs)]
+        assert all(sorted(one) == list(range(10)) for one in passes)
+        assert len({tuple(one) for one in passes}) == epochs
+    several = _prompts(toml, "rollout.updates=2")
+    assert [*several.of_round(0), *several.of_round(1)][:10] == passes[0], "as many are asked, twice as many at a time"
+    in_turn = _prompts(toml, "data.shuffle=false")
+    assert [in_turn.of_round(number) for number in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped_and_counted(toml: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    asked = ["Say it.", "Say it, " * 30 + "now.", "Say that."]
+    rows.write_text("".join(json.dumps({"prompt": one, "level": "1"}) + "\n" for one in asked))
+    found = _prompts(toml, f"data.path='{rows}'", "data.overlong=drop")
+    assert (_asked(found.prompts), found.dropped) == ([asked[0], asked[2]], 1)
+    assert "; 1 prompt dropped: too long" in found.describe()[0]
 
 
 def test_an_export_of_a_model_that_learns_from_rewards_stops_where_its_turns_end(toml: Path) -> None:
