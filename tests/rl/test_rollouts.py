@@ -155,33 +155,46 @@ def test_engine_and_trainer_take_turns(toml: Path, pool: WorkerPool, tmp_path: P
 
 
 def _awake_while_generating(toml: str, overrides: Sequence[str]) -> list[list[int]]:
-    """Bytes of the trained model and of its frozen reference, each time that responses are generated."""
+    """Bytes of model, frozen reference and optimizer state each time that an engine generates."""
     recipe, config = load(toml, overrides)
-    build, generate = recipe.build_policy_loss, TransformersEngine.generate
-    models: list[Any] = []
+    build_loss, build_optimizer, generate = (
+        recipe.build_policy_loss,
+        recipe.build_optimizer,
+        TransformersEngine.generate,
+    )
+    built: dict[str, Any] = {}
     found: list[list[int]] = []
 
-    def build_policy_loss(config: Any, model: Any, **named: Any) -> PolicyLoss:
-        objective = build(config, model, **named)
-        models.extend([model, *objective.frozen_models])
+    def note_loss(config: Any, model: Any, **named: Any) -> PolicyLoss:
+        built["models"] = [model, *(objective := build_loss(config, model, **named)).frozen_models]
         return objective
 
+    def note_optimizer(*given: Any, **named: Any) -> Any:
+        built["optimizer"] = build_optimizer(*given, **named)
+        return built["optimizer"]
+
     def look(engine: TransformersEngine, *given: Any, **named: Any) -> Any:
-        found.append([sum(local_part(p).untyped_storage().nbytes() for p in one.parameters()) for one in models])
+        states = (value for state in built["optimizer"].state.values() for value in state.values() if value.ndim)
+        tensors = [*(one.parameters() for one in built["models"]), states]
+        found.append([sum(local_part(one).untyped_storage().nbytes() for one in some) for some in tensors])
         return generate(engine, *given, **named)
 
     with mock.patch.object(TransformersEngine, "generate", look):
-        recipe.build_policy_loss = build_policy_loss
+        recipe.build_policy_loss, recipe.build_optimizer = note_loss, note_optimizer
         recipe.main(config)
     return found
 
 
-def test_the_reference_sleeps_too(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
-    options = ["train.steps=1", *DP2]
-    for sleeps in ("true", "false"):
-        overrides = [f"run.dir='{tmp_path / sleeps}'", f"rollout.sleep={sleeps}", *options]
-        for [[model, reference]] in pool.run(2, _awake_while_generating, str(toml), overrides):
-            assert (model == reference == 0) if sleeps == "true" else (model > 0 and reference > 0)
+def test_model_reference_and_optimizer_sleep_while_responses_are_generated(
+    toml: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    for sleeps in (True, False):
+        overrides = [f"run.dir='{tmp_path / str(sleeps)}'", f"rollout.sleep={str(sleeps).lower()}", *DP2]
+        for found in pool.run(2, _awake_while_generating, str(toml), [*overrides, "train.steps=2"]):
+            # The optimizer has no state before the first step.
+            assert [[bool(size) for size in one] for one in found] == (
+                [[False] * 3] * 2 if sleeps else [[True, True, False], [True] * 3]
+            )
 
 
 @pytest.mark.parametrize("step", [2, 3])

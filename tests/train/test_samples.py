@@ -11,9 +11,10 @@ import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import EvalConfig
+from fsdp2kit.errors import UserError
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
-from fsdp2kit.train.evaluation import Evaluation, generate, prompt_ids
+from fsdp2kit.train.evaluation import Evaluation, build_evaluation, generate, prompt_ids
 from tests.data.templates import CHATML, LLAMA3, make_tokenizer
 from tests.parallel.jobs import Case
 from tests.reference import tiny_model_dir
@@ -86,3 +87,9 @@ def test_a_prompt_begins_once(template: str | None) -> None:
         messages = [{"role": "user", "content": "Is water wet?"}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompt_ids(tokenizer, "Is water wet?") == expected
+
+
+def test_prompts_without_a_tokenizer_are_refused() -> None:
+    none: Any = None
+    with pytest.raises(UserError, match=r"^eval\.prompts: need a tokenizer; set model\.tokenizer or model\.path"):
+        build_evaluation(EvalConfig(prompts=["Hi"]), none, {}, plan=none, mesh=none)
