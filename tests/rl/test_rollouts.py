@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -486,15 +486,24 @@ def _prompts(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:
     return build_prompts(config, tokenizer=tokenizer or build_tokenizer(config.model))
 
 
+class _EnoughError(Exception):
+    """What is to be seen was seen."""
+
+
 def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
     rollouts = _rollouts(toml)
     rollouts._prompts = _prompts(toml, "train.steps=9")
     requests = [request for number in range(9) for request in rollouts._requests(number)]
     asked: list[Any] = []
-    rollouts._generate_awake_or_asleep = lambda held_out, _: asked.extend(held_out)
+
+    def note(held_out: Sequence[Any], _: int) -> None:
+        asked.extend(held_out)
+        raise _EnoughError
+
+    rollouts._generate_awake_or_asleep = note  # pyright: ignore[reportAttributeAccessIssue]
     rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
-    with suppress(TypeError):
+    with pytest.raises(_EnoughError):
         rollouts.evaluate()
     assert (len(requests), len(asked)) == (9 * 16, 10)
     # As torch and numpy have it, a seed with zeros behind it is the same one.
