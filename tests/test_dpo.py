@@ -121,6 +121,9 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
     # Another run that begins with these weights has them in its reference.
     again = run(tmp_path / "again", 2, f"model.weights='{checkpoint}'", "train.steps=1")
     assert again[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    random = run(tmp_path / "random", 2, "model.weights=random", "run.seed=3", "train.steps=1")
+    assert random[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert random[0]["kl"] == 0
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])

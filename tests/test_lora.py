@@ -236,7 +236,9 @@ def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weight
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in merged.items())
 
 
-def test_training_goes_on_from_an_adapter(straight: Path, run: Run, tmp_path: Path) -> None:
+def test_training_goes_on_from_an_adapter(
+    straight: Path, run: Run, toml: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
     """Its first loss is that of the merged model, trained in full."""
     dcp_to_hf(straight / "checkpoints" / "step-000006", tmp_path / "merged", merge=True, dtype="float32")
     more = ("train.steps=1", "checkpoint.export_hf=never")
@@ -244,6 +246,13 @@ def test_training_goes_on_from_an_adapter(straight: Path, run: Run, tmp_path: Pa
     full = run(tmp_path / "full", 1, f"model.path={tmp_path / 'merged'}", *more)
     assert worst_relative(losses(adapter), losses(full)) < 1e-5
     assert losses(adapter)[0] < losses(straight)[0] - 0.1
+    # One that peft wrote says no more than its model's name.
+    other = shutil.copytree(straight / "hf", tmp_path / "other")
+    (other / ".fsdp2kit-export.json").unlink()
+    settings = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "org/another"}))
+    [said] = pool.run(1, run_recipe, str(toml), [f"run.dir='{tmp_path / 'warned'}'", f"model.adapter={other}", *more])
+    assert f"\nwarning: model.adapter: {other} names org/another as its model" in said
 
 
 def test_an_adapter_answers(straight: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

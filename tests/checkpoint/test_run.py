@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,18 @@ def test_what_a_killed_run_did_not_export_is_exported_on_resume(tmp_path: Path) 
     assert exported_step(tmp_path / "hf") is None
     resumed.export_resumed(jobs.progress_at(3), is_over=True)
     assert exported_step(tmp_path / "hf") == 3
+
+
+def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
+    """A directory may hold a checkpoint of the best step's number that an earlier run left there."""
+    for loss, expected in ((1.5, 2), (1.25, 3)):
+        folder = tmp_path / str(loss)
+        earlier = checkpoints_of(folder)
+        earlier.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
+        checkpoints = checkpoints_of(folder, export="best", keep=9)
+        checkpoints.manager._reached = 2
+        checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
+        assert exported_step(folder / "hf") == expected
 
 
 def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +196,7 @@ def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
-    """Of the model, of a teacher, and of the checkpoint that a run starts from."""
+    """Of the model, of a teacher, of an adapter that is trained further, of the checkpoint that a run starts from."""
 
     class Config(TrainingConfig):
         distill: DistillConfig = DistillConfig(teacher="teacher")
@@ -195,9 +208,11 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
     start = shutil.copytree(saved[0], tmp_path / "start")
     model = {"path": str(one)}
 
-    def identity(source: Path | None, teacher: Path, **sections: Any) -> dict[str, str]:
+    def identity(source: Path | None, teacher: Path, directory: Path = one, **sections: Any) -> dict[str, str]:
         config = Config.model_validate({"recipe": "x", "model": model, **sections})
-        return run_identity(config, ModelSource(None, source, jobs.tiny_llama().config), data="d", teacher=teacher)
+        adapter: Any = SimpleNamespace(directory=directory, identity=lambda: {"lora.rank": "4"})
+        built = ModelSource(None, source, jobs.tiny_llama().config)
+        return run_identity(config, built, data="d", teacher=teacher, adapter=adapter)
 
     plain, from_checkpoint = identity(one, one), identity(one, one, model={**model, "weights": str(start)})
     shutil.rmtree(start)
@@ -208,6 +223,7 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
             (from_checkpoint, identity(one, one, model={**model, "weights": str(start)})),
         ],
         "distill.teacher": [(plain, identity(one, other))],
+        "model.adapter": [(plain, identity(one, one, other))],
     }
     for key, pairs in differing.items():
         for before, now in pairs:

@@ -118,6 +118,38 @@ def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tm
 
 
 @needs_integers
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_in_4_bits_is_read_in_the_dtype_that_the_model_computes_in(dtype: str, tmp_path: Path) -> None:
+    """DoRA reads it to learn the lengths of its rows, and a merge to add to it."""
+    section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
+    values = {"lora": {"rank": 4, "quantize": "nf4"}, "fsdp": {"param_dtype": dtype}}
+    config = TrainingConfig.model_validate({"recipe": "sft", "model": section, **values})
+    model = build_model(section, lora=config.lora)
+    plan = plan_parallel(model, config, MeshSizes(1, 1, 1)).nf4
+    assert plan is not None
+    before = {name: model.get_submodule(name).weight.shape for name in plan.names}
+    nf4.apply_nf4(plan, model)
+    for name, shape in before.items():
+        weight: Any = model.get_submodule(name).weight
+        assert (weight.dtype, weight.shape) == (getattr(torch, dtype), shape)
+
+
+def test_dropout_is_the_sections_also_of_an_adapter_that_is_trained_further(tmp_path: Path) -> None:
+    path = tiny_model_dir("llama3", tmp_path)
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(tiny_model("llama3"), config).save_pretrained(tmp_path / "adapter")
+    for rank, adapter in ((4, None), (None, str(tmp_path / "adapter"))):
+        for dropout in (0.0, 0.25):
+            section = LoraSection(rank=rank, dropout=dropout)
+            model = build_model(ModelConfig(path=str(path), adapter=adapter), lora=section)
+            found = [m for name, m in model.named_modules() if name.endswith("q_proj.lora_dropout.default")]
+            assert len(found) == 2
+            assert {getattr(module, "p", 0.0) for module in found} == {dropout}
+
+
+@needs_integers
 @pytest.mark.parametrize(
     ("model", "says"),
     [

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -16,20 +17,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
-from fsdp2kit.data.formats import encode_prompts, row_format
+from fsdp2kit.data.formats import Prompt, encode_prompts, row_format
 from fsdp2kit.data.rows import Row
+from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.rl.engine import Response, TransformersEngine
 from fsdp2kit.rl.packing import Rollout, deal_rows
+from fsdp2kit.rl.prompts import Prompts, build_prompts
 from fsdp2kit.rl.rollouts import Rollouts, Round
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
-from tests.data.templates import make_tokenizer
+from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import DEMO, demo_model_dir
 from tests.workers import WorkerPool
 
@@ -96,7 +101,7 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     # With AdamW's own eps a gradient that is nearly 0 moves a weight by its rounding, and a token may change by that.
-    options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2")
+    options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2", "rollout.temperature=0.7")
     plain = run(pool, toml, tmp_path / "one", 1, "rollout.batch_size=64", *options)
     samples = (tmp_path / "one" / "samples.jsonl").read_text()
     for name, mesh in (("dp", DP2), ("cp", CP2), ("tp", (*DP2, "rollout.tp=2"))):
@@ -107,6 +112,8 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
         assert (tmp_path / name / "samples.jsonl").read_text() == samples
         assert all(one["log_prob_gap_max"] < 2e-5 for one in found)
     assert len({one["reward"] for one in plain}) == 3
+    for one in plain:
+        assert one["reward"] == pytest.approx(one["reward/spread"] + 2.0 * one["reward/same"])
     assert plain[1]["kl"] > 0
     assert plain[1]["rollout/weight_version"] == 1
     best, worst = map(json.loads, samples.splitlines())
@@ -135,7 +142,7 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
         return note
 
-    names = ("sleep", "wake", "finish_update", "generate")
+    names = ("sleep", "wake", "finish_update", "flush_cache", "generate")
     with mock.patch.multiple(TransformersEngine, **{name: noted(name) for name in names}):
         assert _run_recipe(toml, overrides) == ""
     return calls
@@ -143,8 +150,51 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
 def test_engine_and_trainer_take_turns(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = [f"run.dir='{tmp_path / 'run'}'", *CP2, "train.steps=2", "rollout.sleep=true"]
-    cycle = ["wake weights", "finish_update", "wake cache", "generate", "sleep"]
+    cycle = ["wake weights", "finish_update", "flush_cache", "wake cache", "generate", "sleep"]
     assert pool.run(2, _turns, str(toml), options) == [["sleep", *cycle, *cycle]] * 2
+
+
+def _awake_while_generating(toml: str, overrides: Sequence[str]) -> list[list[int]]:
+    """Bytes of model, frozen reference and optimizer state each time that an engine generates."""
+    recipe, config = load(toml, overrides)
+    build_loss, build_optimizer, generate = (
+        recipe.build_policy_loss,
+        recipe.build_optimizer,
+        TransformersEngine.generate,
+    )
+    built: dict[str, Any] = {}
+    found: list[list[int]] = []
+
+    def note_loss(config: Any, model: Any, **named: Any) -> PolicyLoss:
+        built["models"] = [model, *(objective := build_loss(config, model, **named)).frozen_models]
+        return objective
+
+    def note_optimizer(*given: Any, **named: Any) -> Any:
+        built["optimizer"] = build_optimizer(*given, **named)
+        return built["optimizer"]
+
+    def look(engine: TransformersEngine, *given: Any, **named: Any) -> Any:
+        states = (value for state in built["optimizer"].state.values() for value in state.values() if value.ndim)
+        tensors = [*(one.parameters() for one in built["models"]), states]
+        found.append([sum(local_part(one).untyped_storage().nbytes() for one in some) for some in tensors])
+        return generate(engine, *given, **named)
+
+    with mock.patch.object(TransformersEngine, "generate", look):
+        recipe.build_policy_loss, recipe.build_optimizer = note_loss, note_optimizer
+        recipe.main(config)
+    return found
+
+
+def test_model_reference_and_optimizer_sleep_while_responses_are_generated(
+    toml: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    for sleeps in (True, False):
+        overrides = [f"run.dir='{tmp_path / str(sleeps)}'", f"rollout.sleep={str(sleeps).lower()}", *DP2]
+        for found in pool.run(2, _awake_while_generating, str(toml), [*overrides, "train.steps=2"]):
+            # The optimizer has no state before the first step.
+            assert [[bool(size) for size in one] for one in found] == (
+                [[False] * 3] * 2 if sleeps else [[True, True, False], [True] * 3]
+            )
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -429,6 +479,91 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool:
     said = pool.run(4, _run_recipe, str(toml), options)
     assert set(said) == {"rollout.tp: 4 does not divide the model's num_key_value_heads 2; use a divisor of it"}
     assert not (tmp_path / "x").exists()
+
+
+def _prompts(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:
+    _, config = load(str(toml), list(overrides))
+    return build_prompts(config, tokenizer=tokenizer or build_tokenizer(config.model))
+
+
+class _EnoughError(Exception):
+    """What is to be seen was seen."""
+
+
+def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
+    """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
+    rollouts = _rollouts(toml)
+    rollouts._prompts = _prompts(toml, "train.steps=9")
+    requests = [request for number in range(9) for request in rollouts._requests(number)]
+    asked: list[Any] = []
+
+    def note(held_out: Sequence[Any], _: int) -> None:
+        asked.extend(held_out)
+        raise _EnoughError
+
+    rollouts._generate_awake_or_asleep = note  # pyright: ignore[reportAttributeAccessIssue]
+    rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
+    with pytest.raises(_EnoughError):
+        rollouts.evaluate()
+    assert (len(requests), len(asked)) == (9 * 16, 10)
+    # As torch and numpy have it, a seed with zeros behind it is the same one.
+    assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
+
+
+def test_an_evaluation_asks_as_many_as_it_is_told(toml: Path, tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(11)))
+    for evaluation, count in (("every=1", 11), ("every=1, steps=2", 8), ("every=0, steps=2", 0)):
+        overrides = ["train.global_batch_size=4", f"eval={{path='{path}', {evaluation}}}"]
+        held_out = _prompts(toml, *overrides).held_out
+        assert _asked(held_out) == [f"Tell {at}." for at in range(count)]
+
+
+def _asked(prompts: Sequence[Prompt]) -> list[str]:
+    return [str(prompt.messages[0]["content"]) for prompt in prompts]  # pyright: ignore[reportArgumentType]
+
+
+def test_prompts_that_are_held_out_are_not_trained_on(toml: Path, tmp_path: Path) -> None:
+    """Wherever their copies are, and also in a run that does not evaluate."""
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Say {at % 12}.", "level": str(at)}) + "\n" for at in range(36)))
+    for every in (1, 0):
+        found = _prompts(toml, f"data.path='{rows}'", f"eval={{every={every}, split=0.3}}")
+        trained, held_out = _asked(found.prompts), _asked(found.held_out)
+        assert 0 < len(set(trained)) < 12
+        assert [trained.count(one) for one in set(trained)] == [3] * len(set(trained))
+        rest = {f"Say {at}." for at in range(12)} - set(trained)
+        assert sorted(held_out) == (sorted(3 * [*rest]) if every else [])
+
+
+def test_an_epoch_asks_every_prompt_once_in_an_order_of_its_own(toml: Path) -> None:
+    """Ten prompts, four of them in a step."""
+    for epochs, steps in ((2, 5), (3, 8)):
+        found = _prompts(toml, "train.steps=none", f"train.epochs={epochs}")
+        assert (found.total_steps, found.steps_per_epoch) == (steps, 2.5)
+        order = [index for number in range(steps) for index in found.of_round(number)]
+        passes = [order[10 * epoch : 10 * epoch + 10] for epoch in range(epochs)]
+        assert all(sorted(one) == list(range(10)) for one in passes)
+        assert len({tuple(one) for one in passes}) == epochs
+    several = _prompts(toml, "rollout.updates=2")
+    assert [*several.of_round(0), *several.of_round(1)][:10] == passes[0], "as many are asked, twice as many at a time"
+    in_turn = _prompts(toml, "data.shuffle=false")
+    assert [in_turn.of_round(number) for number in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped_and_counted(toml: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    asked = ["Say it.", "Say it, " * 30 + "now.", "Say that."]
+    rows.write_text("".join(json.dumps({"prompt": one, "level": "1"}) + "\n" for one in asked))
+    found = _prompts(toml, f"data.path='{rows}'", "data.overlong=drop")
+    assert (_asked(found.prompts), found.dropped) == ([asked[0], asked[2]], 1)
+    assert "; 1 prompt dropped: too long" in found.describe()[0]
+
+
+def test_an_export_of_a_model_that_learns_from_rewards_stops_where_its_turns_end(toml: Path) -> None:
+    """That token need not be the tokenizer's end of text."""
+    tokenizer = make_tokenizer(CHATML, eos="<|end|>")
+    assert _prompts(toml, tokenizer=tokenizer).endings == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 def test_prompts_of_every_kind() -> None:

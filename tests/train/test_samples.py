@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fsdp2kit import distributed
+from fsdp2kit.config.schema import EvalConfig
+from fsdp2kit.errors import UserError
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
-from fsdp2kit.train.evaluation import generate
+from fsdp2kit.train.evaluation import Evaluation, build_evaluation, generate, prompt_ids
+from tests.data.templates import CHATML, LLAMA3, make_tokenizer
 from tests.parallel.jobs import Case
 from tests.reference import tiny_model_dir
 from tests.workers import WorkerPool
@@ -48,3 +53,43 @@ def test_answers_are_those_of_plain_generation(case: Case, folder: Path, pool: W
     tokens = plain.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
     assert len(set(tokens)) > 5, "an answer of a few tokens over and over would prove little"
     assert pool.run(case.world, answer, folder, case) == [tokens] * case.world
+
+
+def answers(folder: Path, case: Case, stop: int) -> list[str]:
+    """Answers to a prompt, of a tokenizer that writes ids, with one token that may end a turn."""
+    sharded = Sharded(case.config(folder, steps=1, rows=4), world=distributed.start())
+    tokenizer = SimpleNamespace(
+        added_tokens_decoder={stop: SimpleNamespace(special=True), PROMPT[0]: SimpleNamespace(special=False)},
+        eos_token_id=None,
+        decode=lambda ids, skip_special_tokens: " ".join(str(one) for one in ids),
+    )
+    section = EvalConfig(max_new_tokens=12)
+    asked = [("prompt", PROMPT)]
+    evaluation = Evaluation(section, sharded.model, {}, asked, sharded.plan, sharded.mesh, tokenizer)
+    return [answer["answer"] for answer in evaluation.answers()]
+
+
+def test_an_answer_ends_with_the_first_token_that_ends_a_turn(folder: Path, pool: WorkerPool) -> None:
+    plain = load_plain(folder / "llama3").eval()
+    for at in (3, 5):
+        ids = plain.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+        found = pool.run(2, answers, folder, Case("llama3", 1, 2), ids[at])
+        assert found == [[" ".join(str(one) for one in ids[: ids.index(ids[at]) + 1])]] * 2
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, None])
+def test_a_prompt_begins_once(template: str | None) -> None:
+    """As transformers has it: with the template's own beginning, or for a text the tokenizer's."""
+    tokenizer: Any = make_tokenizer(template)
+    if template is None:
+        expected = [tokenizer.bos_token_id, *tokenizer("Is water wet?", add_special_tokens=False)["input_ids"]]
+    else:
+        messages = [{"role": "user", "content": "Is water wet?"}]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompt_ids(tokenizer, "Is water wet?") == expected
+
+
+def test_prompts_without_a_tokenizer_are_refused() -> None:
+    none: Any = None
+    with pytest.raises(UserError, match=r"^eval\.prompts: need a tokenizer; set model\.tokenizer or model\.path"):
+        build_evaluation(EvalConfig(prompts=["Hi"]), none, {}, plan=none, mesh=none)

@@ -1,4 +1,4 @@
-"""What the loop and a job wire together: figures by arithmetic, seeds, the ledger, saves, the profiler, wandb's id."""
+"""What the loop and a job wire together: figures by arithmetic, the clock, seeds, the ledger, saves, the profiler."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.progress import Progress
-from fsdp2kit.train import loop
+from fsdp2kit.train import loop, throughput
 from fsdp2kit.train.loop import NoCheckpoints
 from fsdp2kit.train.metrics import build_metrics
+from fsdp2kit.train.step import cross_entropy
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_loop
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool
@@ -92,6 +93,81 @@ def flops_of_a_job(run_dir: Path, model: Path) -> tuple[float, float]:
 def test_the_metrics_of_a_job_divide_by_its_ranks(pool: WorkerPool, models: Path, tmp_path: Path) -> None:
     for found, expected in pool.run(2, flops_of_a_job, tmp_path / "run", models / "smollm2"):
         assert found == pytest.approx(expected)
+
+
+# The clock
+
+
+class Clock:
+    """Stands in for the module `time`, and goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def run_by_the_clock(
+    folder: Path,
+    steps: int,
+    sections: dict[str, dict[str, Any]],
+    seconds: tuple[float, float, float],
+    losses: Sequence[float] = (),
+) -> tuple[list[int], list[float]]:
+    """Which steps were saved, and ``step_seconds`` of every step, where a step, an evaluation and a save take so long.
+
+    Args:
+        losses: what the evaluations find, in turn.
+    """
+    clock, left = Clock(), list(losses)
+    of_step, of_evaluation, of_save = seconds
+    sharded = build(config_of(folder, Case("smollm2", micro=4), steps=steps, **sections))
+
+    def objective(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        clock.wait(of_step)
+        return cross_entropy(model, inputs)
+
+    def evaluate() -> dict[str, float]:
+        clock.wait(of_evaluation)
+        return {"eval_loss": left.pop(0)}
+
+    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
+    saves = Saves(lambda step: clock.wait(of_save))
+    options: dict[str, Any] = {"checkpoints": saves, "objective": objective, "evaluate": evaluate if losses else None}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (loop, throughput):
+            patch.setattr(module, "time", clock)
+        metrics = Recorder(sharded)
+        run_loop(sharded, DealtOut(make_batches(steps), 4), metrics=metrics, **options)
+    return saves.steps, [record["step_seconds"] for record in metrics.records]
+
+
+def test_neither_evaluations_nor_saves_count_as_training(pool: WorkerPool, models: Path) -> None:
+    sections = {"eval": {"every": 1}, "checkpoint": {"every": 2}}
+    [(saved, seconds)] = pool.run(1, run_by_the_clock, models, 5, sections, (1.0, 100.0, 1000.0), [2.0] * 5)
+    assert saved == [2, 4, 5]
+    assert seconds == [1.0] * 5
+
+
+def test_the_time_to_the_next_checkpoint_begins_with_the_last(pool: WorkerPool, models: Path) -> None:
+    sections = {"checkpoint": {"every": "30m"}}
+    [(saved, _)] = pool.run(1, run_by_the_clock, models, 8, sections, (600.0, 0.0, 0.0))
+    assert saved == [3, 6, 8]
+
+
+@pytest.mark.parametrize(("keep_best", "saved"), [(True, [1, 2, 4, 6]), (False, [6]), (None, [6])])
+def test_the_best_so_far_is_saved_where_it_is_kept(
+    keep_best: bool | None, saved: list[int], pool: WorkerPool, models: Path
+) -> None:
+    sections = {"checkpoint": {"every": 0}, "eval": {"every": 1, "keep_best": keep_best}}
+    losses = [3.0, 2.0, 2.5, 1.0, 4.0, 1.0]
+    assert pool.run(1, run_by_the_clock, models, 6, sections, (0.5, 0.5, 0.5), losses)[0][0] == saved
 
 
 # Random streams
