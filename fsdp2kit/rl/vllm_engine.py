@@ -6,9 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.rl.bucket import Bucket, SharedMemorySender
-from fsdp2kit.rl.engine import EngineMemory, Request, Response
-from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
+from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
 
 
 class VLLMEngine(ServerEngine):
@@ -23,20 +22,20 @@ class VLLMEngine(ServerEngine):
     def _served_version(self) -> str:
         return self._ask("GET", "/weight_info")["weight_version"]
 
-    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
+    def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
         body = {
             "model": self._name,
-            "prompt": list(request.ids),
-            "max_tokens": sampling.pop("max"),
-            "seed": seed_of(request),
+            "prompt": ids,
+            "max_tokens": max_new_tokens,
+            "seed": seed,
             "ignore_eos": True,  # the given tokens are all that end a response
             "return_token_ids": True,
             "logprobs": 0,
             **sampling,
         }
         [choice] = self._post("v1/completions", **body)["choices"]
-        ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        return Response(ids, log_probs, is_whole=bool(ids) and ids[-1] in self._stops)
+        found, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
     def _open_update(self) -> None:
         self._post("pause")  # what another trainer's requests had begun is over

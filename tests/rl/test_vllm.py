@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
-from fsdp2kit.rl.bucket import Bucket
-from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
 from tests.rl import servers
@@ -155,7 +154,7 @@ def test_a_server_that_hangs(server: StandIn) -> None:
 
 
 def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_engine, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_RETRIES", 1)
     engine = engine_of(server.url)
     server.shutdown()
     server.server_close()
