@@ -83,7 +83,9 @@ class PolicyLoss:
             losses = losses * (current - engine).exp().clamp(max=self._section.importance_cap)
         metrics = {"entropy": entropies.sum(), "clip_fraction": clipped.sum()}
         if anchor is not None:
-            kl = k3(log_probs, anchor)
+            # An estimate of the KL that is unbiased and never negative ("k3"): q − log q − 1, q = anchor ÷ policy.
+            difference = anchor - log_probs
+            kl = difference.exp() - difference - 1
             losses = losses + self._section.kl * kl
             metrics["kl"] = kl.detach().sum()
         gaps = (current - engine).abs()
@@ -123,9 +125,3 @@ def clipped_losses(
     low, high = 1 - section.clip_low, 1 + section.clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-
-
-def k3(log_probs: Tensor, anchor: Tensor) -> Tensor:
-    """Each token's estimate of the KL to the anchor, unbiased, never negative: r − log r − 1, r = anchor ÷ policy."""
-    difference = anchor - log_probs
-    return difference.exp() - difference - 1

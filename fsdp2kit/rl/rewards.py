@@ -1,13 +1,4 @@
-"""The user's reward functions, each in a process of its own, so that one that hangs can be ended.
-
-A function is called as TRL calls its own: by keywords, with a list of each thing, and returns a number for each
-response (None: it does not apply, and counts 0)::
-
-    def reward(prompts, completions, completion_ids, truncated, **columns): ...
-
-A prompt is a list of messages and a completion the assistant's message in a list, so that ``prompt + completion`` is
-the whole conversation; both are texts where the tokenizer has no chat template. ``columns`` holds the rows' own.
-"""
+"""The user's reward functions (docs/grpo.md), each in a process of its own, so that one that hangs can be ended."""
 
 from __future__ import annotations
 

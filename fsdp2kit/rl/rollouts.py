@@ -103,7 +103,7 @@ class _Asked:
     responses: Future[list[Response]] = field(default_factory=Future)
     """Those that this rank asked for."""
     seconds: float | None = None
-    """That generating took, where it was done while the trainer did something else."""
+    """That generating took, once it is done; None as well where they come from a checkpoint."""
 
 
 class Rollouts:
@@ -180,12 +180,19 @@ class Rollouts:
         size = config.train.global_batch_size
         rollouts = now.rollouts[part * size : (part + 1) * size]
         totals = self._totals(rollouts)
-        self._figures = {**self._figures_of(rollouts, totals), "rollout/weight_version": float(now.version)}
+        self._figures = {
+            **self._means(np.array([rollout.rewards for rollout in rollouts]), [one.response for one in rollouts]),
+            "reward/deviation": float(totals.std(axis=1, ddof=1).mean()),
+            "rollout/truncated": float(np.mean([not rollout.response.is_whole for rollout in rollouts])),
+            "rollout/without_signal": float(np.mean(~has_signal(totals))),
+            "rollout/weight_version": float(now.version),
+        }
         texts = [(self._prompts.prompts[rollout.prompt].ids, rollout.response.ids) for rollout in rollouts]
         values = token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens)
-        rows = {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
-        sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
-        return pack(texts, values, **rows, **sizes, pad_id=int(self._tokenizer.pad_token_id or 0))
+        sizes: Any = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
+        sizes |= {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
+        sizes |= {"pad_id": self._tokenizer.pad_token_id or 0}
+        return pack(texts, values, **sizes)
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """What steps from ``index`` on learn from and other weights could not make again. Collective.
@@ -217,7 +224,7 @@ class Rollouts:
         responses = [Response(**one) for one in ahead.get("responses", ())]
         if len(responses) == count and section.ahead:
             self._asked = _Asked(ahead["round"], ahead["version"])
-            self._asked.responses.set_result(self._mine(responses))
+            self._asked.responses.set_result(list(self._mine(responses)))
 
     def __call__(self) -> dict[str, float]:
         """Rewards of one response to each held-out prompt, with the weights of now. Collective.
@@ -241,13 +248,8 @@ class Rollouts:
         first = zip(prompts[:2], responses[:2], totals[:2].tolist(), strict=True)
         self._held_out_samples = [self._sample(*one) for one in first]
         self._seconds = {**seconds, "evaluate": time.perf_counter() - start}
-        by_function = zip(self._rewards.names, rewards.mean(axis=0).tolist(), strict=True)
-        return {
-            "eval_loss": -float(totals.mean()),
-            "eval_reward": float(totals.mean()),
-            **{f"eval_reward/{name}": mean for name, mean in by_function},
-            "eval_response_length": float(np.mean([len(response.ids) for response in responses])),
-        }
+        means = self._means(rewards, responses)
+        return {"eval_loss": -means["reward"], **{f"eval_{name}": mean for name, mean in means.items()}}
 
     def answers(self) -> list[dict[str, Any]]:
         """The responses to the first prompts of the last evaluation."""
@@ -319,11 +321,11 @@ class Rollouts:
 
     def _make_round(self, number: int, *, version: int) -> Round:
         """A round with its rewards, on every rank; the next one is begun. Collective."""
-        asked = self._asked
-        if asked is None or asked.number != number:
-            asked = _Asked(number, version)
-            asked.responses.set_result(self._generate_awake_or_asleep(self._requests(number), version))
-        responses = self._responses(asked)
+        asked, sampled_by = self._asked, version
+        if asked is not None and asked.number == number:
+            responses, sampled_by = self._responses(asked), asked.version
+        else:
+            responses = _from_all_ranks(self._generate_awake_or_asleep(self._requests(number), version))
         self._asked = None
         if self._config.rollout.ahead and (number + 1) * self._config.rollout.updates < self._prompts.total_steps:
             self._asked = self._begin(number + 1, version)
@@ -331,7 +333,7 @@ class Rollouts:
         rewards = self._rewarded([self._prompts.prompts[index] for index in indices], responses, n=n)
         scored = enumerate(zip(responses, rewards.tolist(), strict=True))
         rollouts = [Rollout(indices[at // n], response, tuple(values)) for at, (response, values) in scored]
-        return Round(number, asked.version, rollouts)
+        return Round(number, sampled_by, rollouts)
 
     def _requests(self, number: int) -> list[Request]:
         """Of all responses of a round, group by group."""
@@ -366,8 +368,7 @@ class Rollouts:
 
     def _responses(self, asked: _Asked) -> list[Response]:
         """All responses of a round, on every rank, once they have come. Collective."""
-        is_foreground = asked.seconds is None and asked.responses.done()
-        with nullcontext() if is_foreground else self._phase("wait"), agreement():
+        with self._phase("wait"), agreement():
             mine = asked.responses.result()
         if asked.seconds is not None:
             self._seconds["generate"] = asked.seconds
@@ -417,16 +418,13 @@ class Rollouts:
         rewards = np.array([rollout.rewards for rollout in rollouts])
         return (rewards @ self._rewards.weights).reshape(-1, self._config.rollout.n)
 
-    def _figures_of(self, rollouts: Sequence[Rollout], totals: np.ndarray) -> dict[str, float]:
-        responses = [rollout.response for rollout in rollouts]
-        by_function = np.mean([rollout.rewards for rollout in rollouts], axis=0)
+    def _means(self, rewards: np.ndarray, responses: Sequence[Response]) -> dict[str, float]:
+        """Of responses and their rewards ``[responses, functions]``."""
+        by_function = zip(self._rewards.names, rewards.mean(axis=0).tolist(), strict=True)
         return {
-            "reward": float(totals.mean()),
+            "reward": float((rewards @ self._rewards.weights).mean()),
             "response_length": float(np.mean([len(response.ids) for response in responses])),
-            **{f"reward/{name}": float(mean) for name, mean in zip(self._rewards.names, by_function, strict=True)},
-            "reward/deviation": float(totals.std(axis=1, ddof=1).mean()),
-            "rollout/truncated": float(np.mean([not response.is_whole for response in responses])),
-            "rollout/without_signal": float(np.mean(~has_signal(totals))),
+            **{f"reward/{name}": mean for name, mean in by_function},
         }
 
     def _best_and_worst(self, now: Round) -> list[dict[str, Any]]:
@@ -443,7 +441,7 @@ class Rollouts:
         return {"prompt": text, "answer": answer, "reward": reward, "truncated": not response.is_whole}
 
 
-def _from_all_ranks(mine: Sequence[Any]) -> list[Any]:
+def _from_all_ranks(mine: Sequence[Any] | np.ndarray) -> list[Any]:
     """All items in order, of which rank r of R has those with the numbers r, r + R, … Collective."""
     parts = gather_objects(mine)
     return [parts[number % len(parts)][number // len(parts)] for number in range(sum(map(len, parts)))]
