@@ -104,9 +104,18 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     for prompt in prompts:
         digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
     steps = math.ceil((train.epochs or 0) * len(prompts) / per_step) if train.steps is None else train.steps
-    numbers = per_step * rollout.updates, rollout.updates, config.run.seed, section.shuffle, steps
-    endings, held_out = frozenset(turn_ends(tokenizer)), held_out[:most] if evaluates else []
-    return Prompts(prompts, digest.hexdigest(), *numbers, endings, dropped, held_out)
+    return Prompts(
+        prompts,
+        fingerprint=digest.hexdigest(),
+        per_round=per_step * rollout.updates,
+        updates=rollout.updates,
+        seed=config.run.seed,
+        shuffle=section.shuffle,
+        total_steps=steps,
+        endings=frozenset(turn_ends(tokenizer)),
+        dropped=dropped,
+        held_out=held_out[:most] if evaluates else [],
+    )
 
 
 def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt], list[Prompt]]:

@@ -189,10 +189,10 @@ class Rollouts:
         }
         texts = [(self._prompts.prompts[rollout.prompt].ids, rollout.response.ids) for rollout in rollouts]
         values = token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens)
-        sizes: Any = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
-        sizes |= {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
-        sizes |= {"pad_id": self._tokenizer.pad_token_id or 0}
-        return pack(texts, values, **sizes)
+        rows = {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
+        sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
+        pad_id: Any = self._tokenizer.pad_token_id or 0
+        return pack(texts, values, **rows, **sizes, pad_id=pad_id)
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """What steps from ``index`` on learn from and other weights could not make again. Collective.

@@ -19,7 +19,7 @@ import torch
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.engine import Bucket, Engine, EngineMemory, Request, Response
+from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
 
 _RETRIES = 6
 """Of a request that found no server: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before them."""
@@ -29,7 +29,7 @@ MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache
 
 
 class ServerEngine(Engine):
-    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights.
+    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights, and has it wake up.
 
     Args:
         dtype: the one that it was started with.
@@ -96,20 +96,12 @@ class ServerEngine(Engine):
         """Have it answer nobody, and forget what an update that broke off left open."""
         raise NotImplementedError
 
-    def _send(self, bucket: Bucket) -> None:
-        """Have it load a bucket."""
-        raise NotImplementedError
-
     def _close_update(self, label: str) -> None:
         """Everything came: have it answer again, with weights of this label and no cache of others."""
         raise NotImplementedError
 
     def _release(self) -> None:
         """Have it give its memory on the device back, with what is in it."""
-        raise NotImplementedError
-
-    def _take_again(self, what: EngineMemory) -> None:
-        """Have it take memory again, unless it has it."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -137,12 +129,8 @@ class ServerEngine(Engine):
         if self._is_main:
             if not self._sleeps:  # a run that ended or was killed may have left it asleep
                 for what in MEMORY_TAGS:
-                    self._take_again(what)
+                    self.wake(what)
             self._open_update()
-
-    def load_weights(self, bucket: Bucket) -> None:
-        if self._is_main:
-            self._send(bucket)
 
     def finish_update(self, version: int) -> None:
         if self._is_main:
@@ -154,10 +142,6 @@ class ServerEngine(Engine):
         self.version = None
         if self._is_main:
             self._release()
-
-    def wake(self, what: EngineMemory) -> None:
-        if self._is_main:
-            self._take_again(what)
 
     def _label(self, version: int | None) -> str:
         return f"{self._run}:{version}"

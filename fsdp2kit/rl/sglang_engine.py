@@ -64,7 +64,9 @@ class SGLangEngine(ServerEngine):
                 self._post("end_weight_update")
             self._post("begin_weight_update")
 
-    def _send(self, bucket: Bucket) -> None:
+    def load_weights(self, bucket: Bucket) -> None:
+        if not self._is_main:
+            return
         flat = bucket.data.to("cpu", copy=True)  # it becomes shared memory, which the bucket's must not
         # Each of the server's processes opens one: what was opened twice would be freed too early.
         payloads = [serialize(flat, bucket) for _ in range(self._tp)]
@@ -83,8 +85,8 @@ class SGLangEngine(ServerEngine):
             self._post("release_memory_occupation", tags=tags)
             self._rest(set(MEMORY_TAGS))
 
-    def _take_again(self, what: EngineMemory) -> None:
-        if what in self._resting:
+    def wake(self, what: EngineMemory) -> None:
+        if self._is_main and what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
             self._rest(self._resting - {what})
 

@@ -81,16 +81,17 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
         UserError: parameters are offloaded.
     """
     device, asleep = _device_of(model), _asleep_in(model)
-    before, new = memory_in_use(device), dict[Tag, _Asleep]()
+    before, new = memory_in_use(device), list[_Asleep]()
     if "weights" in what and "weights" not in asleep:
         reshard_all(model)
         copies = _to_host(_weights_of(model), device)
-        new["weights"] = _Asleep(copies, [*_guard_forward(model), *_guard_step(optimizer, "weights")])
+        asleep["weights"] = _Asleep(copies, [*_guard_forward(model), *_guard_step(optimizer, "weights")])
+        new.append(asleep["weights"])
     if "optimizer" in what and "optimizer" not in asleep and optimizer is not None:
-        new["optimizer"] = _Asleep(_to_host(_state_of(optimizer), device), _guard_step(optimizer, "optimizer"))
-    asleep |= new
+        asleep["optimizer"] = _Asleep(_to_host(_state_of(optimizer), device), _guard_step(optimizer, "optimizer"))
+        new.append(asleep["optimizer"])
     give_back_memory(device)
-    return _moved("asleep", new.values(), before, device)
+    return _moved("asleep", new, before, device)
 
 
 def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:

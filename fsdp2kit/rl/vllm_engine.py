@@ -46,8 +46,10 @@ class VLLMEngine(ServerEngine):
             self._post("finish_weight_update", weight_version=self._label(None))
             self._post("start_weight_update")
 
-    def _send(self, bucket: Bucket) -> None:
-        SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path})).load_weights(bucket)
+    def load_weights(self, bucket: Bucket) -> None:
+        if self._is_main:
+            send = SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path}))
+            send.load_weights(bucket)
 
     def _close_update(self, label: str) -> None:
         self._post("finish_weight_update", weight_version=label)
@@ -59,5 +61,6 @@ class VLLMEngine(ServerEngine):
             self._post("finish_weight_update", weight_version=self._label(None))
         self._post("sleep?level=2")
 
-    def _take_again(self, what: EngineMemory) -> None:
-        self._post(f"wake_up?tags={MEMORY_TAGS[what]}")
+    def wake(self, what: EngineMemory) -> None:
+        if self._is_main:
+            self._post(f"wake_up?tags={MEMORY_TAGS[what]}")

@@ -19,14 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, merged_weight
-from fsdp2kit.model.names import (
-    ADAPTER,
-    base_name,
-    build_skeleton,
-    conversion_groups,
-    tied_names,
-    to_file_names,
-)
+from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
