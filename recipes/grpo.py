@@ -16,10 +16,9 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.rl.engine import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts
 from fsdp2kit.rl.rewards import Rewards
-from fsdp2kit.rl.rollouts import HeldOutRewards, build_rollouts
+from fsdp2kit.rl.rollouts import Rollouts, build_engine, rest_until_asked
 from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import build_metrics
 
@@ -51,8 +50,8 @@ def main(config: Config) -> None:
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)
         # Prompts → responses of the engine → rewards → advantages → packs → this rank's share.
-        built = {"engine": engine, "rewards": rewards, "objective": objective, "job": job, "metrics": metrics}
-        rollouts = build_rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, progress=progress, **built)
+        built = {"engine": engine, "rewards": rewards, "objective": objective, "mesh": job.mesh, "metrics": metrics}
+        rollouts = Rollouts(config, model, optimizer, prompts, tokenizer=tokenizer, progress=progress, **built)
         say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
@@ -70,5 +69,5 @@ def main(config: Config) -> None:
             total_steps=steps,
             progress=progress,
             checkpoints=checkpoints,
-            evaluate=HeldOutRewards(rollouts) if prompts.held_out else None,
+            evaluate=rollouts if prompts.held_out else None,
         )

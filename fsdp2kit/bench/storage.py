@@ -43,7 +43,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.progress import Progress
-from fsdp2kit.rl.bucket import VersionedWeights
+from fsdp2kit.rl.engine import VersionedWeights
 from fsdp2kit.rl.weight_sync import sync_weights
 
 

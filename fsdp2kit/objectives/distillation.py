@@ -7,7 +7,7 @@ heads of both are gathered, so that backward only scales them and needs nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def build_teacher(
         own = None if tokenizer is None else build_tokenizer(theirs.model)
         frozen = plan_parallel(teacher.eval().requires_grad_(False), theirs, plan.sizes, plan.device_type)
     with agreement():
-        _check_vocabulary(model, tokenizer, teacher, own, any_id=config.data.format == "tokens")
+        _check_vocabulary((model, teacher), (tokenizer, own), any_id=config.data.format == "tokens")
         windows = [layer_windows(one.config) for one in (model, teacher)]
         if windows[0] != windows[1]:
             what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
@@ -89,17 +89,13 @@ def build_teacher(
 
 def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: ParallelPlan) -> TrainingConfig:
     """The config of a run that would train the teacher on the same batches, cut in the same way."""
-    assert section.teacher is not None, "check_config refuses a distillation without one"
     # Its own classes and modules have other names.
     named = {"class_dtypes": {}, "unit_classes": [], "ignored_modules": []}
+    attention, trusts = plan.attention, config.model.trust_remote_code
     sections = {
-        "model": ModelConfig(
-            path=section.teacher,
-            attention=plan.attention.kernel,
-            trust_remote_code=config.model.trust_remote_code,
-        ),
+        "model": ModelConfig(path=section.teacher, attention=attention.kernel, trust_remote_code=trusts),
         "fsdp": config.fsdp.model_copy(update=named),
-        "context_parallel": config.context_parallel.model_copy(update={"method": plan.attention.method or "auto"}),
+        "context_parallel": config.context_parallel.model_copy(update={"method": attention.method or "auto"}),
         "lora": LoraConfig(),
         "float8": Float8Config(),
         # A model that is not trained drops nothing, and routes as it does.
@@ -118,26 +114,20 @@ def _named_teacher() -> Iterator[None]:
         raise UserError(f"{_KEY}: {where}".removesuffix(": "), error.what, "choose another teacher") from error
 
 
-def _check_vocabulary(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    teacher: PreTrainedModel,
-    own: PreTrainedTokenizerBase | None,
-    *,
-    any_id: bool,
-) -> None:
+def _check_vocabulary(models: Sequence[PreTrainedModel], tokenizers: Sequence[Any], *, any_id: bool) -> None:
     """Refuse a teacher to which a token id means something else.
 
     Args:
+        models, tokenizers: of the model that learns, and of the teacher; a tokenizer may be None.
         any_id: whether the data may have ids that no tokenizer gives.
     """
     todo = "choose a teacher with the same tokenizer"
-    sizes: list[Any] = [one.get_input_embeddings().num_embeddings for one in (model, teacher)]
-    if tokenizer is None or own is None:
+    sizes: list[Any] = [one.get_input_embeddings().num_embeddings for one in models]
+    if None in tokenizers:
         if sizes[0] != sizes[1]:
             raise UserError(_KEY, f"its vocabulary has {sizes[1]} tokens, that of the model {sizes[0]}", todo)
         return
-    known, others = tokenizer.get_vocab(), own.get_vocab()
+    known, others = (one.get_vocab() for one in tokenizers)
     if differing := sorted((at, text) for text, at in known.items() if others.get(text) != at):
         at, text = differing[0]
         theirs = others.get(text, "none")
@@ -147,8 +137,7 @@ def _check_vocabulary(
         what = f"its embedding has {sizes[1]} rows, the model's {sizes[0]}, and the data are ids, which may go as far"
         raise UserError(_KEY, what, "choose a teacher with as many rows")
     if max(known.values()) >= sizes[1]:
-        what = f"its embedding has {sizes[1]} rows, fewer than its tokenizer has tokens"
-        raise UserError(_KEY, what, todo)
+        raise UserError(_KEY, f"its embedding has {sizes[1]} rows, fewer than its tokenizer has tokens", todo)
 
 
 def build_distillation(

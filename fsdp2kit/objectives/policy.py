@@ -6,7 +6,7 @@ sum over tokens, whatever the packing, the micro-batches and the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,29 +44,6 @@ def has_signal(rewards: np.ndarray) -> np.ndarray:
     return rewards.max(axis=1) > rewards.min(axis=1)
 
 
-def response_weights(
-    section: GRPOConfig, lengths: Sequence[int], *, counts: Sequence[bool], max_new_tokens: int
-) -> np.ndarray:
-    """The weight of each response's tokens in a loss that is summed over all tokens and divided by their number.
-
-    Args:
-        lengths: tokens of all responses of the step.
-        counts: whether each takes part; those that do not have weight 0 (and are still counted among the responses).
-
-    Returns:
-        float64 ``[responses]``.
-    """
-    size = np.asarray(lengths, dtype=np.float64)
-    kept, responses = np.asarray(counts, dtype=np.float64), len(size)
-    if section.loss == "grpo":
-        share = 1 / (responses * size)
-    elif section.loss == "dr_grpo":
-        share = np.full(responses, 1 / (responses * max_new_tokens))
-    else:
-        share = np.full(responses, 1 / max(1.0, (size * kept).sum()))
-    return share * kept * size.sum()
-
-
 def build_policy_loss(config: RLConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> PolicyLoss:
     """The policy loss of ``[grpo]``, with a reference where it has a KL term. Collective.
 
@@ -80,9 +57,9 @@ def build_policy_loss(config: RLConfig, model: Any, *, plan: ParallelPlan, mesh:
 class PolicyLoss:
     """The objective of a step on rollouts; see docs/recipes.md for what an objective is.
 
-    A micro-batch has of each target ``advantages``, ``weights`` (`response_weights`) and ``engine_log_probs``, float32
-    ``[N]``. Metrics are means over all tokens of responses: ``entropy``, ``clip_fraction``, ``log_prob_gap`` (mean
-    absolute difference of trainer's and engine's log-probability) and, with a reference, ``kl``.
+    A micro-batch has of each target ``advantages``, ``weights`` and ``engine_log_probs`` (`fsdp2kit.rl.packing`),
+    float32 ``[N]``. Metrics are means over all tokens of responses: ``entropy``, ``clip_fraction``, ``log_prob_gap``
+    (mean absolute difference of trainer's and engine's log-probability) and, with a reference, ``kl``.
 
     Args:
         reference: the frozen model that the KL term compares with; None: there is no such term.
@@ -106,7 +83,9 @@ class PolicyLoss:
             losses = losses * (current - engine).exp().clamp(max=self._section.importance_cap)
         metrics = {"entropy": entropies.sum(), "clip_fraction": clipped.sum()}
         if anchor is not None:
-            kl = k3(log_probs, anchor)
+            # An estimate of the KL that is unbiased and never negative ("k3"): q − log q − 1, q = anchor ÷ policy.
+            difference = anchor - log_probs
+            kl = difference.exp() - difference - 1
             losses = losses + self._section.kl * kl
             metrics["kl"] = kl.detach().sum()
         gaps = (current - engine).abs()
@@ -146,9 +125,3 @@ def clipped_losses(
     low, high = 1 - section.clip_low, 1 + section.clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     return losses, ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-
-
-def k3(log_probs: Tensor, anchor: Tensor) -> Tensor:
-    """Each token's estimate of the KL to the anchor, unbiased, never negative: r − log r − 1, r = anchor ÷ policy."""
-    difference = anchor - log_probs
-    return difference.exp() - difference - 1

@@ -58,8 +58,16 @@ class Preference:
         if self.section.is_normalised:
             scores, totals = scores / tokens, totals / tokens
         chosen, rejected = scores[0::2], scores[1::2]
-        losses = pair_losses(chosen, rejected, section=self.section)
-        metrics = _measure(chosen.detach(), rejected.detach(), totals, beta=self.section.strength)
+        losses, beta = pair_losses(chosen, rejected, section=self.section), self.section.strength
+        margins = beta * (chosen - rejected).detach()
+        metrics = {  # those with a "/" in their names are left out on the console
+            "accuracy": (margins > 0).to(margins.dtype),
+            "margin": margins,
+            "rewards/chosen": beta * chosen.detach(),
+            "rewards/rejected": beta * rejected.detach(),
+            "logps/chosen": totals[0::2],
+            "logps/rejected": totals[1::2],
+        }
         if expected is not None:
             metrics["kl"] = (squares[0::2] + squares[1::2]) / (tokens[0::2] + tokens[1::2])
         # All ranks that share a row have the same sums, which count once.
@@ -98,16 +106,3 @@ def _log_odds(log_prob: Tensor) -> Tensor:
     """log(p ÷ (1 − p)) of p = exp(log_prob); p a rounding error below 1 where it is 1."""
     log_prob = log_prob.clamp(max=-torch.finfo(torch.float32).eps)
     return log_prob - (-torch.expm1(log_prob)).log()
-
-
-def _measure(chosen: Tensor, rejected: Tensor, totals: Tensor, *, beta: float) -> dict[str, Tensor]:
-    """What is logged of each pair, ``[P]`` each; the names with a "/" are left out on the console."""
-    margins = beta * (chosen - rejected)
-    return {
-        "accuracy": (margins > 0).to(margins.dtype),
-        "margin": margins,
-        "rewards/chosen": beta * chosen,
-        "rewards/rejected": beta * rejected,
-        "logps/chosen": totals[0::2],
-        "logps/rejected": totals[1::2],
-    }

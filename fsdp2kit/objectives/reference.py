@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp2kit.checkpoint.run import fill_weights
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
+from fsdp2kit.distributed import local_part
 from fsdp2kit.model.adapters import adapter_of, without_adapter
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.mesh import Mesh
@@ -81,7 +82,7 @@ class Reference:
         """What it is, in words."""
         if self.is_trained:
             return "the model with its adapters switched off"
-        local = [getattr(parameter, "_local_tensor", parameter) for parameter in self.model.parameters()]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in local)
-        dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in local}))
+        parameters = list(self.model.parameters())
+        size = sum(local_part(parameter).nbytes for parameter in parameters)
+        dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
         return f"a frozen copy of the model as the run began, sharded, {size / 2**30:.2f} GiB of {dtypes} on this rank"

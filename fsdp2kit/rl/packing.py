@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2kit.config.rl_schema import GRPOConfig, RLConfig
-from fsdp2kit.data.formats import Prompt
+from fsdp2kit.config.rl_schema import GRPOConfig
 from fsdp2kit.data.loader import Batch, PackedRow, Share
-from fsdp2kit.objectives.policy import group_advantages, response_weights
-from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.objectives.policy import group_advantages
 from fsdp2kit.rl.engine import Response
 
 _BLOCK = 64  # rows are as long as needed, in steps of this many tokens: a compiled model sees few lengths
@@ -29,44 +27,27 @@ class Rollout:
     """By function, without weights."""
 
 
-def pack_rollouts(
-    config: RLConfig,
-    rollouts: Sequence[Rollout],
-    rewards: np.ndarray,
-    prompts: Sequence[Prompt],
-    *,
-    mesh: Mesh,
-    pad_id: int,
-) -> list[Batch]:
-    """This data-parallel rank's micro-batches of a step's rollouts.
-
-    Args:
-        rewards: the weighted sums, ``[groups, n]``.
-        prompts: of the whole run, which rollouts name by index.
-    """
-    values = token_values(config.grpo, rollouts, rewards, config.rollout.max_new_tokens)
-    documents = []
-    for rollout in rollouts:
-        prompt, response = prompts[rollout.prompt].ids, rollout.response.ids
-        documents.append((np.array([*prompt, *response]), np.arange(len(prompt) + len(response)) >= len(prompt)))
-    sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
-    micro = config.train.micro_batch_size
-    return pack(documents, values, seq_len=config.data.seq_len, micro_batch_size=micro, pad_id=pad_id, **sizes)
-
-
 def token_values(
     section: GRPOConfig, rollouts: Sequence[Rollout], rewards: np.ndarray, max_new_tokens: int
 ) -> dict[str, list[np.ndarray]]:
     """What the policy loss is given of each response's tokens, by name, float32 ``[tokens]`` for each rollout.
 
+    ``weights`` are those in a loss that is summed over all tokens and divided by their number. A response that takes
+    no part has weight 0, and is still counted among the responses.
+
     Args:
         rewards: ``[groups, n]``.
     """
     responses = [rollout.response for rollout in rollouts]
-    lengths = [len(response.ids) for response in responses]
-    counts = [response.is_whole or section.truncated == "keep" for response in responses]
-    weights = response_weights(section, lengths, counts=counts, max_new_tokens=max_new_tokens)
-    advantages = group_advantages(section, rewards).flatten()
+    lengths = np.array([len(response.ids) for response in responses])
+    kept = np.array([response.is_whole or section.truncated == "keep" for response in responses], dtype=np.float64)
+    if section.loss == "grpo":
+        share = 1 / (len(responses) * lengths)
+    elif section.loss == "dr_grpo":
+        share = 1 / (len(responses) * max_new_tokens)
+    else:
+        share = 1 / max(1.0, (lengths * kept).sum())
+    advantages, weights = group_advantages(section, rewards).flatten(), share * kept * lengths.sum()
     return {
         "advantages": [np.full(n, value, np.float32) for n, value in zip(lengths, advantages, strict=True)],
         "weights": [np.full(n, value, np.float32) for n, value in zip(lengths, weights, strict=True)],
@@ -75,7 +56,7 @@ def token_values(
 
 
 def pack(
-    documents: Sequence[tuple[np.ndarray, np.ndarray]],
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
     values: Mapping[str, Sequence[np.ndarray]],
     *,
     seq_len: int,
@@ -85,26 +66,25 @@ def pack(
     cp: int,
     pad_id: int,
 ) -> list[Batch]:
-    """A data-parallel rank's micro-batches of a step's documents, in rows of nearly equal numbers of tokens.
+    """A data-parallel rank's micro-batches of a step's rollouts, in rows of nearly equal numbers of tokens.
 
     All rows of the step are as long as the longest needs. Every rank has equally many.
 
     Args:
-        documents: token ids and which are supervised, of all rollouts of the step.
-        values: by name, for each document, one number for each of its last tokens.
+        texts: token ids of each rollout's prompt and of its response.
+        values: by name, for each rollout, one number for each token of its response.
     """
-    lengths = [len(ids) for ids, _ in documents]
+    lengths = [len(prompt) + len(response) for prompt, response in texts]
     rows = deal_rows(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
     block = _BLOCK * cp
     longest = max(sum(lengths[at] for at in row) for row in rows)
     share = Share(min(seq_len, -(-longest // block) * block), len(rows), micro_batch_size, dp_rank, dp, pad_id)
 
     def packed(row: Sequence[int]) -> PackedRow:
-        per_token = {
-            name: [np.pad(of_all[at], (lengths[at] - len(of_all[at]), 0)) for at in row]
-            for name, of_all in values.items()
-        }
-        return PackedRow([documents[at] for at in row], per_token=per_token)
+        starts = {at: len(texts[at][0]) for at in row}  # of responses
+        documents = [(np.array([*texts[at][0], *texts[at][1]]), np.arange(lengths[at]) >= starts[at]) for at in row]
+        padded = {name: [np.pad(of_all[at], (starts[at], 0)) for at in row] for name, of_all in values.items()}
+        return PackedRow(documents, per_token=padded)
 
     return share.batches([packed(rows[at]) for at in share.rows], sources=1)
 

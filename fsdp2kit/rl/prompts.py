@@ -81,17 +81,13 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
     return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
 
 
+@agreement()
 def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Read the prompts. Collective.
 
     Raises:
         UserError: a row is malformed, or too long under ``overlong = "error"``.
     """
-    with agreement():
-        return _read(config, tokenizer)
-
-
-def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     section, rollout, train, evaluation = config.data, config.rollout, config.train, config.eval
     per_step = train.global_batch_size // rollout.n
     if section.path is None:
@@ -107,20 +103,18 @@ def _read(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
-    steps = train.steps
-    if steps is None:
-        steps = math.ceil((train.epochs or 0) * len(prompts) / per_step)
+    steps = math.ceil((train.epochs or 0) * len(prompts) / per_step) if train.steps is None else train.steps
     return Prompts(
         prompts,
-        digest.hexdigest(),
-        per_step * rollout.updates,
-        rollout.updates,
-        config.run.seed,
-        section.shuffle,
-        steps,
-        frozenset(turn_ends(tokenizer)),
-        dropped,
-        held_out[:most] if evaluates else [],
+        fingerprint=digest.hexdigest(),
+        per_round=per_step * rollout.updates,
+        updates=rollout.updates,
+        seed=config.run.seed,
+        shuffle=section.shuffle,
+        total_steps=steps,
+        endings=frozenset(turn_ends(tokenizer)),
+        dropped=dropped,
+        held_out=held_out[:most] if evaluates else [],
     )
 
 
@@ -159,16 +153,14 @@ def arguments_of(
         texts: the responses.
         ids: their tokens.
     """
-    as_messages = [not isinstance(prompt.messages, str) for prompt in prompts]
-    answers = [
-        [{"role": "assistant", "content": text}] if chats else text
-        for chats, text in zip(as_messages, texts, strict=True)
-    ]
-    columns = {name: None for prompt in prompts for name in prompt.row if name != "prompt"}
+    columns, messages = {name for prompt in prompts for name in prompt.row}, [prompt.messages for prompt in prompts]
     return {
-        **{name: [prompt.row.get(name) for prompt in prompts] for name in columns},
-        "prompts": [prompt.messages for prompt in prompts],
-        "completions": answers,
+        **{name: [prompt.row.get(name) for prompt in prompts] for name in columns - {"prompt"}},
+        "prompts": messages,
+        "completions": [
+            text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+            for asked, text in zip(messages, texts, strict=True)
+        ],
         "completion_ids": list(ids),
         "truncated": list(truncated),
     }

@@ -1,13 +1,4 @@
-"""The user's reward functions, each in a process of its own, so that one that hangs can be ended.
-
-A function is called as TRL calls its own: by keywords, with a list of each thing, and returns a number for each
-response (None: it does not apply, and counts 0)::
-
-    def reward(prompts, completions, completion_ids, truncated, **columns): ...
-
-A prompt is a list of messages and a completion the assistant's message in a list, so that ``prompt + completion`` is
-the whole conversation; both are texts where the tokenizer has no chat template. ``columns`` holds the rows' own.
-"""
+"""The user's reward functions (docs/grpo.md), each in a process of its own, so that one that hangs can be ended."""
 
 from __future__ import annotations
 
@@ -17,7 +8,7 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +22,7 @@ _WORKER = Path(__file__).with_name("reward_worker.py")
 _IMPORT_SECONDS = 120.0
 
 
-class Rewards:
+class Rewards(ExitStack):
     """The functions of ``[[reward]]``; a context manager, which ends their processes."""
 
     def __init__(self, sections: Sequence[RewardConfig], *, columns: Collection[str] = ()) -> None:
@@ -43,36 +34,21 @@ class Rewards:
         Raises:
             UserError: a function cannot be imported, or not be called with ``columns``; two have the same name.
         """
-        self._sections, self._columns = sections, columns
-        self._workers: list[_Worker] = []
-        with agreement():
-            names = [section.label for section in sections]
-            if twice := next((name for name in names if names.count(name) > 1), None):
-                raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
-            self._workers = [_Worker(number, section, columns) for number, section in enumerate(sections)]
-            try:
-                for worker in self._workers:
-                    worker.receive(_IMPORT_SECONDS)
-            except UserError:
-                self.__exit__()
-                raise
-
-    def __enter__(self) -> Rewards:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for worker in self._workers:
-            worker.end()
-
-    @property
-    def names(self) -> list[str]:
+        super().__init__()
+        self.names = [section.label for section in sections]
         """What the metrics call each function."""
-        return [section.label for section in self._sections]
-
-    @property
-    def weights(self) -> np.ndarray:
+        self.weights = np.array([section.weight for section in sections])
         """Each function's weight in the sum, float64."""
-        return np.array([section.weight for section in self._sections])
+        self._columns, self._workers = columns, list[_Worker]()
+        with agreement(), ExitStack() as started:
+            if twice := next((name for name in self.names if self.names.count(name) > 1), None):
+                raise UserError("reward", f"two are named {twice!r}", "give each a name of its own")
+            for number, section in enumerate(sections):
+                self._workers.append(_Worker(number, section, columns))
+                started.callback(self._workers[-1].end)
+            for worker in self._workers:
+                worker.receive(_IMPORT_SECONDS)
+            self.push(started.pop_all())
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Each response's reward by each function, float64 ``[responses, functions]``; all of them work at once.
@@ -86,7 +62,7 @@ class Rewards:
         """
         count = len(arguments["completions"])
         if not count:
-            return np.zeros((0, len(self._workers)))
+            return np.zeros((0, len(self.names)))
         # A column that none of these rows has is a keyword all the same: a function may ask for it by name.
         absent = {name: [None] * count for name in self._columns if name not in arguments}
         for worker in self._workers:

@@ -6,36 +6,82 @@ all of them, and come to the same plan of rows.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.data.formats import Prompt
 from fsdp2kit.data.loader import Batch
-from fsdp2kit.distributed import agreement, gather_objects, reduce_numbers, world_size
-from fsdp2kit.job import Job
+from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
+from fsdp2kit.model.assets import generation_config
+from fsdp2kit.model.build import build_model, materialize, source_of
+from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
+from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Engine, Request, Response
-from fsdp2kit.rl.packing import Rollout, pack_rollouts
+from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.sglang_engine import SGLangEngine
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
+from fsdp2kit.rl.transformers_engine import TransformersEngine
+from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.train.metrics import Metrics
 
 _PHASES = ("sync", "sleep", "generate", "wake_up", "wait", "reward", "evaluate")
+
+
+def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, device: torch.device) -> Engine:
+    """The engine of ``[rollout]``, which waits for its first weights. Collective.
+
+    Args:
+        model: the model that is trained; the engine's has the same config, and no adapters.
+        device: where an embedded engine keeps its weights.
+    """
+    section, source, dtype = config.rollout, source_of(model), getattr(torch, config.engine_dtype)
+    found, _ = generation_config(
+        source.config, tokenizer=tokenizer, source=source.directory, stops=turn_ends(tokenizer)
+    )
+    ends = [] if found.eos_token_id is None else found.eos_token_id
+    stops = [ends] if isinstance(ends, int) else list(ends)
+    if section.engine != "transformers":
+        server = VLLMEngine if section.engine == "vllm" else SGLangEngine
+        run, seconds = gather_objects(secrets.token_hex(4))[0], 60 * config.run.timeout_minutes
+        with agreement():
+            return server(section, dtype=dtype, run=run, is_main=rank() == 0, stops=stops, timeout=seconds)
+    copy: Any = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
+    with agreement():
+        for parameter in copy.eval().requires_grad_(False).parameters():  # buffers keep their dtypes
+            parameter.data = parameter.data.to(dtype)
+        tp = section.tp
+        group = apply_tensor_parallel(copy, tp, device=device).get_group() if tp > 1 else None
+        materialize(copy, device=device)
+        return TransformersEngine(section, copy, stops=stops, pad_id=tokenizer.pad_token_id, group=group)
+
+
+def rest_until_asked(engine: Engine, config: RLConfig) -> None:
+    """With ``rollout.sleep``, leave the devices to the trainer. Collective.
+
+    Only when the run directory is this run's: a server may be in the hands of another that has it.
+    """
+    if config.rollout.sleep:
+        with agreement():
+            engine.sleep()
 
 
 @dataclass(frozen=True)
@@ -57,24 +103,11 @@ class _Asked:
     responses: Future[list[Response]] = field(default_factory=Future)
     """Those that this rank asked for."""
     seconds: float | None = None
-    """That generating took, where it was done while the trainer did something else."""
+    """That generating took, once it is done; None as well where they come from a checkpoint."""
 
 
-def build_rollouts(
-    config: RLConfig,
-    model: Any,
-    optimizer: Optimizer,
-    prompts: Prompts,
-    *,
-    engine: Engine,
-    rewards: Rewards,
-    objective: PolicyLoss,
-    job: Job,
-    metrics: Metrics,
-    progress: Progress,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Rollouts:
-    """The rollouts of a run. Collective.
+class Rollouts:
+    """Batches of rollouts of the model that is trained (`fsdp2kit.train.step.Batches`); called, it evaluates.
 
     Args:
         model: sharded, with its weights.
@@ -84,19 +117,6 @@ def build_rollouts(
         metrics: get the rollouts' figures and samples with each record.
         progress: where the run starts.
     """
-    sleepers: list[tuple[Any, Optimizer | None]] = []
-    if config.rollout.sleep:
-        sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
-    built = {"engine": engine, "rewards": rewards, "mesh": job.mesh, "metrics": metrics, "tokenizer": tokenizer}
-    rollouts = Rollouts(config, model, prompts, **built, sleepers=sleepers, step=progress.step)
-    if progress.data is not None:
-        rollouts.resume(progress.data)
-    metrics.sources += [rollouts.figures, objective.figures]
-    return rollouts
-
-
-class Rollouts:
-    """Batches of rollouts of the model that is trained; see `fsdp2kit.train.step.Batches`."""
 
     source_names: tuple[str, ...] = ()
 
@@ -104,27 +124,31 @@ class Rollouts:
         self,
         config: RLConfig,
         model: Any,
+        optimizer: Optimizer,
         prompts: Prompts,
         *,
         engine: Engine,
         rewards: Rewards,
+        objective: PolicyLoss,
         mesh: Mesh,
         metrics: Metrics,
+        progress: Progress,
         tokenizer: PreTrainedTokenizerBase,
-        sleepers: Sequence[tuple[Any, Optimizer | None]] = (),
-        step: int = 0,
     ) -> None:
         self._config, self._model, self._prompts = config, model, prompts
         self._engine, self._rewards, self._mesh, self._metrics = engine, rewards, mesh, metrics
-        self._tokenizer, self._sleepers = tokenizer, sleepers
-        self._step = step  # that are done, once the batch that was asked for last is learnt from
+        self._tokenizer = tokenizer
+        self._sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
+        self._step = progress.step  # that are done, once the batch that was asked for last is learnt from
         self._round: Round | None = None
         self._asked: _Asked | None = None
         self._figures: dict[str, float] = {}
-        self.held_out_samples: list[dict[str, Any]] = []
-        """The responses to the first prompts of the last evaluation."""
+        self._held_out_samples: list[dict[str, Any]] = []
         self._seconds: dict[str, float] = {}
         self._warned: set[str] = set()
+        if progress.data is not None:
+            self.resume(progress.data)
+        metrics.sources += [self.figures, objective.figures]
 
     @property
     def steps_per_epoch(self) -> float:
@@ -150,14 +174,25 @@ class Rollouts:
         self._step, self._seconds = index + 1, {}
         if self._round is None or self._round.number != number:
             self._round = self._make_round(number, version=index)
-        now, size = self._round, self._config.train.global_batch_size
-        oldest = (number - self._config.rollout.ahead) * self._config.rollout.updates
+        now, config, mesh = self._round, self._config, self._mesh
+        oldest = (number - config.rollout.ahead) * config.rollout.updates
         assert oldest <= now.version <= index, f"step {index} would learn from rollouts of version {now.version}"
+        size = config.train.global_batch_size
         rollouts = now.rollouts[part * size : (part + 1) * size]
-        self._figures = {**self._figures_of(rollouts), "rollout/weight_version": float(now.version)}
-        totals, prompts = self._totals(rollouts), self._prompts.prompts
+        totals = self._totals(rollouts)
+        self._figures = {
+            **self._means(np.array([rollout.rewards for rollout in rollouts]), [one.response for one in rollouts]),
+            "reward/deviation": float(totals.std(axis=1, ddof=1).mean()),
+            "rollout/truncated": float(np.mean([not rollout.response.is_whole for rollout in rollouts])),
+            "rollout/without_signal": float(np.mean(~has_signal(totals))),
+            "rollout/weight_version": float(now.version),
+        }
+        texts = [(self._prompts.prompts[rollout.prompt].ids, rollout.response.ids) for rollout in rollouts]
+        values = token_values(config.grpo, rollouts, totals, config.rollout.max_new_tokens)
+        rows = {"seq_len": config.data.seq_len, "micro_batch_size": config.train.micro_batch_size}
+        sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
         pad_id: Any = self._tokenizer.pad_token_id or 0
-        return pack_rollouts(self._config, rollouts, totals, prompts, mesh=self._mesh, pad_id=pad_id)
+        return pack(texts, values, **rows, **sizes, pad_id=pad_id)
 
     def state(self, index: int, /) -> dict[str, Any] | None:
         """What steps from ``index`` on learn from and other weights could not make again. Collective.
@@ -189,9 +224,9 @@ class Rollouts:
         responses = [Response(**one) for one in ahead.get("responses", ())]
         if len(responses) == count and section.ahead:
             self._asked = _Asked(ahead["round"], ahead["version"])
-            self._asked.responses.set_result(responses[self._mesh.rank :: world_size()])
+            self._asked.responses.set_result(list(self._mine(responses)))
 
-    def evaluate(self) -> dict[str, float]:
+    def __call__(self) -> dict[str, float]:
         """Rewards of one response to each held-out prompt, with the weights of now. Collective.
 
         Sampled as in training, with the same random numbers each time.
@@ -207,20 +242,18 @@ class Rollouts:
         seed = self._config.run.seed
         # A round's seeds have four numbers; the last one here is not 0, which would be the same as none.
         requests = [Request(prompt.ids, (seed, 0, at, 0, 1)) for at, prompt in enumerate(prompts)]
-        mine = self._generate_awake_or_asleep(requests, self._step)
-        responses = _in_turn(gather_objects(mine), len(prompts))
-        rewards = np.array(self._rewarded(prompts, responses, n=1))
+        responses = _from_all_ranks(self._generate_awake_or_asleep(requests, self._step))
+        rewards = self._rewarded(prompts, responses, n=1)
         totals = rewards @ self._rewards.weights
         first = zip(prompts[:2], responses[:2], totals[:2].tolist(), strict=True)
-        self.held_out_samples = [self._sample(*one) for one in first]
+        self._held_out_samples = [self._sample(*one) for one in first]
         self._seconds = {**seconds, "evaluate": time.perf_counter() - start}
-        by_function = zip(self._rewards.names, rewards.mean(axis=0).tolist(), strict=True)
-        return {
-            "eval_loss": -float(totals.mean()),
-            "eval_reward": float(totals.mean()),
-            **{f"eval_reward/{name}": mean for name, mean in by_function},
-            "eval_response_length": float(np.mean([len(response.ids) for response in responses])),
-        }
+        means = self._means(rewards, responses)
+        return {"eval_loss": -means["reward"], **{f"eval_{name}": mean for name, mean in means.items()}}
+
+    def answers(self) -> list[dict[str, Any]]:
+        """The responses to the first prompts of the last evaluation."""
+        return self._held_out_samples
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """What a step's record has of its rollouts; a warning where they teach nothing, or where engine and trainer
@@ -265,6 +298,11 @@ class Rollouts:
     @contextmanager
     def _asleep(self) -> Iterator[None]:
         """Training state is on the host while this is open; at its end the engine gives memory back. Collective."""
+
+        def wake_up_all() -> None:
+            for model, _ in self._sleepers:
+                wake_up(model)
+
         with self._phase("sleep"), agreement():
             for model, optimizer in self._sleepers:
                 sleep(model, optimizer)
@@ -276,32 +314,26 @@ class Rollouts:
                 self._engine.sleep()
         except BaseException:
             with suppress(Exception):  # what went wrong first is what is reported
-                self._wake_up()
+                wake_up_all()
             raise
         with self._phase("wake_up"), agreement():
-            self._wake_up()
-
-    def _wake_up(self) -> None:
-        for model, _ in self._sleepers:
-            wake_up(model)
+            wake_up_all()
 
     def _make_round(self, number: int, *, version: int) -> Round:
         """A round with its rewards, on every rank; the next one is begun. Collective."""
-        asked = self._asked
-        if asked is None or asked.number != number:
-            asked = _Asked(number, version)
-            asked.responses.set_result(self._generate_awake_or_asleep(self._requests(number), version))
-        responses = self._responses(asked)
+        asked, sampled_by = self._asked, version
+        if asked is not None and asked.number == number:
+            responses, sampled_by = self._responses(asked), asked.version
+        else:
+            responses = _from_all_ranks(self._generate_awake_or_asleep(self._requests(number), version))
         self._asked = None
         if self._config.rollout.ahead and (number + 1) * self._config.rollout.updates < self._prompts.total_steps:
             self._asked = self._begin(number + 1, version)
         indices, n = self._prompts.of_round(number), self._config.rollout.n
         rewards = self._rewarded([self._prompts.prompts[index] for index in indices], responses, n=n)
-        rollouts = [
-            Rollout(indices[at // n], response, tuple(values))
-            for at, (response, values) in enumerate(zip(responses, rewards, strict=True))
-        ]
-        return Round(number, asked.version, rollouts)
+        scored = enumerate(zip(responses, rewards.tolist(), strict=True))
+        rollouts = [Rollout(indices[at // n], response, tuple(values)) for at, (response, values) in scored]
+        return Round(number, sampled_by, rollouts)
 
     def _requests(self, number: int) -> list[Request]:
         """Of all responses of a round, group by group."""
@@ -314,7 +346,7 @@ class Rollouts:
     def _generate_awake_or_asleep(self, requests: Sequence[Request], version: int) -> list[Response]:
         """This rank's part of the responses to ``requests``, after a sync. Collective."""
         self._sync(version)
-        with self._asleep() if self._sleepers else nullcontext(), self._phase("generate"), agreement():
+        with self._asleep() if self._config.rollout.sleep else nullcontext(), self._phase("generate"), agreement():
             return self._generate(requests, version)
 
     def _begin(self, number: int, version: int) -> _Asked:
@@ -322,64 +354,61 @@ class Rollouts:
         asked = _Asked(number, version)
         self._sync(version)
 
-        def work() -> list[Response]:
+        def work() -> None:
             start = time.perf_counter()
-            found = self._generate(self._requests(number), version)
-            asked.seconds = time.perf_counter() - start
-            return found
+            try:
+                found = self._generate(self._requests(number), version)
+                asked.seconds = time.perf_counter() - start
+                asked.responses.set_result(found)
+            except Exception as error:
+                asked.responses.set_exception(error)
 
-        _in_background(work, asked.responses)
+        threading.Thread(target=work, daemon=True).start()  # a pool's would keep the process from ending
         return asked
 
     def _responses(self, asked: _Asked) -> list[Response]:
         """All responses of a round, on every rank, once they have come. Collective."""
-        count = self._prompts.per_round * self._config.rollout.n
-        is_foreground = asked.seconds is None and asked.responses.done()
-        with nullcontext() if is_foreground else self._phase("wait"), agreement():
+        with self._phase("wait"), agreement():
             mine = asked.responses.result()
         if asked.seconds is not None:
             self._seconds["generate"] = asked.seconds
-        return _in_turn(gather_objects(mine), count)
+        return _from_all_ranks(mine)
 
     def _sync(self, version: int) -> None:
         with self._phase("sync"):
-            if self._sleepers:
+            if self._config.rollout.sleep:
                 with agreement():  # when the last step's memory is free on all ranks' devices
                     give_back_memory(self._mesh.device)
                 with agreement():
                     self._engine.wake("weights")
             sync = {"dtype": self._engine.dtype, "bucket_mib": self._config.weight_sync.bucket_mib}
             sync_weights(self._model, self._engine, version=version, **sync)
-            self._engine.flush_cache()
 
     def _generate(self, requests: Sequence[Request], version: int) -> list[Response]:
         """This rank's part of the responses."""
         self._engine.require(version)
         section = self._config.rollout
-        mine = requests[self._mesh.rank :: world_size()]
-        return self._engine.generate(mine, max_new_tokens=section.max_new_tokens, temperature=section.temperature)
+        options = {"max_new_tokens": section.max_new_tokens, "temperature": section.temperature}
+        return self._engine.generate(self._mine(requests), **options)
 
-    def _rewarded(self, prompts: Sequence[Prompt], responses: Sequence[Response], *, n: int) -> list[list[float]]:
-        """Each response's rewards by function, on every rank. Collective.
+    def _mine(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Of what all ranks have alike, those that this one deals with."""
+        return items[self._mesh.rank :: world_size()]
+
+    def _rewarded(self, prompts: Sequence[Prompt], responses: Sequence[Response], *, n: int) -> np.ndarray:
+        """Each response's reward by each function, float64 ``[responses, functions]``, on every rank. Collective.
 
         A rank scores whole groups of ``n``, so that a function may compare within them.
         """
-        rank, size = self._mesh.rank, world_size()
-        groups = [responses[start : start + n] for start in range(0, len(responses), n)]
+        mine = [group * n + turn for group in self._mine(range(len(prompts))) for turn in range(n)]
         with self._phase("reward"), agreement():
-            scored = self._score(prompts[rank::size], groups[rank::size])
-        return [rewards for group in _in_turn(gather_objects(scored), len(groups)) for rewards in group]
+            found = self._score([prompts[at // n] for at in mine], [responses[at] for at in mine])
+        return np.concatenate(_from_all_ranks(found.reshape(-1, n, found.shape[1])))
 
-    def _score(self, asked: Sequence[Prompt], groups: Sequence[Sequence[Response]]) -> list[list[list[float]]]:
-        """The rewards ``[groups][n][functions]`` of this rank's groups, of which there may be none."""
-        if not groups:
-            return []
-        prompts = [prompt for prompt, group in zip(asked, groups, strict=True) for _ in group]
-        responses = [response for group in groups for response in group]
-        texts = [self._text(response) for response in responses]
-        ids, cut = [response.ids for response in responses], [not response.is_whole for response in responses]
-        found = self._rewards(arguments_of(prompts, texts, ids, cut))
-        return found.reshape(len(groups), -1, found.shape[1]).tolist()
+    def _score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> np.ndarray:
+        """The rewards of this rank's responses, of which there may be none."""
+        texts, ids = [self._text(response) for response in responses], [response.ids for response in responses]
+        return self._rewards(arguments_of(prompts, texts, ids, [not response.is_whole for response in responses]))
 
     def _text(self, response: Response) -> str:
         return str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
@@ -389,16 +418,13 @@ class Rollouts:
         rewards = np.array([rollout.rewards for rollout in rollouts])
         return (rewards @ self._rewards.weights).reshape(-1, self._config.rollout.n)
 
-    def _figures_of(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        totals, responses = self._totals(rollouts), [rollout.response for rollout in rollouts]
-        by_function = np.mean([rollout.rewards for rollout in rollouts], axis=0)
+    def _means(self, rewards: np.ndarray, responses: Sequence[Response]) -> dict[str, float]:
+        """Of responses and their rewards ``[responses, functions]``."""
+        by_function = zip(self._rewards.names, rewards.mean(axis=0).tolist(), strict=True)
         return {
-            "reward": float(totals.mean()),
+            "reward": float((rewards @ self._rewards.weights).mean()),
             "response_length": float(np.mean([len(response.ids) for response in responses])),
-            **{f"reward/{name}": float(mean) for name, mean in zip(self._rewards.names, by_function, strict=True)},
-            "reward/deviation": float(totals.std(axis=1, ddof=1).mean()),
-            "rollout/truncated": float(np.mean([not response.is_whole for response in responses])),
-            "rollout/without_signal": float(np.mean(~has_signal(totals))),
+            **{f"reward/{name}": mean for name, mean in by_function},
         }
 
     def _best_and_worst(self, now: Round) -> list[dict[str, Any]]:
@@ -411,40 +437,11 @@ class Rollouts:
     def _sample(self, prompt: Prompt, response: Response, reward: float) -> dict[str, Any]:
         asked = prompt.messages
         text = asked if isinstance(asked, str) else str(asked[-1].get("content") or "")
-        return {
-            "prompt": text,
-            "answer": self._text(response),
-            "reward": reward,
-            "truncated": not response.is_whole,
-        }
+        answer = self._text(response)
+        return {"prompt": text, "answer": answer, "reward": reward, "truncated": not response.is_whole}
 
 
-def _in_turn(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:
-    """All items in order, of which rank r of R has those with the numbers r, r + R, …"""
-    return [parts[number % len(parts)][number // len(parts)] for number in range(count)]
-
-
-def _in_background(work: Callable[[], Any], result: Future[Any]) -> None:
-    """Do ``work`` in a thread that does not keep the process from ending."""
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-
-
-@dataclass(frozen=True)
-class HeldOutRewards:
-    """The evaluation of a run; see `Rollouts.evaluate`."""
-
-    rollouts: Rollouts
-
-    def __call__(self) -> dict[str, float]:
-        return self.rollouts.evaluate()
-
-    def answers(self) -> list[dict[str, Any]]:
-        """The responses to the first held-out prompts."""
-        return self.rollouts.held_out_samples
+def _from_all_ranks(mine: Sequence[Any] | np.ndarray) -> list[Any]:
+    """All items in order, of which rank r of R has those with the numbers r, r + R, … Collective."""
+    parts = gather_objects(mine)
+    return [parts[number % len(parts)][number // len(parts)] for number in range(sum(map(len, parts)))]

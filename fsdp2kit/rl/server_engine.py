@@ -7,10 +7,10 @@ this run, and responses are taken only if it had that version before and after t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import httpx
@@ -19,18 +19,17 @@ import torch
 
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.bucket import Bucket
 from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
 
-_PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before a request that found no server is tried again."""
+_RETRIES = 6
+"""Of a request that found no server: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before them."""
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 """The servers' names for each kind of memory."""
 
 
 class ServerEngine(Engine):
-    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights.
+    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights, and has it wake up.
 
     Args:
         dtype: the one that it was started with.
@@ -57,18 +56,17 @@ class ServerEngine(Engine):
         run: str,
         is_main: bool,
         stops: Sequence[int],
-        timeout: float = 600.0,
+        timeout: float,
     ) -> None:
         self.dtype = dtype
-        self._url, self._at_once = section.url.rstrip("/"), section.batch_size
-        self._sleeps = section.sleep
+        self._url, self._at_once, self._sleeps = section.url.rstrip("/"), section.batch_size, section.sleep
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
         # A connection is not used again: the server drops one on which it answered with an error.
-        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(retries=_RETRIES, limits=httpx.Limits(max_keepalive_connections=0))
         patience = httpx.Timeout(timeout, connect=10.0)
         try:
             # A proxy of the environment is not asked: it is for what is outside.
-            self._client = httpx.Client(base_url=self._url, timeout=patience, limits=limits, trust_env=False)
+            self._client = httpx.Client(base_url=self._url, timeout=patience, transport=transport, trust_env=False)
             with self._understood():
                 self._name = self._served_model()
         except httpx.InvalidURL as problem:
@@ -85,16 +83,17 @@ class ServerEngine(Engine):
         """The label of the weights that it has."""
         raise NotImplementedError
 
-    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
-        """Ask for one response, with the temperature, and what turns every other rule of sampling off."""
+    def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
+        """Ask for one response to a prompt.
+
+        Args:
+            seed: of 31 bits.
+            sampling: the temperature, and what turns every other rule of sampling off.
+        """
         raise NotImplementedError
 
     def _open_update(self) -> None:
         """Have it answer nobody, and forget what an update that broke off left open."""
-        raise NotImplementedError
-
-    def _send(self, bucket: Bucket) -> None:
-        """Have it load a bucket."""
         raise NotImplementedError
 
     def _close_update(self, label: str) -> None:
@@ -103,10 +102,6 @@ class ServerEngine(Engine):
 
     def _release(self) -> None:
         """Have it give its memory on the device back, with what is in it."""
-        raise NotImplementedError
-
-    def _take_again(self, what: EngineMemory) -> None:
-        """Have it take memory again, unless it has it."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -121,9 +116,11 @@ class ServerEngine(Engine):
         # A server's defaults may be those of the model's generation_config.json.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"stop_token_ids": list(self._stops), "skip_special_tokens": False}
+        prompts = [list(request.ids) for request in requests]
+        seeds = [int(np.random.PCG64(request.seed).random_raw() >> 33) for request in requests]
         self._check_version()
         with self._understood(), ThreadPoolExecutor(self._at_once) as pool:
-            found = list(pool.map(lambda one: self._respond(one, {**sampling, "max": max_new_tokens}), requests))
+            found = list(pool.map(self._respond, prompts, repeat(max_new_tokens), seeds, repeat(sampling)))
         self._check_version()
         return found
 
@@ -132,12 +129,8 @@ class ServerEngine(Engine):
         if self._is_main:
             if not self._sleeps:  # a run that ended or was killed may have left it asleep
                 for what in MEMORY_TAGS:
-                    self._take_again(what)
+                    self.wake(what)
             self._open_update()
-
-    def load_weights(self, bucket: Bucket) -> None:
-        if self._is_main:
-            self._send(bucket)
 
     def finish_update(self, version: int) -> None:
         if self._is_main:
@@ -149,10 +142,6 @@ class ServerEngine(Engine):
         self.version = None
         if self._is_main:
             self._release()
-
-    def wake(self, what: EngineMemory) -> None:
-        if self._is_main:
-            self._take_again(what)
 
     def _label(self, version: int | None) -> str:
         return f"{self._run}:{version}"
@@ -188,18 +177,14 @@ class ServerEngine(Engine):
             RunFailure: there is no answer in time, or it is an error.
         """
         where = f"{self.kind} server {self._url}"
-        for pause in (*_PAUSES, None):
-            try:
-                answer = self._client.request(method, path, **options)
-                break
-            except httpx.ConnectError as error:
-                if pause is None:
-                    raise RunFailure(f"{where}: does not answer ({error})") from None
-                time.sleep(pause)
-            except httpx.TimeoutException:
-                raise RunFailure(f"{where}: {path} took more than {self._timeout:g} seconds") from None
-            except httpx.HTTPError as error:
-                raise RunFailure(f"{where}: broke off in {path} ({error})") from None
+        try:
+            answer = self._client.request(method, path, **options)
+        except httpx.ConnectError as error:
+            raise RunFailure(f"{where}: does not answer ({error})") from None
+        except httpx.TimeoutException:
+            raise RunFailure(f"{where}: {path} took more than {self._timeout:g} seconds") from None
+        except httpx.HTTPError as error:
+            raise RunFailure(f"{where}: broke off in {path} ({error})") from None
         if answer.status_code == 404 and optional:
             return None
         if answer.is_error:
@@ -209,8 +194,3 @@ class ServerEngine(Engine):
             return answer.json()
         except ValueError:
             return None
-
-
-def seed_of(request: Request) -> int:
-    """A number of 31 bits."""
-    return int(np.random.PCG64(request.seed).random_raw() >> 33)

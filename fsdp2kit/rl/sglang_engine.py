@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl.bucket import Bucket
-from fsdp2kit.rl.engine import EngineMemory, Request, Response
-from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
+from fsdp2kit.rl.engine import Bucket, EngineMemory, Response
+from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
 
 _ASLEEP = " without "
+_METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
 class SGLangEngine(ServerEngine):
@@ -34,14 +31,11 @@ class SGLangEngine(ServerEngine):
         self._tp = int(info["tp_size"])
         for size in ("dp_size", "pp_size"):
             if info.get(size, 1) != 1:
-                what = (
-                    f"the SGLang server {self._url} has {size} {info[size]}, and not every copy would get the weights"
-                )
-                raise UserError("rollout.url", what, f"start it with {size} 1; tp_size may be any")
-        self._resting: set[EngineMemory] = set()
-        if self._is_main:
-            label = self._served_version()
-            self._resting = {what for what in MEMORY_TAGS if f"{_ASLEEP}{what}" in label}
+                server, todo = f"the SGLang server {self._url}", f"start it with {size} 1; tp_size may be any"
+                what = f"{server} has {size} {info[size]}, and not every copy would get the weights"
+                raise UserError("rollout.url", what, todo)
+        label = self._served_version() if self._is_main else ""
+        self._resting: set[EngineMemory] = {what for what in MEMORY_TAGS if f"{_ASLEEP}{what}" in label}
         return str(info.get("served_model_name") or info["model_path"])
 
     def _served_version(self) -> str:
@@ -50,10 +44,9 @@ class SGLangEngine(ServerEngine):
     def _info(self, route: str) -> Any:
         return self._ask("GET", f"/{route}", optional=True) or self._ask("GET", f"/get_{route}")
 
-    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
-        sampling |= {"max_new_tokens": sampling.pop("max"), "sampling_seed": seed_of(request)}
-        body = {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
-        found = self._post("generate", **body)["meta_info"]
+    def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
+        sampling = {**sampling, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+        found = self._post("generate", input_ids=ids, sampling_params=sampling, return_logprob=True)["meta_info"]
         reason = found["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise RunFailure(f"SGLang server {self._url}: a response ended with {found['finish_reason']}")
@@ -71,7 +64,9 @@ class SGLangEngine(ServerEngine):
                 self._post("end_weight_update")
             self._post("begin_weight_update")
 
-    def _send(self, bucket: Bucket) -> None:
+    def load_weights(self, bucket: Bucket) -> None:
+        if not self._is_main:
+            return
         flat = bucket.data.to("cpu", copy=True)  # it becomes shared memory, which the bucket's must not
         # Each of the server's processes opens one: what was opened twice would be freed too early.
         payloads = [serialize(flat, bucket) for _ in range(self._tp)]
@@ -90,8 +85,8 @@ class SGLangEngine(ServerEngine):
             self._post("release_memory_occupation", tags=tags)
             self._rest(set(MEMORY_TAGS))
 
-    def _take_again(self, what: EngineMemory) -> None:
-        if what in self._resting:
+    def wake(self, what: EngineMemory) -> None:
+        if self._is_main and what in self._resting:
             self._post("resume_memory_occupation", tags=[MEMORY_TAGS[what]])
             self._rest(self._resting - {what})
 
@@ -107,7 +102,7 @@ class SGLangEngine(ServerEngine):
 
 @dataclass
 class FlattenedTensorMetadata:
-    """SGLang's own of this name, as pickle knows it: where a tensor is in a bucket, in bytes."""
+    """SGLang's own of this name: where a tensor is in a bucket, in bytes."""
 
     name: str
     shape: torch.Size
@@ -115,9 +110,6 @@ class FlattenedTensorMetadata:
     start_idx: int
     end_idx: int
     numel: int
-
-
-FlattenedTensorMetadata.__module__ = "sglang.srt.weight_sync.tensor_bucket"
 
 
 def serialize(flat: Tensor, bucket: Bucket) -> str:
@@ -132,26 +124,12 @@ def serialize(flat: Tensor, bucket: Bucket) -> str:
         )
         for entry in bucket.entries
     ]
-    buffer = io.BytesIO()
-    with _as_sglang_would():
-        ForkingPickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-@contextmanager
-def _as_sglang_would() -> Iterator[None]:
-    """pickle finds the class where SGLang has it, and torch shares memory by name, which needs no common parent."""
-    name, strategy = FlattenedTensorMetadata.__module__, torch.multiprocessing.get_sharing_strategy()
-    stand_in = ModuleType(name)
-    vars(stand_in)[FlattenedTensorMetadata.__name__] = FlattenedTensorMetadata
-    places = (name, name.partition(".")[0])  # pickle asks for the package as well
-    before = {place: sys.modules[place] for place in places if place in sys.modules}
-    sys.modules.update(dict.fromkeys(places, stand_in))
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    buffer, strategy = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # memory with a name, which needs no common parent
     try:
-        yield
+        ForkingPickler(buffer, 3).dump({"flattened_tensor": flat, "metadata": metadata})
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
-        for place in places:
-            del sys.modules[place]
-        sys.modules.update(before)
+    # Protocol 3 names a class by a line for its module and one for itself: this one is where SGLang has it.
+    ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, _METADATA_MODULE))
+    return base64.b64encode(buffer.getvalue().replace(ours, theirs)).decode("ascii")

@@ -81,34 +81,30 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
         UserError: parameters are offloaded.
     """
     device, asleep = _device_of(model), _asleep_in(model)
-    before, nbytes = memory_in_use(device), 0
+    before, new = memory_in_use(device), list[_Asleep]()
     if "weights" in what and "weights" not in asleep:
         reshard_all(model)
         copies = _to_host(_weights_of(model), device)
         asleep["weights"] = _Asleep(copies, [*_guard_forward(model), *_guard_step(optimizer, "weights")])
-        nbytes += _size_of(copies)
+        new.append(asleep["weights"])
     if "optimizer" in what and "optimizer" not in asleep and optimizer is not None:
-        copies = _to_host(_state_of(optimizer), device)
-        asleep["optimizer"] = _Asleep(copies, _guard_step(optimizer, "optimizer"))
-        nbytes += _size_of(copies)
+        asleep["optimizer"] = _Asleep(_to_host(_state_of(optimizer), device), _guard_step(optimizer, "optimizer"))
+        new.append(asleep["optimizer"])
     give_back_memory(device)
-    return _logged("asleep", Moved(nbytes, before, memory_in_use(device)))
+    return _moved("asleep", new, before, device)
 
 
 def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
     """Bring back to the device what `sleep` moved away; what is awake stays so."""
     device, asleep = _device_of(model), _asleep_in(model)
-    before, nbytes = memory_in_use(device), 0
-    for tag in EVERYTHING:
-        if tag in what and tag in asleep:
-            found = asleep.pop(tag)
-            for storage, copy in found.copies:
-                storage.resize_(copy.numel())
-                _bytes_of(storage).copy_(copy, non_blocking=True)
-            for undo in found.undo:
-                undo()
-            nbytes += _size_of(found.copies)
-    return _logged("awake", Moved(nbytes, before, memory_in_use(device)))
+    before, found = memory_in_use(device), [asleep.pop(tag) for tag in EVERYTHING if tag in what and tag in asleep]
+    for one in found:
+        for storage, copy in one.copies:
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        for undo in one.undo:
+            undo()
+    return _moved("awake", found, before, device)
 
 
 def check_awake(model: nn.Module) -> None:
@@ -173,10 +169,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _size_of(copies: list[tuple[torch.UntypedStorage, Tensor]]) -> int:
-    return sum(copy.numel() for _, copy in copies)
-
-
 def _refuse(tag: Tag) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RunFailure(_REFUSAL.format(tag))
@@ -184,16 +176,14 @@ def _refuse(tag: Tag) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _guard_forward(model: nn.Module) -> list[Callable[[], object]]:
+def _guard_forward(model: nn.Module) -> Iterator[Callable[[], object]]:
     """Have every call of a unit refused, by the methods too that FSDP gathers parameters for."""
-    undo: list[Callable[[], object]] = []
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        undo.append(module.register_forward_pre_hook(_refuse("weights"), prepend=True).remove)
+        yield module.register_forward_pre_hook(_refuse("weights"), prepend=True).remove
         # `register_fsdp_forward_method` leaves bound methods on the instance, and no other list of them.
         methods = {name: value for name, value in vars(module).items() if isinstance(value, MethodType)}
         vars(module).update(dict.fromkeys(methods, _refuse("weights")))
-        undo.append(partial(vars(module).update, methods))
-    return undo
+        yield partial(vars(module).update, methods)
 
 
 def _guard_step(optimizer: Optimizer | None, tag: Tag) -> list[Callable[[], object]]:
@@ -216,8 +206,9 @@ def memory_in_use(device: torch.device) -> int:
     return 0
 
 
-def _logged(state: str, moved: Moved) -> Moved:
-    if moved.nbytes:
-        size, before, after = (value / 2**30 for value in (moved.nbytes, moved.before, moved.after))
-        logger.info("%s: %.2f GiB; memory in use %.2f, now %.2f GiB", state, size, before, after)
-    return moved
+def _moved(state: str, parts: Iterable[_Asleep], before: int, device: torch.device) -> Moved:
+    nbytes, after = sum(copy.numel() for part in parts for _, copy in part.copies), memory_in_use(device)
+    if nbytes:
+        sizes = (value / 2**30 for value in (nbytes, before, after))
+        logger.info("%s: %.2f GiB; memory in use %.2f, now %.2f GiB", state, *sizes)
+    return Moved(nbytes, before, after)

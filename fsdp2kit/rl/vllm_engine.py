@@ -6,9 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.rl.bucket import Bucket, SharedMemorySender
-from fsdp2kit.rl.engine import EngineMemory, Request, Response
-from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine, seed_of
+from fsdp2kit.rl.engine import Bucket, EngineMemory, Response, SharedMemorySender
+from fsdp2kit.rl.server_engine import MEMORY_TAGS, ServerEngine
 
 
 class VLLMEngine(ServerEngine):
@@ -23,20 +22,20 @@ class VLLMEngine(ServerEngine):
     def _served_version(self) -> str:
         return self._ask("GET", "/weight_info")["weight_version"]
 
-    def _respond(self, request: Request, sampling: dict[str, Any]) -> Response:
+    def _respond(self, ids: list[int], max_new_tokens: int, seed: int, sampling: dict[str, Any]) -> Response:
         body = {
             "model": self._name,
-            "prompt": list(request.ids),
-            "max_tokens": sampling.pop("max"),
-            "seed": seed_of(request),
+            "prompt": ids,
+            "max_tokens": max_new_tokens,
+            "seed": seed,
             "ignore_eos": True,  # the given tokens are all that end a response
             "return_token_ids": True,
             "logprobs": 0,
             **sampling,
         }
         [choice] = self._post("v1/completions", **body)["choices"]
-        ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        return Response(ids, log_probs, is_whole=bool(ids) and ids[-1] in self._stops)
+        found, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
     def _open_update(self) -> None:
         self._post("pause")  # what another trainer's requests had begun is over
@@ -47,8 +46,10 @@ class VLLMEngine(ServerEngine):
             self._post("finish_weight_update", weight_version=self._label(None))
             self._post("start_weight_update")
 
-    def _send(self, bucket: Bucket) -> None:
-        SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path})).load_weights(bucket)
+    def load_weights(self, bucket: Bucket) -> None:
+        if self._is_main:
+            send = SharedMemorySender(lambda path: self._post("update_weights", update_info={"path": path}))
+            send.load_weights(bucket)
 
     def _close_update(self, label: str) -> None:
         self._post("finish_weight_update", weight_version=label)
@@ -60,5 +61,6 @@ class VLLMEngine(ServerEngine):
             self._post("finish_weight_update", weight_version=self._label(None))
         self._post("sleep?level=2")
 
-    def _take_again(self, what: EngineMemory) -> None:
-        self._post(f"wake_up?tags={MEMORY_TAGS[what]}")
+    def wake(self, what: EngineMemory) -> None:
+        if self._is_main:
+            self._post(f"wake_up?tags={MEMORY_TAGS[what]}")

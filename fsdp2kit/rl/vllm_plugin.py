@@ -5,27 +5,22 @@ vLLM finds `register` by this package's entry point ``vllm.general_plugins``; a 
 nothing else of this package.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
-    WeightTransferEngineFactory,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
-    ParallelLMHead,
-)
-from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "fsdp2kit"
 

@@ -7,7 +7,6 @@ Names and pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, merged_weight
-from fsdp2kit.model.names import (
-    ADAPTER,
-    base_name,
-    build_skeleton,
-    conversion_groups,
-    tied_names,
-    to_file_names,
-)
-from fsdp2kit.optim.host_state import in_batches
+from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
+from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.rl.bucket import Bucket, Entry, VersionedWeights
+from fsdp2kit.rl.engine import Bucket, Entry, VersionedWeights
 from fsdp2kit.rl.sleep import check_awake
 from fsdp2kit.torch_compat import all_gather_single, local_slices
 
@@ -62,7 +54,7 @@ def sync_weights(
     everything = not engine.takes_parts or None in gather_objects(engine.version)
     with agreement():
         groups = [group for group in _plan(model, dtype) if everything or group.changes]
-        shards = _Shards.of(weight.tensor for weight in _weights_of(groups))
+        shards = _Shards.of([weight.tensor for weight in _weights_of(groups)])
         engine.begin_update(version)
     problem: Exception | None = None
     loaded = 0
@@ -102,16 +94,14 @@ class _Weight:
         """Bytes of the whole tensor."""
         return self.tensor.numel() * self.dtype.itemsize
 
+    def within(self, data: Tensor, offset: int) -> Tensor:
+        """The whole tensor that begins at ``offset`` of ``data``, bytes."""
+        return data[offset : offset + self.nbytes].view(self.dtype).view(self.tensor.shape)
+
     def shard_bytes(self, ranks: int) -> int:
         """Bytes of the largest shard; a tensor that is not sharded has none."""
-        if not isinstance(self.tensor, DTensor):
-            return self.nbytes if ranks == 1 else 0
-        rows, *rest = self.tensor.shape
-        return -(-rows // ranks) * math.prod(rest) * self.dtype.itemsize
-
-    def padded_bytes(self, ranks: int) -> int:
-        """Bytes that it takes while it is gathered."""
-        return max(self.nbytes, ranks * self.shard_bytes(ranks))
+        is_gathered = ranks == 1 or isinstance(self.tensor, DTensor)
+        return largest_shard(self.tensor) * self.dtype.itemsize if is_gathered else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,28 +126,18 @@ class _Group:
         if self.file_name is not None:
             (weight,), (offset,) = self.weights, offsets
             return [Entry(self.file_name, tuple(weight.tensor.shape), weight.dtype, offset)]
-        found: dict[str, Tensor] = {}
-        for weight, offset in zip(self.weights, offsets, strict=True):
-            flat = data[offset : offset + weight.nbytes]
-            found[weight.name] = flat.view(weight.dtype).view(weight.tensor.shape)
-        converted = to_file_names(self.skeleton, found)
-        within = [
-            tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in converted.values()
-        ]
-        if all(within) and all(tensor.is_contiguous() for tensor in converted.values()):
-            places = [tensor.data_ptr() - data.data_ptr() for tensor in converted.values()]
+        found = {one.name: one.within(data, offset) for one, offset in zip(self.weights, offsets, strict=True)}
+        names, tensors = zip(*to_file_names(self.skeleton, found).items(), strict=True)
+        views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
+        if all(views) and all(tensor.is_contiguous() for tensor in tensors):
+            places = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
         else:  # pieces that were copied go back to where they came from
-            converted = {
-                name: tensor.clone() if view else tensor
-                for (name, tensor), view in zip(converted.items(), within, strict=True)
-            }
-            places, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in converted.values()), offsets[0])
-            for place, tensor in zip(places, converted.values(), strict=True):
+            tensors = [tensor.clone() if view else tensor for tensor, view in zip(tensors, views, strict=True)]
+            places, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in tensors), offsets[0])
+            for place, tensor in zip(places, tensors, strict=True):
                 data[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return [
-            Entry(name, tuple(tensor.shape), tensor.dtype, place)
-            for (name, tensor), place in zip(converted.items(), places, strict=True)
-        ]
+        forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        return [Entry(name, *form, place) for name, form, place in zip(names, forms, places, strict=True)]
 
 
 def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
@@ -194,23 +174,27 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
 def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Callable[[Bucket], object]) -> None:
     """Gather the groups bucket by bucket, and give each to ``load`` while the next is gathered."""
 
-    def size(group: _Group) -> int:
-        return sum(weight.padded_bytes(shards.ranks) for weight in group.weights)
+    def size(group: _Group) -> int:  # bytes while it is gathered
+        return sum(max(one.nbytes, shards.ranks * one.shard_bytes(shards.ranks)) for one in group.weights)
 
     batches = list(in_batches(groups, size, largest=bucket_bytes))
     sizes = [sum(map(size, batch)) for batch in batches]
-    memory = _Memory(shards.device, max((each for each in sizes if each <= bucket_bytes), default=0))
-    # What is gathered in order, or is too large, has memory of its own: for one bucket at a time.
+    # What is gathered in order, or is too large, has memory of its own: for one bucket at a time. The others use the
+    # same again: on a CPU, fresh memory costs more than what is written to it.
     alone = [
         shards.ranks == 1 or len(_weights_of(batch)) == 1 or each > bucket_bytes
         for batch, each in zip(batches, sizes, strict=True)
     ]
+    largest = max((each for each, by_itself in zip(sizes, alone, strict=True) if not by_itself), default=0)
+    memory = [torch.empty(largest, dtype=torch.uint8, device=shards.device) for _ in range(2)]
+
+    def begin(number: int) -> _Gather:
+        return _Gather(_weights_of(batches[number]), shards, None if alone[number] else memory)
+
     ahead: _Gather | None = None
     for number, batch in enumerate(batches):
-        bucket = _to_bucket(batch, ahead or _Gather(_weights_of(batch), shards, memory))
-        ahead = None
-        if number + 1 < len(batches) and not all(alone[number : number + 2]):
-            ahead = _Gather(_weights_of(batches[number + 1]), shards, memory)
+        bucket = _to_bucket(batch, ahead or begin(number))
+        ahead = begin(number + 1) if number + 1 < len(batches) and not all(alone[number : number + 2]) else None
         load(bucket)
         del bucket  # before the next one is put in order
 
@@ -237,65 +221,41 @@ class _Shards:
     """Where they are gathered."""
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> _Shards:
+    def of(cls, tensors: Sequence[Tensor]) -> _Shards:
         """Of all these tensors alike; those that are whole on every rank do not matter.
 
         Raises:
             UserError: a parameter is sharded otherwise than over dim 0 and one dim of one mesh.
         """
-        tensors = list(tensors)
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         if not sharded:
             return cls(1, 0, None, tensors[0].device if tensors else torch.device("cpu"))
         mesh, placements = sharded[0].device_mesh, sharded[0].placements
         dims = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+        is_known = [placements[dim] for dim in dims] == [Shard(0)]
         for tensor in sharded:
-            if (
-                tensor.device_mesh != mesh
-                or tensor.placements != placements
-                or len(dims) != 1
-                or placements[dims[0]] != Shard(0)
-            ):
+            if not is_known or (tensor.device_mesh, tensor.placements) != (mesh, placements):
                 what = f"a parameter is sharded as {tensor.placements} over {tensor.device_mesh}"
                 raise UserError("weight sync", what, "shard all parameters alike, over dim 0 and one dim of one mesh")
         group = mesh.get_group(dims[0])
         return cls(group.size(), group.rank(), group, torch.device(mesh.device_type))
 
 
-class _Memory:
-    """Two buffers that every bucket uses again: on a CPU, fresh memory costs more than what is written to it.
+class _Gather:
+    """Whole tensors on their way: begun when it is made, done after `finish`.
 
     Args:
-        largest: bytes of a buffer; what needs more gets memory of its own.
+        memory: what they are gathered in, and put in order in; None: memory of its own.
     """
 
-    def __init__(self, device: torch.device, largest: int = 0) -> None:
-        self._device, self._largest, self._kept = device, largest, dict[str, Tensor]()
-
-    def take(self, use: str, size: int) -> Tensor:
-        """``[size]`` uint8 without values, which overwrites what was taken for the same use before."""
-        if size > self._largest:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        if use not in self._kept:
-            self._kept[use] = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
-        return self._kept[use][:size]
-
-
-class _Gather:
-    """Whole tensors on their way: begun when it is made, done after `finish`."""
-
-    def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: _Memory) -> None:
-        self._weights, self._ranks, self._memory = weights, shards.ranks, memory
-        # Shards are in order then, and padding comes after them.
-        self._is_ordered = shards.ranks == 1 or (len(weights) == 1 and isinstance(weights[0].tensor, DTensor))
-        if self._is_ordered:  # it is loaded from where it was gathered, while the next bucket is gathered
-            memory = _Memory(shards.device)
-        sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
-        self._places, size = _layout(zip(sizes, (weight.dtype.itemsize for weight in weights), strict=True))
+    def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: Sequence[Tensor] | None = None) -> None:
+        self._weights, self._ranks, self._memory, self._device = weights, shards.ranks, memory, shards.device
+        self._sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
+        self._places, size = _layout(zip(self._sizes, (weight.dtype.itemsize for weight in weights), strict=True))
         adapters = iter(self._adapters(shards))
-        self._gathered = memory.take("gathered", shards.ranks * size).view(shards.ranks, size)
+        self._gathered = self._take(0, shards.ranks * size).view(shards.ranks, size)
         mine = self._gathered[shards.rank]
-        for weight, place, most in zip(weights, self._places, sizes, strict=True):
+        for weight, place, most in zip(weights, self._places, self._sizes, strict=True):
             if most:
                 local = local_part(weight.tensor)
                 if weight.adapter:
@@ -306,16 +266,18 @@ class _Gather:
         if shards.ranks > 1 and size:
             self._work = all_gather_single(self._gathered.view(-1), mine, group=shards.group, async_op=True)
 
+    def _take(self, which: int, size: int) -> Tensor:
+        if self._memory is None or size > len(self._memory[which]):  # the gaps between several dtypes may not fit
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory[which][:size]
+
     def _adapters(self, shards: _Shards) -> list[Tensor]:
         """The adapters' parameters whole: each rank needs all of a factor to merge its rows."""
         parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
         if not parts:
             return []
-        data, offsets = _Gather(parts, shards, _Memory(shards.device)).finish()
-        return [
-            data[offset : offset + part.nbytes].view(part.dtype).view(part.tensor.shape)
-            for part, offset in zip(parts, offsets, strict=True)
-        ]
+        data, offsets = _Gather(parts, shards).finish()
+        return [part.within(data, offset) for part, offset in zip(parts, offsets, strict=True)]
 
     def finish(self) -> tuple[Tensor, Sequence[int]]:
         """The tensors one after the other, ``[bytes]`` uint8, and where each begins; called once."""
@@ -323,13 +285,13 @@ class _Gather:
             self._work.wait()
         gathered = self._gathered
         del self._gathered, self._work  # it holds on to the tensor as well
-        if self._is_ordered:
+        if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
+            # Shards are in order then, and padding comes after them.
             return gathered.view(-1), self._places
         offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
-        data = self._memory.take("data", size)
-        for weight, place, offset in zip(self._weights, self._places, offsets, strict=True):
-            whole = data[offset : offset + weight.nbytes].view(weight.dtype)
-            shard = weight.shard_bytes(self._ranks)
+        data = self._take(1, size)
+        for weight, place, shard, offset in zip(self._weights, self._places, self._sizes, offsets, strict=True):
+            whole = weight.within(data, offset).view(-1)
             if not shard:
                 whole.copy_(weight.tensor.reshape(-1))
                 continue

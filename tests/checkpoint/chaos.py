@@ -30,8 +30,8 @@ from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
-from fsdp2kit.rl.engine import TransformersEngine
 from fsdp2kit.rl.rollouts import Rollouts
+from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.workers import FORKS
 

@@ -38,13 +38,10 @@ SHIFT = 1.02  # of all weights, from the reference to the policy
 
 
 def batches_of(section: GRPOConfig, prompts: Any, rollouts: list[Rollout], **sizes: Any) -> list[Any]:
-    documents = []
-    for rollout in rollouts:
-        ids = [*prompts[rollout.prompt], *rollout.response.ids]
-        documents.append((np.array(ids), np.arange(len(ids)) >= len(prompts[rollout.prompt])))
+    texts = [(prompts[rollout.prompt], rollout.response.ids) for rollout in rollouts]
     values = token_values(section, rollouts, REWARDS, MAX_NEW)
     options = {"seq_len": 64, "micro_batch_size": 1, "dp": 1, "dp_rank": 0, "cp": 1, "pad_id": 0}
-    return pack(documents, values, **{**options, **sizes})
+    return pack(texts, values, **{**options, **sizes})
 
 
 def shifted(model: Any) -> Any:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsdp2kit.rl.bucket import Bucket, Entry
-from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.engine import Bucket, Entry, Request
 from fsdp2kit.rl.server_engine import ServerEngine
 
 WEIGHTS = {"a": torch.linspace(-3, 3, 12).view(3, 4).bfloat16(), "b": torch.arange(5.0)}

@@ -11,8 +11,10 @@ import torch
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.rl.engine import Request, TransformersEngine, build_engine
+from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.packing import pack
+from fsdp2kit.rl.rollouts import build_engine
+from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build
 from tests.reference import DEMO, tiny_model
@@ -108,13 +110,10 @@ def _trainer_and_engine(folder: Path, case: Case, tp: int) -> float:
         prompts, _ = make_rollouts(tiny_model(case.kind))
         asked = [Request(prompt, (version, at)) for at, prompt in enumerate(prompts)]
         found = engine.generate(asked, max_new_tokens=20, temperature=0.8)
-        documents = [
-            (torch.tensor([*one, *two.ids]).numpy(), (torch.arange(len(one) + len(two.ids)) >= len(one)).numpy())
-            for one, two in zip(prompts, found, strict=True)
-        ]
+        texts = [(prompt, response.ids) for prompt, response in zip(prompts, found, strict=True)]
         values = {"engine": [torch.tensor(response.log_probs).numpy() for response in found]}
         sizes = {"dp": mesh.sizes.dp, "dp_rank": mesh.dp_rank, "cp": mesh.sizes.cp}
-        for batch in pack(documents, values, seq_len=64, micro_batch_size=1, pad_id=0, **sizes):
+        for batch in pack(texts, values, seq_len=64, micro_batch_size=1, pad_id=0, **sizes):
             inputs = sharded.inputs(batch)
             expected = inputs.pop("engine")
             log_probs, _ = model.token_log_probs(**inputs, temperature=0.8)

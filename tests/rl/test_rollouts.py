@@ -28,10 +28,12 @@ from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.policy import PolicyLoss
-from fsdp2kit.rl.engine import Response, TransformersEngine
+from fsdp2kit.progress import Progress
+from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_rows
 from fsdp2kit.rl.prompts import Prompts, build_prompts
 from fsdp2kit.rl.rollouts import Rollouts, Round
+from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.data.templates import CHATML, make_tokenizer
@@ -340,8 +342,9 @@ def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "
     prompts = SimpleNamespace(per_round=4, total_steps=8)
     none: Any = None
     mesh: Any = SimpleNamespace(rank=0)
-    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "metrics": none, "tokenizer": none}
-    return Rollouts(config, none, prompts, **given)  # pyright: ignore[reportArgumentType]
+    given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "tokenizer": none}
+    given |= {"metrics": SimpleNamespace(sources=[]), "objective": PolicyLoss(config.grpo, config.rollout)}
+    return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:

@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp2kit.config.rl_schema import RolloutConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
-from fsdp2kit.rl.bucket import Bucket
-from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
 from tests.rl import servers
@@ -155,7 +154,7 @@ def test_a_server_that_hangs(server: StandIn) -> None:
 
 
 def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_engine, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_RETRIES", 1)
     engine = engine_of(server.url)
     server.shutdown()
     server.server_close()
@@ -314,7 +313,7 @@ def test_five_cycles_with_a_real_server(
 
 def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
     """Run a recipe; when the first bucket of the third weights has arrived, kill all processes of the server."""
-    begin, send = VLLMEngine.begin_update, VLLMEngine._send
+    begin, send = VLLMEngine.begin_update, VLLMEngine.load_weights
     begun: list[int] = []
 
     def begin_and_count(engine: VLLMEngine, version: int) -> None:
@@ -323,11 +322,11 @@ def _train(toml: str, overrides: Sequence[str], pid: str = "") -> None:
 
     def send_and_kill(engine: VLLMEngine, sent: Bucket) -> None:
         send(engine, sent)
-        if pid and len(begun) == 3:
+        if pid and engine._is_main and len(begun) == 3:
             with contextlib.suppress(ProcessLookupError):  # at the second bucket
                 os.killpg(int(Path(pid).read_text()), signal.SIGKILL)
 
-    with mock.patch.multiple(VLLMEngine, begin_update=begin_and_count, _send=send_and_kill):
+    with mock.patch.multiple(VLLMEngine, begin_update=begin_and_count, load_weights=send_and_kill):
         recipe, config = load(toml, list(overrides))
         recipe.main(config)
 
