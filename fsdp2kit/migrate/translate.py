@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.config.foreign import ADAMW_WORDS, STRATEGY_WORDS, WITHOUT_KEY
+from fsdp2kit.config.foreign import ADAMW_WORDS, NOT_OFFERED, STRATEGY_WORDS, WITHOUT_KEY
 from fsdp2kit.migrate import data, rules
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
@@ -24,7 +24,6 @@ from fsdp2kit.migrate.fields import (
     read_fields,
     switch,
 )
-from fsdp2kit.migrate.names import WARNED_OF
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,33 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     rules.set_wandb,
     Row("wandb.name", as_text),
     Row("profile.enabled", as_bool),
+)
+
+# Fields without which something else is trained: names, what becomes of them, when that is warned of, the warning.
+WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
+    (
+        "unfrozen_parameters",
+        "model.freeze names what is not trained: the rest of what this names, which only the model knows",
+        bool,
+        "set model.freeze; every parameter would be trained",
+    ),
+    *(
+        (
+            names,
+            why,
+            lambda field: field.word not in ("false", "no", "none"),
+            "not offered; weights would be stored unquantised",
+        )
+        for why, names in NOT_OFFERED.items()
+    ),
+    (
+        "datasets.roles_to_train datasets.train_on_eos",
+        "the assistant's turns are learnt, with their ends",
+        lambda field: not {"assistant", "gpt", "turn"}.issuperset(as_words(field)),
+        "not translated: the assistant's turns are learnt, with their ends",
+    ),
+    ("gamma lr_gamma", "StepLR is not offered", lambda field: as_float(field) != 1, "StepLR is not offered"),
+    ("distributed_type", "always FSDP2 here", lambda field: field.word != "fsdp", "this is not an FSDP configuration"),
 )
 
 

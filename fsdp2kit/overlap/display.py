@@ -15,7 +15,7 @@ from rich.text import Text
 from fsdp2kit.errors import UserError
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report, StepReport
-from fsdp2kit.overlap.split import MS, Activity, Split, mean_of
+from fsdp2kit.overlap.split import MS, TIMES, Activity, Split, mean_of
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MOST_RANKS = 8
@@ -54,9 +54,9 @@ def _table(title: str, *columns: str, figures: Sequence[str], caption: str | Non
 
 
 def _step(step: StepReport) -> Table:
-    title = f"step {step.number}" + (
-        "" if step.is_complete else " (no optimizer step: cut off or skipped; not in the means)"
-    )
+    title = f"step {step.number}"
+    if not step.is_complete:
+        title += " (no optimizer step: cut off or skipped; not in the means)"
     names = ("rank", "step", "compute only", "overlapped", "exposed", "idle", "waiting", "overlap")
     table = _table(title, figures=names, caption=_remarks(step))
     for rank in step.ranks if len(step.ranks) <= MOST_RANKS else [step.slowest_rank]:
@@ -72,8 +72,7 @@ def _step(step: StepReport) -> Table:
 
 
 def _values(split: Split) -> list[float | None]:
-    names = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "effective_overlap")
-    return [getattr(split, name) for name in names]
+    return [getattr(split, name) for name in (*TIMES[:6], "effective_overlap")]
 
 
 def _figures(values: Sequence[float | None]) -> list[str]:

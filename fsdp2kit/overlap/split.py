@@ -64,7 +64,7 @@ class Activity:
     """What a rank did in each cell of a step."""
 
     def __init__(self, trace: RankTrace, step: Step) -> None:
-        self.window = begin, end = step.window
+        self.window = begin, end = step.start, step.end
         self.work = [part for part in trace.work if part.start < end and part.end > begin]
         self.collectives = [
             one

@@ -40,10 +40,6 @@ class Step:
     is_complete: bool
     """Whether the optimizer ran in it (a trace may end amid a step)."""
 
-    @property
-    def window(self) -> Interval:
-        return (self.start, self.end)
-
 
 @dataclass(frozen=True)
 class RankTrace:
