@@ -236,13 +236,13 @@ def translate(
     Raises:
         UserError: the file cannot be read, or one of its values makes no sense.
     """
-    options = (
-        ("--world-size", "num_processes", world_size),
-        ("--model", "model_path", model),
-        ("--data", "data_path", data),
-    )
-    given = [Field(path, name, value, source) for path, name, value in options if value is not None]
-    draft = Draft([*given, *read_fields(source)], source=source.name, path=toml)
+    given = [
+        Field("--world-size", "num_processes", world_size, source),
+        Field("--model", "model_path", model, source),
+        Field("--data", "data_path", data, source),
+    ]
+    fields = [*(field for field in given if field.value is not None), *read_fields(source)]
+    draft = Draft(fields, source=source.name, path=toml)
     for write in TABLE:
         write(draft)
     draft.fill("run.dir", f"runs/{source.stem}")

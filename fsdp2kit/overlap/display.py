@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.files import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report, StepReport
 from fsdp2kit.overlap.split import MS, TIMES, Activity, Split, mean_of
@@ -166,15 +166,10 @@ def draw_timeline(traces: Sequence[RankTrace], *, step: int, out: Path, title: s
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise UserError("--png", "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
     found = [(trace, part) for trace in traces for part in trace.steps if part.number == step][:MOST_RANKS]
-    figure = Figure(figsize=(12, 1.6 + 1.0 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(12, 1.6 + 1.0 * len(found)), layout="constrained")
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     for row, (trace, part) in enumerate(found):
         _draw_rank(axes, trace, part, top=-row)
@@ -187,10 +182,7 @@ def draw_timeline(traces: Sequence[RankTrace], *, step: int, out: Path, title: s
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles = [Patch(color=color, label=name) for name, color in (_PARTS | _PHASES).items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as problem:
-        raise UserError(str(out), f"cannot be written ({problem.strerror})", "choose another --png") from None
+    write_figure(figure, out)
 
 
 def _draw_rank(axes: Any, trace: RankTrace, step: Step, *, top: float) -> None:

@@ -113,24 +113,19 @@ class Sharded:
         self.start(len(batches))
         micro_batch_size, mesh = self.config.train.micro_batch_size, self.mesh
         dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-        gradients = self._first_gradients(dealt)
-        self.train(dealt)
-        return Curves(gradients, *([record[name] for record in self.records] for name in ("loss", "grad_norm", "lr")))
-
-    def _first_gradients(self, dealt: DealtOut) -> dict[str, np.ndarray]:
-        first = next_batch(dealt, 0, mesh=self.mesh)
-        accumulate_gradients(
-            self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=self.config.fsdp, mesh=self.mesh
-        )
+        first = next_batch(dealt, 0, mesh=mesh)
+        fsdp = self.config.fsdp
+        accumulate_gradients(self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=fsdp, mesh=mesh)
         gradients = {}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad and self.plan.adapter is not None:
                 continue
             gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
-            if self.mesh.rank == 0:
+            if mesh.rank == 0:
                 gradients[name] = gradient.float().cpu().numpy()
         self.model.zero_grad()
-        return gradients
+        self.train(dealt)
+        return Curves(gradients, *([record[name] for record in self.records] for name in ("loss", "grad_norm", "lr")))
 
     @torch.no_grad()
     def forward(self, row: Rows, *, document: range) -> tuple[np.ndarray, dict[str, np.ndarray]]:
