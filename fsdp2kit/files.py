@@ -1,4 +1,4 @@
-"""Files that survive a crash: synced, replaced whole, digested. No torch here."""
+"""Files that survive a crash: synced, replaced whole, digested; paths and pictures of command lines. No torch here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from fsdp2kit.errors import UserError
 
 CHUNK_BYTES = 1 << 22
 
@@ -21,6 +24,31 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return number
+
+
+def new_figure(flag: str = "--png", **options: Any) -> Any:
+    """An empty figure of matplotlib.
+
+    Raises:
+        UserError: it is not installed, which ``flag`` needs.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(flag, "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
+    return Figure(**options)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write it as a PNG.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as problem:
+        raise UserError(str(path), f"cannot be written ({problem.strerror})", "choose another --png") from None
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -110,8 +110,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 def test_the_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp2kit.errors import UserError
-    from tools.bench import pyplot
+    from fsdp2kit.files import new_figure
 
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"^--figure: .*fsdp2kit\[plot\]"):
-        pyplot("--figure")
+        new_figure("--figure")

@@ -35,7 +35,7 @@ import numpy as np
 
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import positive, user_path
+from fsdp2kit.files import new_figure, positive, user_path, write_figure
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {
@@ -142,7 +142,7 @@ def _check_outputs(given: dict[str, Any]) -> None:
         if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             raise UserError(f"--{name}", f"{file} cannot be written", "name a file in a folder that exists")
     if given["figure"] is not None:
-        pyplot("--figure")
+        new_figure("--figure")
 
 
 def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
@@ -220,8 +220,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     rows, lines = result["rows"], result.get("lines", {})
     panels = lines or result.get("bars", {"seconds": ["seconds"]})
     names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
-    plots = pyplot("--figure")
-    figure, every = plots.subplots(1, len(panels), figsize=(4.5 * len(panels), 4.2), squeeze=False)
+    figure = new_figure("--figure", figsize=(4.5 * len(panels), 4.2), layout="tight")
+    every = figure.subplots(1, len(panels), squeeze=False)
     for axes, (title, panel) in zip(every[0], panels.items(), strict=True):
         for number, column in enumerate(panel):
             if lines:
@@ -235,25 +235,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
             axes.yaxis.set_inverted(True)
         axes.set_title(title)
         axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110, format="png")
-    plots.close(figure)
-
-
-def pyplot(flag: str) -> Any:
-    """matplotlib's pyplot, drawing into files.
-
-    Raises:
-        UserError: matplotlib is not installed, which ``flag`` needs.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError(flag, "needs matplotlib", "install it: pip install 'fsdp2kit[plot]'") from None
-    return pyplot
+    write_figure(figure, file)
 
 
 if __name__ == "__main__":

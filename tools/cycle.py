@@ -9,11 +9,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fsdp2kit.bench.curves import read_run
 from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.files import new_figure, user_path, write_figure
 
 COLORS = {
     "sync": "tab:orange",
@@ -62,8 +63,8 @@ def cycle_of(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], di
     The first step, which warms up, is left out where there are others; so are steps that began no rollouts.
     """
     steps = records[1:] or records
-    seconds = {name: _mean([record.get(f"seconds/{name}", 0.0) for record in steps]) for name in COLORS}
-    seconds["train"] = _mean([record["step_seconds"] - record["data_seconds"] for record in steps])
+    seconds = {name: fmean([record.get(f"seconds/{name}", 0.0) for record in steps]) for name in COLORS}
+    seconds["train"] = fmean([record["step_seconds"] - record["data_seconds"] for record in steps])
     peaks = {name: max(record.get(f"memory_gib/{name}", 0.0) for record in steps) for name in (*COLORS, *_TRAIN)}
     peaks["train"] = max(peaks[name] for name in _TRAIN)
     found = {name: value for name, value in seconds.items() if value}
@@ -78,11 +79,7 @@ def write_png(
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--png", "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = new_figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subplots(2)
     at = 0.0
     for name, width in seconds.items():
@@ -98,14 +95,7 @@ def write_png(
             below.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     below.set(xlabel="step", ylabel="mean reward")
     below.legend(fontsize=8, frameon=False)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as problem:
-        raise UserError(str(out), f"cannot be written ({problem.strerror})", "choose another --png") from None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    write_figure(figure, out)
 
 
 if __name__ == "__main__":

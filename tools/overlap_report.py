@@ -16,7 +16,15 @@ from fsdp2kit.files import user_path
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(prog="overlap_report", description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=user_path, help="a run directory, its trace directory, or one rank's trace")
+    parser.add_argument(
+        "--png", type=user_path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the step that --png draws (the first complete one)")
+    parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are shown (10)")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
+    options = parser.parse_args(arguments)
     from rich.console import Console
 
     from fsdp2kit.overlap.display import draw_timeline, renderables
@@ -46,18 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.png is not None:
         print(f"wrote {options.png}")
     return 0
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="overlap_report", description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=user_path, help="a run directory, its trace directory, or one rank's trace")
-    parser.add_argument(
-        "--png", type=user_path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="the step that --png draws (the first complete one)")
-    parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are shown (10)")
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

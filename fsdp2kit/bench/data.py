@@ -1,8 +1,7 @@
 """Rows of conversations to packed rows of tokens: ours against `datasets.map` with TRL's packing, in turns.
 
-Both read the same JSONL, tokenise every row with the same template, and pack by best fit into rows of the same length;
-both start with an empty cache and write one. Ours finds the assistant's spans and verifies them; TRL's side does what
-its trainer does, with the masks of ``{% generation %}`` markers, or, with a template that has none, without masks.
+Both start with an empty cache, tokenise with the same template, and pack by best fit. Ours finds the assistant's spans
+and verifies them; TRL's side does what its trainer does: masks by ``{% generation %}`` markers, or none without these.
 """
 
 from __future__ import annotations

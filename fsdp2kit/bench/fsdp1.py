@@ -75,10 +75,9 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
 def fsdp1_arguments(section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh) -> dict[str, Any]:
     """The arguments of `FullyShardedDataParallel` that match ``[fsdp]``; of a config that `check_fsdp1` let pass."""
     strategy = sharding_strategy(section, sizes=mesh.sizes)
-    is_hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
     return {
         "sharding_strategy": strategy,
-        "device_mesh": mesh.shard if is_hybrid else None,
+        "device_mesh": mesh.shard if "HYBRID" in strategy.name else None,
         "auto_wrap_policy": _wrap_policy(section, model),
         "mixed_precision": MixedPrecision(
             param_dtype=getattr(torch, section.param_dtype), reduce_dtype=getattr(torch, section.reduce_dtype)
@@ -159,8 +158,7 @@ class FSDP1Loop(PlainLoop):
         # Without clipping there is still a norm to compare, as on our side.
         super().__init__(wrapped, optimizer, max_grad_norm=config.train.max_grad_norm or float("inf"), device=device)
         self.reduce_every = config.fsdp.reduce_every_micro_batch
-        total_steps = config.train.total_steps(0)
-        self.schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=total_steps)
+        self.schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=config.train.total_steps(0))
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
         """One optimizer step, and one of the schedule."""

@@ -63,15 +63,17 @@ GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
 }
 """Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
 
+OTHERS = "elementwise and others"
 # The first that fits counts; names as CUDA's libraries, Inductor and torch give them, and ATen's operators on a CPU.
 _KINDS: tuple[tuple[str, str], ...] = (
+    (OTHERS, r"^triton_(?:poi|red|per)"),  # Inductor's names are made of all that it fused, or fused away
     ("collectives", r"nccl|gloo|c10d"),
     ("attention", r"flash|fmha|attention|softmax_warp"),
     ("matmul", r"gemm|cutlass|nvjet|cublas|xmma|wgmma|aten::(?:mm|addmm|bmm|linear|matmul|_scaled_mm)|scaled_mm"),
     ("optimizer", r"multi_tensor_apply|adam|aten::_(?:fused|foreach)_"),
     ("copies", r"Memcpy|Memset|copy_|_to_copy|fsdp::|split_with_sizes|chunk_cat"),
+    (OTHERS, ""),
 )
-OTHERS = "elementwise and others"
 
 
 def bench_gpu(
@@ -187,27 +189,23 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
 def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
     """The shares of three traced steps, after two more that are not traced."""
     side, activity = OurSide(config, world=world, fill=_fill_on_the_device), torch.profiler.ProfilerActivity
-    found: list[dict[str, Any]] = []
     try:
         side.build()
         with torch.profiler.profile(
             activities=[activity.CPU, activity.CUDA] if world.device.type == "cuda" else [activity.CPU],
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-            on_trace_ready=lambda profiler: found.append(shares(profiler.events())),
         ) as profiler:
             for _ in range(5):
                 timed(side.step, device=world.device)  # until the device is idle: a step's kernels are in its window
                 profiler.step()
     finally:
         side.stop()
-    return found[0]
+    return shares(profiler.events() or ())
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel (or, on a CPU, operator) of that name."""
-    if name.startswith(("triton_poi", "triton_red", "triton_per")):
-        return OTHERS  # Inductor's names are made of all that it fused, or fused away
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), OTHERS)
+    return next(kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def shares(events: Iterable[Any]) -> dict[str, Any]:
@@ -223,7 +221,7 @@ def shares(events: Iterable[Any]) -> dict[str, Any]:
     total = sum(mark.time_range.elapsed_us() for mark in marks)
     work = [event for event in events if not event.is_user_annotation and not event.is_async]
     on_device = [event for event in work if event.device_type.name == "CUDA"]
-    busy = dict.fromkeys([*(kind for kind, _ in _KINDS), OTHERS], 0.0)
+    busy = dict.fromkeys((kind for kind, _ in _KINDS[1:]), 0.0)
     covered, reached = 0.0, 0.0
     for event in sorted(on_device or work, key=lambda event: event.time_range.start):
         start, end = event.time_range.start, event.time_range.end

@@ -75,8 +75,8 @@ def build_handwritten(config: Any, *, device: torch.device) -> PlainLoop:
     Args:
         config: settings by the names of fsdp2kit's TOML: the model's directory, learning rate, compute dtype.
     """
-    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, **how)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(config.model.path, dtype=torch.float32, attn_implementation="sdpa")
     model.to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     compute, optimizer = getattr(torch, config.fsdp.param_dtype), config.optimizer

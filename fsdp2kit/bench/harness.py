@@ -27,9 +27,6 @@ from fsdp2kit import distributed
 from fsdp2kit.distributed import World, gather_objects, is_main_process
 from fsdp2kit.job import describe_environment
 
-_RESAMPLES = 10_000
-_SAMPLE_SECONDS = 0.001
-
 
 def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options: Any) -> Iterator[dict[str, Any]]:
     """The result of a bench with these options, with its provenance; the result so far, where it has several parts.
@@ -42,7 +39,11 @@ def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options
     """
     world, began = distributed.start(timeout_minutes=60), time.monotonic()
     name = bench.__name__.removeprefix("bench_")
-    about = {"benchmark": name, "options": options, "provenance": provenance(world)}
+    # Command, versions, devices, git state and the machine's load: what a figure must be quoted with.
+    environment = describe_environment(world_size=world.size, mesh={})
+    devices = sorted({device for rank in gather_objects(environment["devices"]) for device in rank})
+    provenance = {**environment, "devices": devices, "load_average": round(os.getloadavg()[0], 2)}
+    about = {"benchmark": name, "options": options, "provenance": provenance}
     found = bench(world, **options)
     for result in found if isinstance(found, Iterator) else [found]:
         is_over = any(gather_objects(time.monotonic() - began > 60 * max_minutes))
@@ -59,7 +60,7 @@ class Side(Protocol):
         """What it keeps from step to step, on the device. Libraries that only this side needs are imported before."""
 
     def prepare(self) -> None:
-        """What of the next step does not count, before the clock starts."""
+        """What of the next step does not count: the clock has not started."""
 
     def step(self) -> None:
         """What is measured."""
@@ -76,11 +77,7 @@ class Side(Protocol):
 
 
 class Task(Side):
-    """A function as a side, which keeps nothing.
-
-    Args:
-        around: entered before each step and left after it, outside the clock.
-    """
+    """A function as a side, which keeps nothing; outside the clock, each step is in an ``around()`` of its own."""
 
     def __init__(
         self, work: Callable[[], object], around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -116,13 +113,14 @@ def run_sides(
         ``first_step_seconds``; ``peak_bytes`` of the largest rank, None where the system does not tell; and the
         ``outcomes`` of all steps.
     """
-    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    costs: dict[str, list[list[float]]] = {name: [] for name in sides}
     outcomes: dict[str, list[Any]] = {name: [] for name in sides}
     peaks: dict[str, int | None] = {}
 
     def step(name: str) -> None:
         sides[name].prepare()
-        costs[name].append(timed(sides[name].step, device=world.device))
+        ranks = gather_objects(timed(sides[name].step, device=world.device))
+        costs[name].append([max(values) for values in zip(*ranks, strict=True)])
         outcomes[name].append(sides[name].outcome())
 
     try:
@@ -138,7 +136,7 @@ def run_sides(
             side.stop()
     found = {}
     for name, side in sides.items():
-        seconds, cpu_seconds = (slowest_rank(values) for values in zip(*costs[name], strict=True))
+        seconds, cpu_seconds = map(list, zip(*costs[name], strict=True))
         memories = gather_objects(peaks[name])
         found[name] = {
             "ran": side.describe(),
@@ -201,13 +199,12 @@ def speed(
     percentile bootstrap over rounds.
 
     Args:
-        ours: durations, the i-th measured beside the i-th of ``theirs``.
-        theirs: the durations of the other side.
+        ours: durations, the i-th measured beside the i-th of ``theirs``, the other side's.
         work: what each did in that time, ours first: the ratio is then of work per time, by the mean work.
     """
     ratios = np.asarray(theirs) / np.asarray(ours)
     done, theirs_done = (np.asarray(side) for side in work or ((1.0,) * len(ratios),) * 2)
-    draws = np.random.default_rng(0).integers(0, len(ratios), size=(_RESAMPLES, len(ratios)))
+    draws = np.random.default_rng(0).integers(0, len(ratios), size=(10_000, len(ratios)))
 
     def figure(chosen: Any) -> Any:
         return np.median(ratios[chosen], axis=-1) * done[chosen].mean(axis=-1) / theirs_done[chosen].mean(axis=-1)
@@ -220,11 +217,6 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     """Median, quartiles and all of some durations."""
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     return {"median": float(middle), "p25": float(low), "p75": float(high), "all": list(seconds)}
-
-
-def slowest_rank(seconds: Sequence[float]) -> list[float]:
-    """Element-wise maximum over ranks: a collective step lasts as long as its slowest rank. Collective."""
-    return [max(values) for values in zip(*gather_objects(list(seconds)), strict=True)]
 
 
 class PeakMemory:
@@ -271,7 +263,7 @@ class PeakMemory:
         return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
     def _sample(self) -> None:
-        while self._device.type == "cpu" and not self._done.wait(_SAMPLE_SECONDS):
+        while self._device.type == "cpu" and not self._done.wait(0.001):
             with self._lock:
                 self._highest = max(self._highest, self._now())
 
@@ -289,10 +281,3 @@ def give_back_memory() -> None:
 def missing_packages(*names: str) -> list[str]:
     """Those of these packages that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-def provenance(world: World) -> dict[str, Any]:
-    """Command, versions, devices, git state and the machine's load: what a figure must be quoted with. Collective."""
-    environment = describe_environment(world_size=world.size, mesh={})
-    devices = sorted({device for rank in gather_objects(environment["devices"]) for device in rank})
-    return {**environment, "devices": devices, "load_average": round(os.getloadavg()[0], 2)}

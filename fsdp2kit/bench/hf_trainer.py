@@ -40,15 +40,13 @@ from fsdp2kit.model.loss_head import IGNORE
 class HFSide(Side):
     """One of their trainers, whose loop runs in a thread and stands still after every optimizer step.
 
-    ``hf_trainer`` is given fsdp2kit's rows, which it tells into documents by their positions; ``hf_trainer_padded``
-    documents, one in a row of ``seq_len``; ``hf_trainer_longest`` documents, padded to the longest. ``trl`` packs,
-    and is otherwise as it comes, with activation checkpointing; ``trl_without_ac`` is without that, ``trl_padded``
-    without packing. With ``lora.rank`` all of them train peft's adapters of the same layers, in float32, over a
-    model in the dtype of compute.
+    ``hf_trainer`` is given fsdp2kit's rows, whose positions tell the documents; ``hf_trainer_padded`` documents, one
+    in a row of ``seq_len``; ``hf_trainer_longest`` documents, padded to the longest. ``trl`` packs and checkpoints
+    activations, as it comes; ``trl_without_ac`` does not checkpoint, ``trl_padded`` not pack. With ``lora.rank`` all
+    train peft's adapters of the same layers, in float32, over a model in the dtype of compute.
 
     Args:
-        config: fsdp2kit's settings of the same run; but for ``hf_trainer`` of one document a row, whose order they
-            take.
+        config: fsdp2kit's of the same run; but for ``hf_trainer`` of one document a row, whose order they take.
         conversations: documents a rank takes at once where they are padded to the longest.
     """
 
@@ -112,7 +110,7 @@ class HFSide(Side):
             return loss
 
         self._trainer.training_step = recorded
-        self._trainer.add_callback(_Pause(self._turns))
+        self._trainer.add_callback(self._turns)
         self._trainer.remove_callback(PrinterCallback)
 
     def step(self) -> None:
@@ -152,10 +150,11 @@ class HFSide(Side):
         self._folder.cleanup()
 
 
-class Turns:
+class Turns(TrainerCallback):
     """Runs ``work`` in a thread of its own, which stands still wherever it calls `wait`.
 
-    One of the two threads runs at any time: the caller's outside `advance`, the other's inside it.
+    One of the two threads runs at any time: the caller's outside `advance`, the other's inside it. A trainer that has
+    it as a callback stands still after every optimizer step, and ends when the comparison is over.
 
     Args:
         work: calls `wait` on this object when a step is over, and ends soon after that has returned False.
@@ -170,8 +169,7 @@ class Turns:
         """Let it run to its next `wait`.
 
         Raises:
-            RuntimeError: it came to its end instead.
-            BaseException: what ``work`` raised.
+            RuntimeError: it came to its end instead; or what it raised.
         """
         if self._future is None:
             self._future = self._thread.submit(self._work)
@@ -190,22 +188,15 @@ class Turns:
         self._go.acquire()
         return not self._stopping
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= not self.wait()
+
     def stop(self) -> None:
         """Let it come to its end."""
         self._stopping = True
         if self._future is not None and not self._future.done():
             self.advance()
         self._thread.shutdown()
-
-
-class _Pause(TrainerCallback):
-    """Stands still after every optimizer step, and ends training when the comparison is over."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= not self._turns.wait()
 
 
 def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: int, world: World) -> dict[str, Any]:

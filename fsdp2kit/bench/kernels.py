@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -64,8 +64,8 @@ def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: 
 
     sides = {"blocks": Task(lambda: _all_blocks(ranks, tables)), "fused": Task(fused)}
     rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
-    names = ("out", "query", "key", "value")
-    for name, parts, theirs in zip(names, _all_blocks(ranks, tables), fused(), strict=True):
+    found = _all_blocks(ranks, tables)
+    for name, parts, theirs in zip(("out", "query", "key", "value"), found, fused(), strict=True):
         # In the order of the sequence, from every rank's part.
         mine = in_order(torch.cat(parts, 2).movedim(2, 0), cp=CP, method="ring").movedim(0, 2)
         difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
@@ -127,9 +127,8 @@ def bench_vocabulary(
     states = states.to(world.device, kind).requires_grad_()
     weight = torch.randn(vocabulary, hidden, generator=generator).to(world.device, kind).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator).to(world.device)
-    known = {"torch": torch_linear_cross_entropy, "liger": liger_linear_cross_entropy}
-    losses: dict[str, Callable[..., Tensor]] = {"fsdp2kit": linear_cross_entropy}
-    losses |= {name: known[name] for name in kernels}
+    others = {"torch": torch_linear_cross_entropy, "liger": liger_linear_cross_entropy}
+    losses: dict[str, Any] = {"fsdp2kit": linear_cross_entropy, **{name: others[name] for name in kernels}}
     if whole:
         losses["whole logits"] = lambda hidden, weight, labels: F.cross_entropy(
             (hidden @ weight.T).float(), labels, reduction="sum"

@@ -15,13 +15,9 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 
+_OTHERS = ("handwritten", "trl", "trl_without_ac", "trl_padded", "hf_trainer_padded", "hf_trainer_longest")
 PAIRS = {
-    "handwritten": ("fsdp2kit", "handwritten"),
-    "trl": ("fsdp2kit", "trl"),
-    "trl_without_ac": ("fsdp2kit", "trl_without_ac"),
-    "trl_padded": ("fsdp2kit", "trl_padded"),
-    "hf_trainer_padded": ("fsdp2kit", "hf_trainer_padded"),
-    "hf_trainer_longest": ("fsdp2kit", "hf_trainer_longest"),
+    **{name: ("fsdp2kit", name) for name in _OTHERS},
     "equal_padding": ("fsdp2kit_padded", "hf_trainer_padded"),
     "data_parallel": ("fsdp2kit", "fsdp2kit_data_parallel"),  # for --cp
 }

@@ -8,14 +8,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-from transformers import PreTrainedModel
 
 from fsdp2kit.bench.handwritten import PlainLoop
 from fsdp2kit.bench.harness import Side, run_sides, speed, spread
@@ -26,15 +23,9 @@ from fsdp2kit.data.build import build_data
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.mesh import Mesh, build_mesh
-from fsdp2kit.parallel.parallelize import parallelize_model
-from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import train
-from fsdp2kit.train.metrics import Metrics
-from fsdp2kit.train.step import cross_entropy
-from fsdp2kit.train.throughput import Throughput
 
 PAIR_BARS = {  # what a figure of pairs shows
     "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
@@ -62,48 +53,29 @@ class OurSide(Side):
         self._config, self._world, self._fill = config.model_copy(update={"profile": ProfileConfig()}), world, fill
         self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
-        self._records: list[dict[str, Any]] = []
-        self._progress, self._closing = Progress(), ExitStack()
+        self._progress, self._folder = Progress(), tempfile.TemporaryDirectory()
 
     def build(self) -> None:
-        config, world = self._config, self._world
-        self._model, self._plan = build_ours(config, mesh=self._mesh, fill=self._fill)
-        on_host = config.fsdp.offload == "optimizer"
-        self._optimizer = build_optimizer(config.optimizer, self._model, state_on_host=on_host)
-        total_steps = config.train.total_steps(self._batches.steps_per_epoch)
-        self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
-        throughput = Throughput(self._plan.flops, device=world.device, world_size=world.size)
-        folder = self._closing.enter_context(tempfile.TemporaryDirectory())
-        path = Path(folder) / "metrics.jsonl" if world.is_main else None
-        self._metrics = Metrics(throughput, path=path, records=self._records)
+        self._run = Sharded(self._config, world=self._world, mesh=self._mesh, fill=self._fill)
+        metrics = Path(self._folder.name, "metrics.jsonl") if self._world.is_main else None
+        self._run.start(self._config.train.total_steps(self._batches.steps_per_epoch), metrics=metrics)
 
     def step(self) -> None:
         """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""
-        until = self._config.train.model_copy(update={"steps": self._progress.step + 1, "epochs": None})
-        self._progress = train(
-            self._model,
-            self._optimizer,
-            self._schedule,
-            self._batches,
-            objective=cross_entropy,
-            config=self._config.model_copy(update={"train": until}),
-            plan=self._plan,
-            mesh=self._mesh,
-            metrics=self._metrics,
-            progress=self._progress,
-        )
+        until = self._progress.step + 1
+        self._progress = self._run.train(self._batches, total_steps=until, progress=self._progress)
 
     def outcome(self) -> Work:
-        record = self._records[-1]
+        record = self._run.records[-1]
         return Work(record["loss"], record["tokens"], record["input_tokens"], record["grad_norm"])
 
     def describe(self) -> str:
-        mesh, attention, loss, *sharding, _ = self._plan.describe()
+        mesh, attention, loss, *sharding, _ = self._run.plan.describe()
         rows = "packed rows" if self._config.data.pack else "one conversation a row, padded"
         return "; ".join([*sharding, attention, loss, mesh, f"{rows} of {self._config.data.seq_len}"])
 
     def stop(self) -> None:
-        self._closing.close()
+        self._folder.cleanup()
 
 
 class LoopSide(Side):
@@ -143,15 +115,6 @@ def bench_config(values: Mapping[str, Any], *, overrides: Sequence[str] = ()) ->
     return load_config(TrainingConfig, {**ours, **values}, source=Path.cwd() / "bench.toml", overrides=overrides)
 
 
-def build_ours(config: TrainingConfig, *, mesh: Mesh, fill: Any = fill_weights) -> tuple[PreTrainedModel, Any]:
-    """The model over ``mesh`` with the values that ``fill`` gives it, and its plan. Collective."""
-    model = build_model(config.model, lora=config.lora)
-    plan = plan_parallel(model, config, mesh.sizes, mesh.device.type)
-    parallelize_model(model, plan, mesh=mesh)
-    fill(config.model, model, seed=config.run.seed)
-    return model, plan
-
-
 def read_data(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> tuple[Any, Any]:
     """This data-parallel rank's loader of the data that ``config`` names, and the tokenizer. Collective.
 
@@ -178,19 +141,18 @@ def compare(
             any step, that is called agreement; None where the batches are not the same.
         build: a side of that name.
     """
-    result: dict[str, Any] = {"rows": [], "pairs": {}, "notes": [], "checks": {"losses_agree": True}}
+    rows: list[dict[str, Any]] = []
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, (ours, other, tolerance) in pairs.items():
         # What a trainer of transformers sets must not change how the next pair is built.
         with mock.patch.dict(os.environ):
             sides = {ours: build(ours), other: build(other)}
-            found = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
-        row = pair_row(name, found[ours], found[other], tolerance=tolerance)
-        result["rows"].append(row)
-        result["pairs"][name] = found
-        notes = [f"{side} ran {figures['ran']}" for side, figures in found.items()]
-        result["notes"] = list(dict.fromkeys([*result["notes"], *notes]))
-        result["checks"]["losses_agree"] &= row["losses_agree"] is not False
-        yield {**result, "bars": PAIR_BARS}
+            found[name] = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
+        rows.append(pair_row(name, found[name][ours], found[name][other], tolerance=tolerance))
+        notes = dict.fromkeys(f"{side} ran {one['ran']}" for pair in found.values() for side, one in pair.items())
+        agree = all(row["losses_agree"] is not False for row in rows)
+        checks = {"losses_agree": agree}
+        yield {"rows": rows, "pairs": found, "notes": [*notes], "checks": checks, "bars": PAIR_BARS}
 
 
 def train_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
@@ -209,8 +171,7 @@ def pair_row(name: str, ours: dict[str, Any], other: dict[str, Any], *, toleranc
 
     Args:
         name: of the comparison.
-        ours: our side's figures, as `train_sides` returns them.
-        other: the other side's.
+        ours: our side's figures, of `train_sides`; other: the other side's.
         tolerance: of the losses, as in `compare`.
     """
     work = ours["supervised_tokens"], other["supervised_tokens"]

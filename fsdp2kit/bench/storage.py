@@ -27,13 +27,12 @@ from fsdp2kit.bench.harness import (
     give_back_memory,
     missing_packages,
     run_sides,
-    slowest_rank,
     speed,
     spread,
     take_turns,
     task_rows,
 )
-from fsdp2kit.bench.sides import bench_config, build_ours
+from fsdp2kit.bench.sides import bench_config
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manager import CheckpointManager
@@ -42,6 +41,7 @@ from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import VersionedWeights
 from fsdp2kit.rl.weight_sync import sync_weights
@@ -82,7 +82,7 @@ def bench_load(
         whole = partial(AutoModelForCausalLM.from_pretrained, folder)
 
         def load() -> Any:
-            return build_ours(config, mesh=mesh)[0]
+            return Sharded(config, world=world, mesh=mesh).model
 
         def load_and_shard() -> None:
             model = whole(dtype=torch.float32)
@@ -135,7 +135,7 @@ def _random_model(world: World, params: float) -> Any:
     """A random model of so many 10^9 parameters, sharded."""
     section = {"weights": "random", "attention": "sdpa", "config": llama_config(params * 1e9).to_diff_dict()}
     config = bench_config({"model": section, "fsdp": {"param_dtype": "float32"}})
-    return build_ours(config, mesh=build_mesh(config.mesh, config.fsdp, world=world))[0]
+    return Sharded(config, world=world).model
 
 
 def bench_sync(world: World, *, params: float = 0.5, bucket_mib: int = 16, rounds: int = 5) -> dict[str, Any]:
@@ -199,16 +199,15 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
             model.loss_sum(inputs, inputs.roll(-1), position_ids=positions).backward()
             started = time.perf_counter()
             manager.wait_until_staged()
-            waited[name].append(seconds + time.perf_counter() - started)
+            waited[name].append(max(gather_objects(seconds + time.perf_counter() - started)))
             optimizer.step()
             optimizer.zero_grad()
             manager.finish()
 
         # The first of each does not count: buffers and state are made then.
         take_turns(waited, save, rounds + 1)
-        seconds = {name: slowest_rank(values[1:]) for name, values in waited.items()}
-    rows = [{"training waits for a save": name, "seconds": spread(values)} for name, values in seconds.items()]
-    rows[1]["shorter_by"] = speed(seconds["asynchronous"], seconds["synchronous"])
+    rows = [{"training waits for a save": name, "seconds": spread(values[1:])} for name, values in waited.items()]
+    rows[1]["shorter_by"] = speed(waited["asynchronous"][1:], waited["synchronous"][1:])
     return {"rows": rows}
 
 

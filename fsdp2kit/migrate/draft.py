@@ -11,8 +11,7 @@ from typing import Any
 import tomli_w
 
 from fsdp2kit.config.foreign import NAMES
-from fsdp2kit.migrate.fields import Field, Told
-from fsdp2kit.migrate.names import OF_FSDP1, defaults_of
+from fsdp2kit.migrate.fields import OF_FSDP1, Field, Told, defaults_of
 
 _SECTIONS = (
     *("run", "model", "model.config", "lora", "mesh", "fsdp", "activation_checkpointing", "compile"),

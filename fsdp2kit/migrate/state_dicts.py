@@ -62,15 +62,14 @@ def _in_folder(source: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _in_file(source: Path) -> Iterator[tuple[str, StoredTensor]]:
+    todo = "save the model's state dict alone, with torch.save"
     try:
         content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file may raise nearly anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        what = f"cannot be read as a state dict of tensors ({reason})"
-        raise UserError(str(source), what, "save the model's state dict alone, with torch.save") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(str(source), f"cannot be read as a state dict of tensors ({reason})", todo) from error
     if not isinstance(content, Mapping):
-        what = f"holds a {type(content).__name__} and no state dict"
-        raise UserError(str(source), what, "save the model's state dict alone, with torch.save")
+        raise UserError(str(source), f"holds a {type(content).__name__} and no state dict", todo)
     for key, tensor in _flat(content):
         yield key, StoredTensor(tensor.shape, tensor.dtype, partial(Tensor.contiguous, tensor))
 
@@ -92,18 +91,14 @@ def _part_of_model(
         what = f"holds {flat}, a rank's piece of many parameters at once"
         raise UserError(str(source), what, "save it as FULL_STATE_DICT or SHARDED_STATE_DICT")
     prefixes = {key.removesuffix(name) for name in names for key in stored if key.endswith(name)}
-    prefix = max(
-        sorted(prefixes, key=lambda one: (len(one), one)),
-        key=lambda one: sum(one + name in stored for name in names),
-        default="",
-    )
+    explained = {one: sum(one + name in stored for name in names) for one in prefixes}
+    prefix = min(prefixes, key=lambda one: (-explained[one], len(one), one), default="")
     part = {key.removeprefix(prefix): one for key, one in stored.items() if key.startswith(prefix)}
     return {key: one for key, one in part.items() if not key.startswith("optim") and not key.endswith(_COMPUTED)}
 
 
 def _folder_with_config(source: Path) -> Path:
-    folders = [source, source / "hf", source.parent] if source.is_dir() else [source.parent]
-    found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
-    if found is None:
-        raise UserError(str(source), "has no config.json beside it", "give the model's directory as --config HF_DIR")
-    return found
+    for folder in [source, source / "hf", source.parent] if source.is_dir() else [source.parent]:
+        if (folder / "config.json").is_file():
+            return folder
+    raise UserError(str(source), "has no config.json beside it", "give the model's directory as --config HF_DIR")

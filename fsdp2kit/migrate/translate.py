@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.config.foreign import ADAMW_WORDS, STRATEGY_WORDS, WITHOUT_KEY
+from fsdp2kit.config.foreign import ADAMW_WORDS, NOT_OFFERED, STRATEGY_WORDS, WITHOUT_KEY
 from fsdp2kit.migrate import data, rules
 from fsdp2kit.migrate.draft import Draft
 from fsdp2kit.migrate.fields import (
@@ -24,7 +24,6 @@ from fsdp2kit.migrate.fields import (
     read_fields,
     switch,
 )
-from fsdp2kit.migrate.names import WARNED_OF
 
 
 @dataclass(frozen=True)
@@ -195,6 +194,33 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     Row("profile.enabled", as_bool),
 )
 
+# Fields without which something else is trained: names, what becomes of them, when that is warned of, the warning.
+WARNED_OF: tuple[tuple[str, str, Callable[[Field], Any], str], ...] = (
+    (
+        "unfrozen_parameters",
+        "model.freeze names what is not trained: the rest of what this names, which only the model knows",
+        bool,
+        "set model.freeze; every parameter would be trained",
+    ),
+    *(
+        (
+            names,
+            why,
+            lambda field: field.word not in ("false", "no", "none"),
+            "not offered; weights would be stored unquantised",
+        )
+        for why, names in NOT_OFFERED.items()
+    ),
+    (
+        "datasets.roles_to_train datasets.train_on_eos",
+        "the assistant's turns are learnt, with their ends",
+        lambda field: not {"assistant", "gpt", "turn"}.issuperset(as_words(field)),
+        "not translated: the assistant's turns are learnt, with their ends",
+    ),
+    ("gamma lr_gamma", "StepLR is not offered", lambda field: as_float(field) != 1, "StepLR is not offered"),
+    ("distributed_type", "always FSDP2 here", lambda field: field.word != "fsdp", "this is not an FSDP configuration"),
+)
+
 
 def translate(
     source: Path, *, toml: str, world_size: int | None = None, model: str | None = None, data: str | None = None
@@ -210,13 +236,13 @@ def translate(
     Raises:
         UserError: the file cannot be read, or one of its values makes no sense.
     """
-    options = (
-        ("--world-size", "num_processes", world_size),
-        ("--model", "model_path", model),
-        ("--data", "data_path", data),
-    )
-    given = [Field(path, name, value, source) for path, name, value in options if value is not None]
-    draft = Draft([*given, *read_fields(source)], source=source.name, path=toml)
+    given = [
+        Field("--world-size", "num_processes", world_size, source),
+        Field("--model", "model_path", model, source),
+        Field("--data", "data_path", data, source),
+    ]
+    fields = [*(field for field in given if field.value is not None), *read_fields(source)]
+    draft = Draft(fields, source=source.name, path=toml)
     for write in TABLE:
         write(draft)
     draft.fill("run.dir", f"runs/{source.stem}")

@@ -12,10 +12,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.files import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report, StepReport
-from fsdp2kit.overlap.split import MS, Activity, Split, mean_of
+from fsdp2kit.overlap.split import MS, TIMES, Activity, Split, mean_of
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MOST_RANKS = 8
@@ -54,9 +54,9 @@ def _table(title: str, *columns: str, figures: Sequence[str], caption: str | Non
 
 
 def _step(step: StepReport) -> Table:
-    title = f"step {step.number}" + (
-        "" if step.is_complete else " (no optimizer step: cut off or skipped; not in the means)"
-    )
+    title = f"step {step.number}"
+    if not step.is_complete:
+        title += " (no optimizer step: cut off or skipped; not in the means)"
     names = ("rank", "step", "compute only", "overlapped", "exposed", "idle", "waiting", "overlap")
     table = _table(title, figures=names, caption=_remarks(step))
     for rank in step.ranks if len(step.ranks) <= MOST_RANKS else [step.slowest_rank]:
@@ -72,8 +72,7 @@ def _step(step: StepReport) -> Table:
 
 
 def _values(split: Split) -> list[float | None]:
-    names = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "effective_overlap")
-    return [getattr(split, name) for name in names]
+    return [getattr(split, name) for name in (*TIMES[:6], "effective_overlap")]
 
 
 def _figures(values: Sequence[float | None]) -> list[str]:
@@ -167,15 +166,10 @@ def draw_timeline(traces: Sequence[RankTrace], *, step: int, out: Path, title: s
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise UserError("--png", "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
     found = [(trace, part) for trace in traces for part in trace.steps if part.number == step][:MOST_RANKS]
-    figure = Figure(figsize=(12, 1.6 + 1.0 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(12, 1.6 + 1.0 * len(found)), layout="constrained")
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     for row, (trace, part) in enumerate(found):
         _draw_rank(axes, trace, part, top=-row)
@@ -188,10 +182,7 @@ def draw_timeline(traces: Sequence[RankTrace], *, step: int, out: Path, title: s
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles = [Patch(color=color, label=name) for name, color in (_PARTS | _PHASES).items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as problem:
-        raise UserError(str(out), f"cannot be written ({problem.strerror})", "choose another --png") from None
+    write_figure(figure, out)
 
 
 def _draw_rank(axes: Any, trace: RankTrace, step: Step, *, top: float) -> None:

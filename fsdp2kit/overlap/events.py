@@ -300,17 +300,12 @@ def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
         if event.name.startswith(_CALLS):
             call_end = max(call_end, event.end)
         holds_others = index + 1 < len(events) and events[index + 1].start < event.end
-        works.append(event.start >= call_end and _is_at_work(event.name, holds_others=holds_others))
+        is_operator = "::" in event.name and not event.name.startswith(_NOT_OPERATORS)
+        is_at_work = is_operator and (event.name.startswith("aten::") or not holds_others)
+        works.append(event.start >= call_end and (is_at_work or event.name.startswith(_COMPILED)))
     for (start, index), (end, _) in pairwise(innermost(events)):
         if index is not None and works[index] and start < end:
             yield Work(start, end, host.scope(events[index].thread, start))
-
-
-def _is_at_work(name: str, *, holds_others: bool) -> bool:
-    if name.startswith(_COMPILED):
-        return True
-    is_operator = "::" in name and not name.startswith(_NOT_OPERATORS)
-    return is_operator and (name.startswith("aten::") or not holds_others)
 
 
 def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host) -> list[Collective]:

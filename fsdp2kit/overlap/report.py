@@ -91,10 +91,7 @@ class Report:
         mean["exposed_all_ms"] = mean.pop("exposed_ms")
         mean["waiting_by_rank"] = {rank: waiting / MS for rank, waiting in self.waiting_by_rank.items()}
         return {
-            "path": self.path,
-            "device": self.device,
-            "world_size": self.world_size,
-            "missing_ranks": self.missing_ranks,
+            **{name: getattr(self, name) for name in ("path", "device", "world_size", "missing_ranks")},
             "steps": [
                 {
                     "step": step.number,
@@ -153,11 +150,11 @@ def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Repor
         raise UserError(str(path), "holds no event of a step", "trace at least one step")
     complete = [step for step in steps if step.is_complete] or steps
     means = mean_of([split for step in complete for split in step.ranks.values()])
-    of_rank = {trace.rank: [s.ranks[trace.rank] for s in complete if trace.rank in s.ranks] for trace in traces}
-    waits = {rank: mean_of(splits).waiting for rank, splits in of_rank.items() if splits}
-    waiting_by_rank = {rank: waiting for rank, waiting in waits.items() if waiting is not None}
-    if len(waiting_by_rank) < len(waits):
-        waiting_by_rank = {}
+    ranks = sorted({rank for step in complete for rank in step.ranks})
+    waits: Any = {
+        rank: mean_of([step.ranks[rank] for step in complete if rank in step.ranks]).waiting for rank in ranks
+    }
+    waiting_by_rank = {} if None in waits.values() else waits
     settings, device = read_settings(path), traces[0].device
     world_size = max(trace.world_size for trace in traces)
     return Report(
@@ -201,13 +198,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Mapping[int, float]) -> list[Advice]:
-    """What to try, the most telling first.
-
-    Args:
-        mean: over the complete steps and all ranks.
-        device: "cuda" or "cpu".
-        waiting_by_rank: the mean of each rank's steps; empty where it is unknown.
-    """
+    """What to try, the most telling first; the arguments are those of a `Report`."""
     if device == "cpu":
         why = "gloo: FSDP2 waits for a collective where it issues it, so prefetch changes nothing on a CPU"
         prefetch = [Advice("", "", why)]
@@ -238,22 +229,19 @@ def _prefetch(mean: Split, phase: str, depth: int) -> Iterator[Advice]:
         why = f"{_share(exposed, mean)} of the step are exposed all-gathers of {phase}; one more unit is alive"
         yield Advice(key, str(depth + 1), why)
     elif depth and exposed < HIDDEN * mean.duration and ("all_gather", phase) in mean.collectives:
-        hidden = f"{phase}'s all-gathers are hidden"
-        why = f"{hidden}; saves a unit's memory"
+        why = f"{phase}'s all-gathers are hidden"
         if phase == BACKWARD and depth == 1:
-            why = (
-                f"only where memory is short: {hidden}; with 0, one unit is alive instead of two, none gathered ahead"
-            )
+            why = f"only where memory is short: {why}; with 0, one unit is alive instead of two, none gathered ahead"
+        else:
+            why += "; saves a unit's memory"
         yield Advice(key, str(depth - 1), why)
 
 
 def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
     """What makes less communication, where there is more than can be hidden, and what the host delays."""
     visible = VISIBLE * mean.duration
-    gathers, reductions = (
-        _exposed(mean, BACKWARD, "all_gather"),
-        _exposed(mean, BACKWARD, "reduce_scatter", "all_reduce"),
-    )
+    gathers = _exposed(mean, BACKWARD, "all_gather")
+    reductions = _exposed(mean, BACKWARD, "reduce_scatter", "all_reduce")
     if gathers >= visible and settings.reshard_after_forward is not False:
         why = "backward then gathers nothing; every unit stays whole from forward to backward, so memory must allow it"
         yield Advice("fsdp.reshard_after_forward", "false", why)

@@ -25,9 +25,6 @@ MS = 1e6
 TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "copies", "host_copies", "ideal")
 """The fields of a `Split` that are times."""
 
-Cells = NDArray[np.bool_]
-"""Of a grid's cells, some."""
-
 
 class Grid:
     """A window cut into cells wherever an interval begins or ends: a set of instants is then one boolean a cell.
@@ -50,11 +47,11 @@ class Grid:
         begins, ends = (np.bincount(column, minlength=len(self._borders)) for column in spans.T)
         return (begins - ends).cumsum()[:-1]
 
-    def total(self, cells: Cells) -> int:
+    def total(self, cells: NDArray[np.bool_]) -> int:
         """How long the cells are together, in nanoseconds."""
         return int(self.lengths[cells].sum())
 
-    def stretches(self, cells: Cells) -> list[Interval]:
+    def stretches(self, cells: NDArray[np.bool_]) -> list[Interval]:
         """The cells as intervals; neighbours are one."""
         edges = self._borders[np.flatnonzero(np.diff(cells, prepend=False, append=False))]
         return [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
@@ -64,7 +61,7 @@ class Activity:
     """What a rank did in each cell of a step."""
 
     def __init__(self, trace: RankTrace, step: Step) -> None:
-        self.window = begin, end = step.window
+        self.window = begin, end = step.start, step.end
         self.work = [part for part in trace.work if part.start < end and part.end > begin]
         self.collectives = [
             one

@@ -40,10 +40,6 @@ class Step:
     is_complete: bool
     """Whether the optimizer ran in it (a trace may end amid a step)."""
 
-    @property
-    def window(self) -> Interval:
-        return (self.start, self.end)
-
 
 @dataclass(frozen=True)
 class RankTrace:
@@ -63,32 +59,24 @@ class RankTrace:
     """Phase and unit of the host from a time on."""
 
 
-def find_traces(path: Path) -> list[Path]:
-    """The trace files of a run directory, a ``trace`` directory or a single file, in the order of their names.
-
-    Raises:
-        UserError: there are none.
-    """
-    if path.is_file():
-        return [path]
-    folder = path / "trace" if (path / "trace").is_dir() else path
-    found = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]) if folder.is_dir() else []
-    found = [file for file in found if file.name != "environment.json"]  # a run's, which lies beside its trace
-    if not found:
-        what = "holds no trace (*.json, *.json.gz)" if folder.is_dir() else "does not exist"
-        raise UserError(str(path), what, "run with profile.enabled = true and pass RUN_DIR/trace")
-    return found
-
-
 def read_traces(path: Path) -> list[RankTrace]:
     """Every rank's trace, by rank; their collectives' `transfer` is filled in where it can be known.
+
+    Args:
+        path: a run directory, its ``trace`` directory, or one rank's file.
 
     Raises:
         UserError: there is none, one is damaged, or two are of the same rank.
     """
+    folder = path / "trace" if (path / "trace").is_dir() else path
+    found = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    found = [file for file in found if file.name != "environment.json"]  # a run's, which lies beside its trace
+    if not found and not path.is_file():
+        what = "holds no trace (*.json, *.json.gz)" if folder.is_dir() else "does not exist"
+        raise UserError(str(path), what, "run with profile.enabled = true and pass RUN_DIR/trace")
     files: dict[int, Path] = {}
     traces = []
-    for file in find_traces(path):
+    for file in found or [path]:
         trace = read_trace(file)
         if trace.rank in files:
             other = files[trace.rank].name

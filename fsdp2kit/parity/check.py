@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import (
     Curves,
     Rows,
+    document_lengths,
     errors,
     gradient_distances,
     make_batches,
@@ -108,7 +110,8 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
     length = config.data.seq_len if full else likeness_length(world.size)
     with TemporaryDirectory(ignore_cleanup_errors=True) if world.is_main else nullcontext("") as mine:
         model = Path(gather_objects(mine)[0])  # every rank of this machine knows it
-        reference = None
+        reference: Reference | None = None
+        rows: list[Row] = []
         with agreement():
             hf_config = load_hf_config(config.model)
             vocabulary = min(hf_config.get_text_config().vocab_size, 10_000) if full else 128
@@ -119,26 +122,19 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
             if world.is_main:
                 write_model(hf_config, config, model, full=full, length=length)
                 reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype)
-        rows: list[Row] = []
+        row, document = _probe_row(batches)
         for variant in variants(config, world_size=world.size):
-            found = _run_variant(variant.config(config, model=model, batches=batches), batches, world=world)
-            if isinstance(found, UserError):
-                rows.append(Row(variant, "refused", note=str(found)))
-            else:
-                verdict = reference.compare(variant, found) if reference is not None else None
-                rows.append(gather_objects(verdict)[0])
+            ours = variant.config(config, model=model, batches=batches)
+            try:
+                sharded = Sharded(ours, world=world)
+            except UserError as problem:  # every rank sees the same model and mesh, so every rank is refused
+                rows.append(Row(variant, "refused", note=str(problem)))
+                continue
+            logits, states = sharded.forward(row, document=document)
+            found = Numbers(sharded.curves(batches), logits, states)
+            verdict = reference.compare(variant, found) if reference is not None else None
+            rows.append(gather_objects(verdict)[0])
         return rows
-
-
-def _run_variant(config: TrainingConfig, batches: list[Rows], *, world: World) -> Numbers | UserError:
-    """Our side's numbers, or what refused the variant. Collective."""
-    try:
-        sharded = Sharded(config, world=world)
-    except UserError as problem:  # every rank sees the same model and mesh, so every rank is refused
-        return problem
-    row, document = _probe_row(batches)
-    logits, states = sharded.forward(row, document=document)
-    return Numbers(sharded.curves(batches), logits, states)
 
 
 def _run_reference(model: Path, batches: list[Rows], *, dtype: str) -> Reference:
@@ -169,7 +165,7 @@ def _run_reference(model: Path, batches: list[Rows], *, dtype: str) -> Reference
 def _probe_row(batches: list[Rows]) -> tuple[Rows, range]:
     """A packed row, and the document in it that lies across the middle of the sequence."""
     row = batches[0][1:2]
-    positions, middle = row.position_ids[0], row.position_ids.shape[1] // 2
-    starts = [*(positions == 0).nonzero().squeeze(1).tolist(), len(positions)]
-    start = max(each for each in starts if each < middle)
-    return row, range(start, min(each for each in starts if each > start))
+    lengths = document_lengths(row.position_ids[0])
+    ends = zip(lengths, itertools.accumulate(lengths), strict=True)
+    length, end = next(one for one in ends if one[1] >= sum(lengths) // 2)
+    return row, range(end - length, end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers
+from fsdp2kit.progress import Progress
 from fsdp2kit.train.loop import train
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
@@ -57,60 +59,73 @@ class DealtOut:
 
 
 class Sharded:
-    """A model on its mesh with its pretrained values, as a recipe builds it."""
+    """A model on its mesh with its values, and what trains it, as a recipe builds them."""
 
-    def __init__(self, config: TrainingConfig, *, world: World) -> None:
-        """Build it. Every rank calls this.
+    def __init__(
+        self, config: TrainingConfig, *, world: World, mesh: Mesh | None = None, fill: Any = fill_weights
+    ) -> None:
+        """Build the model. Every rank calls this.
+
+        Args:
+            mesh: None: the config's.
+            fill: gives the model its values.
 
         Raises:
             UserError: a combination that the plan refuses.
         """
         self.config = config
-        self.mesh: Mesh = build_mesh(config.mesh, config.fsdp, world=world)
+        self.mesh = mesh or build_mesh(config.mesh, config.fsdp, world=world)
         self.model: Any = build_model(config.model, lora=config.lora)
         self.plan: ParallelPlan = plan_parallel(self.model, config, self.mesh.sizes, self.mesh.device.type)
         self.layers = named_layers(self.model)
         parallelize_model(self.model, self.plan, mesh=self.mesh)
-        fill_weights(config.model, self.model, seed=config.run.seed)
+        fill(config.model, self.model, seed=config.run.seed)
         self.inputs = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
+
+    def start(self, total_steps: int, *, metrics: Path | None = None) -> None:
+        """Build the optimizer, the schedule and the metrics, which also go to a file of this path."""
+        config, mesh, on_host = self.config, self.mesh, self.config.fsdp.offload == "optimizer"
+        self.records: list[dict[str, Any]] = []
+        """Of every step that `train` has made."""
+        self._optimizer = build_optimizer(config.optimizer, self.model, state_on_host=on_host)
+        self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
+        throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
+        self._metrics = Metrics(throughput, path=metrics, records=self.records)
+
+    def train(self, batches: Any, *, total_steps: int | None = None, progress: Progress | None = None) -> Progress:
+        """Our loop, after `start`; to the step ``total_steps``, or to the config's last."""
+        return train(
+            self.model,
+            self._optimizer,
+            self._schedule,
+            batches,
+            objective=cross_entropy,
+            config=self.config,
+            plan=self.plan,
+            mesh=self.mesh,
+            metrics=self._metrics,
+            total_steps=total_steps,
+            progress=progress,
+        )
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
         """Gradients of the first batch, before clipping, then the whole run; rank 0 keeps the gradients."""
-        config, model, mesh = self.config, self.model, self.mesh
-        optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
-        schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=len(batches))
-        dealt = DealtOut(batches, config.train.micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
-        gradients = self._first_gradients(dealt)
-        records: list[dict[str, Any]] = []
-        throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
-        train(
-            model,
-            optimizer,
-            schedule,
-            dealt,
-            objective=cross_entropy,
-            config=config,
-            plan=self.plan,
-            mesh=mesh,
-            metrics=Metrics(throughput, records=records),
-        )
-        columns = ([record[name] for record in records] for name in ("loss", "grad_norm", "lr"))
-        return Curves(gradients, *columns)
-
-    def _first_gradients(self, dealt: DealtOut) -> dict[str, np.ndarray]:
-        first = next_batch(dealt, 0, mesh=self.mesh)
-        accumulate_gradients(
-            self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=self.config.fsdp, mesh=self.mesh
-        )
+        self.start(len(batches))
+        micro_batch_size, mesh = self.config.train.micro_batch_size, self.mesh
+        dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
+        first = next_batch(dealt, 0, mesh=mesh)
+        fsdp = self.config.fsdp
+        accumulate_gradients(self.model, first, objective=cross_entropy, shard=self.inputs, fsdp=fsdp, mesh=mesh)
         gradients = {}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad and self.plan.adapter is not None:
                 continue
             gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
-            if self.mesh.rank == 0:
+            if mesh.rank == 0:
                 gradients[name] = gradient.float().cpu().numpy()
         self.model.zero_grad()
-        return gradients
+        self.train(dealt)
+        return Curves(gradients, *([record[name] for record in self.records] for name in ("loss", "grad_norm", "lr")))
 
     @torch.no_grad()
     def forward(self, row: Rows, *, document: range) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -178,12 +178,8 @@ def gradient_of(parameter: Any) -> Tensor:
 
 
 def load_plain(path: Path) -> PreTrainedModel:
-    """The model in float32, by transformers alone: with sdpa, or eager where it has no other."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    except ValueError:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return model.train()
+    """The model in float32, by transformers alone: by its default with sdpa, or eager where it has no other."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 
 
 def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = torch.float32) -> Tensor:

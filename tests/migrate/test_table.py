@@ -16,8 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.foreign import NAMES, WITHOUT_KEY
 from fsdp2kit.config.section import Section
-from fsdp2kit.migrate.names import WARNED_OF
-from fsdp2kit.migrate.translate import TABLE, Row
+from fsdp2kit.migrate.translate import TABLE, WARNED_OF, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = re.sub(r"```.*?```", "", (ROOT / "docs" / "fsdp1_to_fsdp2.md").read_text(encoding="utf-8"), flags=re.DOTALL)
