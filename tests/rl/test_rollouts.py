@@ -20,7 +20,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
-from fsdp2kit.data.formats import encode_prompts, row_format
+from fsdp2kit.data.formats import encode_prompts
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from fsdp2kit.objectives.policy import PolicyLoss
@@ -432,7 +432,7 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool:
 
 
 def test_prompts_of_every_kind() -> None:
-    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), row_format(PromptDataConfig())
+    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), PromptDataConfig()
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     answered = [*asked, {"role": "assistant", "content": "Hello"}]
     rows: list[dict[str, Any]] = [
