@@ -162,7 +162,7 @@ def build_data(
     section, train, seed = config.data, config.train, config.run.seed
     if model is not None:
         vocab_size = model.config.get_text_config().vocab_size
-    elif vocab_size is None:
+    if vocab_size is None:
         vocab_size = len(tokenizer) if tokenizer is not None else 0
     rank, size = (mesh.dp_rank, mesh.sizes.dp) if mesh is not None else (0, 1)
     # Any valid id does for padding: it is a document of its own and never a target.
@@ -172,7 +172,6 @@ def build_data(
     read = partial(build_documents, tokenizer=tokenizer, vocab_size=vocab_size)
     build = partial(build_loader, share=share, pack=section.pack, seed=seed)
     sets = training_sets(section)
-    held_out_share = None if isinstance(config.eval.split, str) else config.eval.split
     held_out: dict[str, Documents] = {}
     documents: list[Documents] = []
     if section.streaming:
@@ -182,10 +181,10 @@ def build_data(
         for one, tokens in zip(sets, found, strict=False):
             held_out[one.name] = read(one.section, key="eval.split", tokens=tokens)
     else:
-        if held_out_share is None:
+        if isinstance(config.eval.split, str):
             documents = [read(one.section, key=one.key, seed=seed) for one in sets]
         else:
-            documents, held_out = _hold_out(sets, held_out_share, read=read, tokenizer=tokenizer)
+            documents, held_out = _hold_out(sets, config.eval.split, read=read, tokenizer=tokenizer)
         loader, fingerprint = _build_mix(section, sets, documents, build=build)
     for one in held_out_sets(config) if config.evaluates else []:
         if one.name in held_out:

@@ -249,7 +249,8 @@ def _wrapped(value: Any, role: str) -> Any:
 
 def _answers(row: _Columns) -> list[Chat | _Plain]:
     """``chosen`` and ``rejected``, each with the ``prompt``: that of the row, or what both begin with."""
-    answers, prompt, where = [row[name] for name in _SIDES], row.given("prompt"), row.where
+    answers: list[Any] = [row[name] for name in _SIDES]
+    prompt, where = row.given("prompt"), row.where
     are_texts = isinstance(answers[0], str)
     if are_texts != isinstance(answers[1], str):
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
