@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from pathlib import Path
 
 from transformers import AttentionInterface, PreTrainedModel
@@ -14,8 +12,7 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import DistillConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import count_steps
-from fsdp2kit.data.row_sets import ROWS_CHECKED, check_first_rows, source_of_set
-from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.row_sets import ROWS_CHECKED, check_first_rows, first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -107,7 +104,6 @@ def _check_rewards(config: RLConfig, *, has_rows: bool) -> str:
     """Import the reward functions, each in a process, and look whether they take the columns of the first rows."""
     columns = ()
     if has_rows:
-        with contextlib.closing(iter(RowReader(source_of_set(config.data, "data.path")))) as rows:
-            columns = columns_of(row.parse() for row in itertools.islice(rows, ROWS_CHECKED))
+        columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
     with Rewards(config.reward, columns=columns) as rewards:
         return f"reward functions: {', '.join(rewards.names)}, imported"

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,8 +38,7 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
-from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.row_sets import first_rows
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
@@ -135,12 +133,11 @@ def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
     counts, edges = np.histogram(lengths, bins=min(_BINS, int(np.ptp(lengths)) + 1))
     borders = [round(edge) for edge in edges.tolist()]
     digests = documents.row_digests.tolist() if documents.row_digests is not None else []
-    repeated = sum(count - 1 for count in Counter(digests).values()) if not report.split else 0
     return Statistics(
         **asdict(report),
         supervised_share=report.supervised_tokens / report.tokens,
-        overlong_share=(report.truncated + report.dropped + report.split) / report.rows,
-        duplicates=repeated,
+        overlong_share=report.overlong / report.rows,
+        duplicates=0 if report.split else len(digests) - len(set(digests)),
         shortest=int(lengths.min()),
         median=int(np.median(lengths)),
         longest=int(lengths.max()),
@@ -158,28 +155,25 @@ def compare_lengths(config: Any, loader: Loader, *, tokenizer: PreTrainedTokeniz
     """
     lengths = [part.documents.row_lengths for part in loader.parts]
     longest = max(int(one.max()) for one in lengths if one is not None)
-    choices = [_SHORTEST_CHOICE]
-    while choices[-1] < longest:
-        choices.append(2 * choices[-1])
-    loaders = {}
-    for seq_len in sorted({loader.share.seq_len, *choices}):
-        data = config.data.model_copy(update={"seq_len": seq_len})
+    powers = range(max(0, int(longest - 1) // _SHORTEST_CHOICE).bit_length() + 1)
+    loaders = []
+    for seq_len in sorted({loader.share.seq_len, *(_SHORTEST_CHOICE << power for power in powers)}):
         with contextlib.suppress(UserError):
-            loaders[seq_len] = _load(config.model_copy(update={"data": data}), tokenizer=tokenizer).loader
-    reports = {seq_len: [part.documents.report for part in one.parts] for seq_len, one in loaders.items()}
-    kept = {seq_len: sum(report.tokens for report in some) for seq_len, some in reports.items()}
-    total = max(kept.values())
+            loaders.append(_load(_changed(config, data={"seq_len": seq_len}), tokenizer=tokenizer).loader)
+    reports = [[part.documents.report for part in one.parts] for one in loaders]
+    kept = [sum(report.tokens for report in some) for some in reports]
+    total = max(kept)
     return [
         Choice(
-            seq_len=seq_len,
-            rows_longer=sum(report.truncated + report.dropped + report.split for report in reports[seq_len]),
-            tokens_lost=total - kept[seq_len],
-            lost_share=1 - kept[seq_len] / total,
+            seq_len=one.share.seq_len,
+            rows_longer=sum(report.overlong for report in some),
+            tokens_lost=total - tokens,
+            lost_share=1 - tokens / total,
             packed_rows=one.rows_per_epoch,
             packing_efficiency=one.packing_efficiency,
             steps_per_epoch=one.steps_per_epoch,
         )
-        for seq_len, one in loaders.items()
+        for one, some, tokens in zip(loaders, reports, kept, strict=True)
     ]
 
 
@@ -298,9 +292,8 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     Args:
         most_tokens: of a longer run of tokens, its beginning and its end are shown.
     """
-    console.print(Rule(Text(preview.title, style="bold")))
     legend = [Text(name, style=style) for name, style in _LEGEND.values()]
-    console.print(Text("  ").join([*legend, Text("↵ a line break")]))
+    console.print(Rule(Text(preview.title, style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
     for number, (documents, padding) in enumerate(zip(preview.packs, preview.padding, strict=True), start=1):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
@@ -343,20 +336,23 @@ def _document(pieces: list[Piece], most_tokens: int) -> Text:
     return text
 
 
+def _titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None)
+
+
 def _table(preview: Preview, name: str, one: Statistics) -> Table:
     epoch = {"steps an epoch": preview.steps_per_epoch, "tokens an epoch": preview.tokens_per_epoch}
     before = {f"row length before cutting, {key}": value for key, value in one.row_lengths.items()}
     figures = {**asdict(one), **before, **epoch}
     del figures["histogram"], figures["row_lengths"]
-    table = Table(title=f"the data{f': {name}' if name else ''}", title_justify="left", title_style="bold", box=None)
+    table = _titled(f"the data{f': {name}' if name else ''}")
     for key, value in figures.items():
-        shown = f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
-        table.add_row(Text(key.replace("_", " "), style="cyan"), Text(shown, justify="right"))
+        table.add_row(Text(key.replace("_", " "), style="cyan"), Text(_shown(value), justify="right"))
     return table
 
 
 def _histogram(one: Statistics) -> Table:
-    table = Table(title="documents by length in tokens", title_justify="left", title_style="bold", box=None)
+    table = _titled("documents by length in tokens")
     most = max(count for _, _, count in one.histogram)
     for start, stop, count in one.histogram:
         bar = Bar(most, 0, count, width=40, color="cyan")
@@ -365,16 +361,17 @@ def _histogram(one: Statistics) -> Table:
 
 
 def _choices(preview: Preview) -> Table:
-    title = f"other lengths, in batches of {preview.global_batch_size:,}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for name in ("seq_len", "rows longer", "tokens lost", "", "packed rows", "full", "steps an epoch"):
-        table.add_column(Text(name, style="cyan"), justify="right")
+    table = _titled(f"other lengths, in batches of {preview.global_batch_size:,}")
+    for name in asdict(preview.choices[0]):
+        table.add_column(Text(name.replace("_", " "), style="cyan"), justify="right")
     for one in preview.choices:
-        counts = (one.seq_len, one.rows_longer, one.tokens_lost)
         style = "bold" if one.seq_len == preview.seq_len else ""
-        shares = f"{one.lost_share:.1%}", f"{one.packed_rows:,}", f"{one.packing_efficiency:.0%}"
-        table.add_row(*(f"{count:,}" for count in counts), *shares, f"{one.steps_per_epoch:,}", style=style)
+        table.add_row(*map(_shown, asdict(one).values()), style=style)
     return table
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def _preview(options: argparse.Namespace) -> Preview:
@@ -394,10 +391,9 @@ def _preview(options: argparse.Namespace) -> Preview:
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
-        train = config.train.model_copy(update={"micro_batch_size": 1, "steps": 1, "epochs": None})
-        config = config.model_copy(update={"train": train, "eval": config.eval.model_copy(update={"every": 0})})
+        config = _changed(config, train={"micro_batch_size": 1, "steps": 1, "epochs": None}, eval={"every": 0})
         if asked.data.overlong == "error":
-            config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "truncate"})})
+            config = _changed(config, data={"overlong": "truncate"})
         data = _load(config, tokenizer=tokenizer)
         loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
@@ -424,15 +420,20 @@ def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to a file, as data that is read whole."""
 
     def copied(section: Any, name: str) -> Any:
-        file = folder / f"{name}.jsonl"
-        reader = iter(RowReader(find_source(section.path, split=section.split)))
-        with contextlib.closing(reader) as rows, file.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(row.parse(), default=str) + "\n" for row in itertools.islice(rows, STREAM_ROWS))
+        file, rows = folder / f"{name}.jsonl", first_rows(section, "data.path", STREAM_ROWS)
+        file.write_text("".join(json.dumps(row.parse(), default=str) + "\n" for row in rows), encoding="utf-8")
         return section.model_copy(update={"path": str(file), "split": "train"})
 
     data = config.data if config.data.path is None else copied(config.data, "data")
     sources = [copied(source, str(number)) for number, source in enumerate(data.sources)]
     return config.model_copy(update={"data": data.model_copy(update={"streaming": False, "sources": sources})})
+
+
+def _changed(config: Any, **sections: dict[str, Any]) -> Any:
+    """The config with other values in some of its sections."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

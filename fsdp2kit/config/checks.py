@@ -14,14 +14,12 @@ from fsdp2kit.config.schema import (
     DistillConfig,
     DPOConfig,
     FSDPConfig,
-    LoraConfig,
     LRScheduleConfig,
     MeshConfig,
     OptimizerConfig,
-    TrainConfig,
     TrainingConfig,
 )
-from fsdp2kit.config.section import may_be_hub_id
+from fsdp2kit.config.section import Section, may_be_hub_id
 from fsdp2kit.config.wandb_login import check_wandb
 from fsdp2kit.errors import UserError
 
@@ -147,7 +145,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     if (train.steps is None) == (train.epochs is None):
         what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
         raise UserError("train", what, "give exactly one of train.steps and train.epochs")
-    if train.max_nonfinite != TrainConfig().max_nonfinite and train.on_nonfinite == "stop":
+    if "max_nonfinite" in _changed(train) and train.on_nonfinite == "stop":
         what = f"{train.max_nonfinite} with train.on_nonfinite = 'stop', which stops at the first"
         raise UserError("train.max_nonfinite", what, "leave it out, or set train.on_nonfinite = 'skip'")
     resolve_warmup(config.lr_schedule, train.steps or 0)  # of epochs, the data tell the steps
@@ -186,8 +184,13 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     return sizes
 
 
+def _changed(section: Section) -> list[str]:
+    """Fields that have another value than their default."""
+    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+
+
 def _check_fsdp(section: FSDPConfig, sizes: MeshSizes) -> None:
-    if section.unit != "size" and section.min_params != FSDPConfig().min_params:
+    if section.unit != "size" and "min_params" in _changed(section):
         what = f"{section.min_params} with fsdp.unit = {section.unit!r}, whose units do not go by size"
         raise UserError("fsdp.min_params", what, 'leave it out, or set fsdp.unit = "size"')
     reshard, ranks = section.reshard_after_forward, sizes.dp_shard * sizes.cp
@@ -200,7 +203,7 @@ def _check_fsdp(section: FSDPConfig, sizes: MeshSizes) -> None:
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
     name = optimizer.name
-    if name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
+    if name != "muon" and "muon_momentum" in _changed(optimizer):
         what = f"{optimizer.muon_momentum} with optimizer.name = {name!r}, which has no such momentum"
         raise UserError("optimizer.muon_momentum", what, "leave it out, or set optimizer.betas")
     if name == "adamw_8bit" and fsdp.offload != "none":
@@ -220,10 +223,9 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
 def _check_float8(config: TrainingConfig) -> None:
     section, fsdp = config.float8, config.fsdp
     if section.recipe == "none":
-        for name in section.model_fields_set - {"recipe"}:
-            if getattr(section, name):
-                what = f"is set, but float8.recipe is {section.recipe!r}"
-                raise UserError(f"float8.{name}", what, "set float8.recipe, or leave it out")
+        for name in _changed(section):
+            what = f"is set, but float8.recipe is {section.recipe!r}"
+            raise UserError(f"float8.{name}", what, "set float8.recipe, or leave it out")
         return
     if importlib.util.find_spec("torchao") is None:
         what = f"{section.recipe!r} is torchao's, which is not installed"
@@ -251,9 +253,8 @@ def _check_model(config: TrainingConfig) -> None:
 def _check_lora(config: TrainingConfig) -> None:
     section, model = config.lora, config.model
     if not config.trains_adapter:
-        for name, value in LoraConfig():
-            if getattr(section, name) != value:
-                raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
+        for name in _changed(section):
+            raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
         return
     if importlib.util.find_spec("peft") is None:
         key = "lora.rank" if model.adapter is None else "model.adapter"

@@ -6,13 +6,7 @@ from collections import Counter
 from typing import Any
 
 from fsdp2kit.config.data_schema import COLUMNS
-from fsdp2kit.config.schema import (
-    DataConfig,
-    DataFormat,
-    EvalConfig,
-    PreferenceDataConfig,
-    TrainingConfig,
-)
+from fsdp2kit.config.schema import DataConfig, DataFormat, PreferenceDataConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 
 
@@ -24,12 +18,12 @@ def check_data(config: TrainingConfig) -> None:
     """
     data = config.data
     if data.format == "preference" and not isinstance(data, PreferenceDataConfig):
-        raise UserError(
-            "data.format",
-            f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one',
+        todo = (
             'to learn from both set recipe = "dpo"; to learn the better answers set data.format = "chat" and '
-            'data.columns.messages = "chosen" (or "prompt_completion" and data.columns.completion = "chosen")',
+            'data.columns.messages = "chosen" (or "prompt_completion" and data.columns.completion = "chosen")'
         )
+        what = f'"preference" has two answers a row, and recipe = {config.recipe!r} learns one'
+        raise UserError("data.format", what, todo)
     parts = (*data.sources, *config.eval.sets.values())
     formats = {data.format, *(part.format for part in parts)}
     if data.wrap == "chat" and not formats & {"prompt_completion", "preference"}:
@@ -98,33 +92,37 @@ def _check_streaming(config: TrainingConfig) -> None:
             raise UserError(f"{key}.split", what, f"set {key}.limit to read the first rows, or data.streaming = false")
     if any(part.epochs is not None for part in data.sources):
         raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
-    evaluation = config.eval
-    evaluates, split = evaluation.every or not config.train.steps, evaluation.split
+    evaluation, split = config.eval, config.eval.split
     if isinstance(split, int):
         raise UserError("eval.split", f"{split} rows of a stream, which is not counted", "give a share, like 0.01")
-    if isinstance(split, float) and evaluates and evaluation.steps is None:
+    if isinstance(split, float) and config.evaluates and evaluation.steps is None:
         what = f"{split} of a stream, which has no end to look for held-out rows until"
         raise UserError("eval.split", what, "set eval.steps: the first rows found that fill as many batches are used")
-    if isinstance(split, str) and evaluates and not evaluation.sets and evaluation.path is None:
+    if isinstance(split, str) and config.evaluates and not evaluation.sets and evaluation.path is None:
         todo = "give eval.path or eval.sets, or hold a share out: eval.split = 0.01"
         raise UserError("eval", "would be a split of a stream, read whole", todo)
 
 
 def _check_evaluation(config: TrainingConfig) -> None:
     evaluation, data = config.eval, config.data
-    evaluates = evaluation.every > 0 or config.train.steps == 0
-    if not isinstance(evaluation.split, str):
-        _check_hold_out(evaluation, data)
+    if not isinstance(evaluation.split, str):  # rows are held out of the training data
+        what = f"{evaluation.split} of the training data is held out"
+        if evaluation.path is not None:
+            raise UserError(
+                "eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets"
+            )
+        if data.format == "synthetic":
+            raise UserError("eval.split", f"{what}, which is made up", 'name a split: eval.split = "validation"')
     held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
     if evaluation.path is not None or evaluation.split != data.split:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
     trained_on = [(part.path, part.split) for part in data.sources] or [(data.path, data.split)]
     trained_on = [] if config.train.steps == 0 else trained_on
-    if evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
+    if config.evaluates and (not held_out or any(_overlap(one, other) for one in held_out for other in trained_on)):
         todo = "give eval.path or eval.sets, or an eval.split other than data.split: 0.02 holds out that share of it"
         raise UserError("eval", "evaluation would run on the training data itself", todo)
     is_split = isinstance(evaluation.split, str) and evaluation.path is None and not evaluation.sets
-    if data.sources and evaluates and is_split:
+    if data.sources and config.evaluates and is_split:
         todo = "give eval.path or eval.sets, or hold a share of each out: eval.split = 0.02"
         raise UserError("eval.split", "of which of data.sources?", todo)
     for name in ("patience", "keep_best", "prompts"):
@@ -140,12 +138,3 @@ def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool
         return False
     names = {split.partition("[")[0] for split in (one[1], other[1])}
     return one[1] == other[1] or (len(names) == 1 and names & {one[1], other[1]} != set())
-
-
-def _check_hold_out(evaluation: EvalConfig, data: DataConfig) -> None:
-    """`eval.split` is a number: rows are held out of the training data."""
-    what = f"{evaluation.split} of the training data is held out"
-    if evaluation.path is not None:
-        raise UserError("eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets")
-    if data.format == "synthetic":
-        raise UserError("eval.split", f"{what}, which is made up", 'name a split: eval.split = "validation"')

@@ -121,6 +121,10 @@ class DataConfig(Section):
     prefetch: NonNegativeInt = 2
     """Global batches made in the background, ahead of the step."""
 
+    def column(self, name: str) -> str:
+        """What the data calls our column ``name``."""
+        return getattr(self.columns, name, None) or name
+
 
 class ChatDataConfig(DataConfig):
     """What the model is trained on: conversations."""

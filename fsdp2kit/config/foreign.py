@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 # What files of others call a field: by its key here, or by a word for it where it has none to itself.
@@ -335,18 +335,11 @@ def advise_on_value(given: Any, options: Collection[str]) -> str | None:
     return meant if meant in options else None
 
 
-def _slots() -> Iterator[tuple[str, str]]:
-    """Each foreign name, with what `NAMES` files it under, or with why it has no key."""
-    for slot, names in NAMES.items():
-        yield from ((name, slot) for name in names.split())
-    for table in (WITHOUT_KEY, NOT_OFFERED):
-        for reason, names in table.items():
-            yield from ((name, reason) for name in names.split())
-
-
+# Each foreign name, with what `NAMES` files it under, or with why it has no key.
 _SLOTS: dict[str, list[str]] = {}
-for _name, _slot in _slots():
-    _SLOTS.setdefault(_name, []).append(_slot)
+for _slot, _names in (NAMES | WITHOUT_KEY | NOT_OFFERED).items():
+    for _name in _names.split():
+        _SLOTS.setdefault(_name, []).append(_slot)
 SECTION_OF = spellings({names: section for section, names in _SECTIONS.items()})
 # Sections that only one recipe has.
 RECIPE_OF = {"dpo": "dpo", "distill": "distill", **dict.fromkeys(("rollout", "weight_sync", "grpo", "reward"), "grpo")}

@@ -144,8 +144,12 @@ def _apply_override(values: dict[str, Any], override: str, known: _Known) -> Non
         return
     target: Any = values
     for number, part in enumerate(path[:-1]):
-        if isinstance(target, list):
-            target = _entry(target, part, override, ".".join(path[:number]))
+        if isinstance(target, list):  # of tables, counted from 0
+            if not part.isdigit() or int(part) >= len(target):
+                what = f"{'.'.join(path[:number])} has {len(target)} entries, counted from 0"
+                todo = f"write {'.'.join(path[:number])}.0.KEY=…, or add the entry to the TOML"
+                raise UserError(f"override {override!r}", what, todo)
+            target = target[int(part)]
         else:
             target = target.setdefault(part, {})
         if not isinstance(target, (dict, list)):
@@ -154,14 +158,6 @@ def _apply_override(values: dict[str, Any], override: str, known: _Known) -> Non
         what, name = "an entry of a list cannot be set", ".".join(path[:-1])
         raise UserError(f"override {override!r}", what, f"set a key of it ({name}.0.KEY=…), or all of {name}")
     target[path[-1]] = _from_command_line(value)
-
-
-def _entry(entries: list[Any], part: str, override: str, name: str) -> Any:
-    """The entry of a list of tables that a part of an override's path counts, from 0."""
-    if not part.isdigit() or int(part) >= len(entries):
-        what = f"{name} has {len(entries)} entries, counted from 0"
-        raise UserError(f"override {override!r}", what, f"write {name}.0.KEY=…, or add the entry to the TOML")
-    return entries[int(part)]
 
 
 def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
@@ -273,18 +269,23 @@ def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[
     location: list[str] = []
     key: list[str] = []
     for part in map(str, problem["loc"]):
-        match = next((one for one in (part, _ANY) if ".".join([*key, one]) in known), None)
+        match = _match(key, part, known)
         if match is not None or problem["type"] == "extra_forbidden":
             location.append(part)
             key.append(match or part)
     return location, key
 
 
+def _match(key: Sequence[str], part: str, known: _Known) -> str | None:
+    """``part``, or `_ANY` in its place, if that is a known key after ``key``."""
+    return next((one for one in (part, _ANY) if ".".join([*key, one]) in known), None)
+
+
 def _known_key(path: Sequence[str], known: _Known) -> str | None:
     """The known key that a dotted path names, with `_ANY` for names that the user chooses; None if it is unknown."""
     key: list[str] = []
     for part in path:
-        match = next((one for one in (part, _ANY) if ".".join([*key, one]) in known), None)
+        match = _match(key, part, known)
         if match is None:
             inside = ".".join(key)
             is_free = key[-1:] == [_ANY] and not any(one.startswith(f"{inside}.") for one in known)

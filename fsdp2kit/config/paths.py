@@ -28,33 +28,29 @@ _SUFFIXES: dict[str, Kind] = {
     ".gguf": "gguf",
     **dict.fromkeys((".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow"), "rows"),
 }
-_A_MODEL = "give the directory that holds config.json and the safetensors"
-_BOTH = "give it as model.adapter, and its model as model.path"
-_ROWS = "set data.path to it"
+_ROWS, _ROWS_HERE = "set data.path to it", "give rows here (JSONL, parquet, …)"
+_NO_MODEL: dict[Kind, str] = {
+    "weights": "give the directory that holds config.json and the safetensors",
+    "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
+    "adapter": "give it as model.adapter, and its model as model.path",
+    "rows": _ROWS,
+}
 
 # What to do about what lies at a path, by the field that the path was given for.
 _INSTEAD: dict[str, dict[Kind, str]] = {
     "model.path": {
+        **_NO_MODEL,
         "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: tools/dcp_to_hf.py",
         "run": "give its export, model.path = '{path}/hf', or model.weights = one of '{path}/checkpoints/'",
-        "weights": _A_MODEL,
-        "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
-        "adapter": _BOTH,
-        "rows": _ROWS,
     },
     "model.weights": {
+        **_NO_MODEL,
         "model": "set model.path to it, and leave model.weights out",
         "run": "give one of its checkpoints, in '{path}/checkpoints/'",
         "weights": "convert it first: tools/hf_to_dcp.py '{path}' OUT --config HF_DIR",
         "gguf": "GGUF is not read: set model.path to the directory of the original",
-        "adapter": _BOTH,
-        "rows": _ROWS,
     },
-    "model.tokenizer": {
-        "checkpoint": "give '{path}/hf'",
-        "run": "give '{path}/hf'",
-        "rows": _ROWS,
-    },
+    "model.tokenizer": {"checkpoint": "give '{path}/hf'", "run": "give '{path}/hf'", "rows": _ROWS},
     "model.adapter": {
         "checkpoint": "give the export of a run with [lora], or make one: tools/dcp_to_hf.py",
         "run": "give its export, '{path}/hf'",
@@ -68,20 +64,18 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "weights": "a run resumes from a checkpoint of its own; set model.path or model.weights",
     },
     "distill.teacher": {
+        **_NO_MODEL,
         "checkpoint": "give '{path}/hf', or convert it: tools/dcp_to_hf.py",
         "run": "give its export, '{path}/hf'",
-        "weights": _A_MODEL,
-        "gguf": "GGUF is not read: give the directory of the original, with config.json and safetensors",
         "adapter": "merge it into its model first: tools/dcp_to_hf.py --merge",
-        "rows": _ROWS,
     },
     "data": {
-        "model": "set model.path to it, and give rows here (JSONL, parquet, …)",
-        "adapter": "give rows here (JSONL, parquet, …)",
-        "checkpoint": "set model.weights to it, and give rows here (JSONL, parquet, …)",
-        "run": "give rows here (JSONL, parquet, …)",
-        "weights": "set model.path to its directory, and give rows here (JSONL, parquet, …)",
-        "gguf": "give rows here (JSONL, parquet, …)",
+        "model": f"set model.path to it, and {_ROWS_HERE}",
+        "adapter": _ROWS_HERE,
+        "checkpoint": f"set model.weights to it, and {_ROWS_HERE}",
+        "run": _ROWS_HERE,
+        "weights": f"set model.path to its directory, and {_ROWS_HERE}",
+        "gguf": _ROWS_HERE,
     },
 }
 # What the keys that take a checkpoint take besides.
@@ -131,8 +125,7 @@ def kind_of(path: Path) -> Kind | None:
 
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
     model, data, evaluation = config.model, config.data, config.eval
-    yield from (("model.path", model.path), ("model.weights", model.weights), ("model.tokenizer", model.tokenizer))
-    yield "model.adapter", model.adapter
+    yield from ((f"model.{name}", getattr(model, name)) for name in ("path", "weights", "tokenizer", "adapter"))
     if (section := getattr(config, "distill", None)) is not None:
         yield "distill.teacher", getattr(section, "teacher", None)
     yield from (("run.resume", config.run.resume), ("data.path", data.path), ("eval.path", evaluation.path))

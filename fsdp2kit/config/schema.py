@@ -332,6 +332,11 @@ class TrainingConfig(Section):
     profile: ProfileConfig = ProfileConfig()
 
     @property
+    def evaluates(self) -> bool:
+        """Whether held-out data are evaluated."""
+        return self.eval.every > 0 or self.train.steps == 0
+
+    @property
     def trains_adapter(self) -> bool:
         """Whether adapters are trained, beside a frozen model."""
         return self.lora.rank is not None or self.model.adapter is not None

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.documents import Document, Documents, Tokens, build_documents, read_tokens, require_tokenizer
-from fsdp2kit.data.formats import hold_out_border, key_border, row_format
+from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.documents import Documents, Tokens, build_documents, read_tokens, require_tokenizer
+from fsdp2kit.data.formats import hold_out_border, key_border
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
-from fsdp2kit.data.row_sets import RowSet, find_unwrapped, held_out_sets, source_of_set, training_sets
+from fsdp2kit.data.row_sets import RowSet, find_unwrapped, held_out_sets, training_sets
+from fsdp2kit.data.sources import find_source
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows, read_held_out
-from fsdp2kit.data.tokens import (
-    NO_ENDING,
-    cache_key,
-    ending_of,
-    is_tokenised,
-    iterate_blocks,
-    special_ids,
-    start_workers,
-)
+from fsdp2kit.data.tokens import cache_key, is_tokenised, start_workers
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.progress import Progress
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _BYTES_COUNTED = 4 << 20  # tokenised in about three seconds
 _BYTES_DIGESTED = 1 << 30  # read in about as many
-_DOCUMENTS_READ = 64
 
 
 class Prefetch:
@@ -151,7 +141,7 @@ class Data:
 def build_data(
     config: Any,
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     model: Any = None,
     mesh: Any = None,
     vocab_size: int | None = None,
@@ -172,6 +162,8 @@ def build_data(
     section, train, seed = config.data, config.train, config.run.seed
     if model is not None:
         vocab_size = model.config.get_text_config().vocab_size
+    if vocab_size is None:
+        vocab_size = len(tokenizer) if tokenizer is not None else 0
     rank, size = (mesh.dp_rank, mesh.sizes.dp) if mesh is not None else (0, 1)
     # Any valid id does for padding: it is a document of its own and never a target.
     candidates = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
@@ -180,32 +172,31 @@ def build_data(
     read = partial(build_documents, tokenizer=tokenizer, vocab_size=vocab_size)
     build = partial(build_loader, share=share, pack=section.pack, seed=seed)
     sets = training_sets(section)
-    evaluates = config.eval.every > 0 or train.steps == 0
-    held_out_share = None if isinstance(config.eval.split, str) else config.eval.split
     held_out: dict[str, Documents] = {}
     documents: list[Documents] = []
     if section.streaming:
-        loader, fingerprint = _build_stream(config, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size)
-        found = _held_out_of_stream(config, sets, tokenizer) if held_out_share and evaluates else []
+        loader, fingerprint, found = _build_stream(
+            config, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size
+        )
         for one, tokens in zip(sets, found, strict=False):
             held_out[one.name] = read(one.section, key="eval.split", tokens=tokens)
     else:
-        if held_out_share is None:
+        if isinstance(config.eval.split, str):
             documents = [read(one.section, key=one.key, seed=seed) for one in sets]
         else:
-            documents, held_out = _hold_out(sets, held_out_share, read=read, tokenizer=tokenizer)
+            documents, held_out = _hold_out(sets, config.eval.split, read=read, tokenizer=tokenizer)
         loader, fingerprint = _build_mix(section, sets, documents, build=build)
-    for one in held_out_sets(config) if evaluates else []:
+    for one in held_out_sets(config) if config.evaluates else []:
         if one.name in held_out:
             raise UserError(one.key, f"{one.name!r} is also the name of a part of data.sources", "choose another name")
         # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
         held_out[one.name] = read(one.section, key=one.key, seed=seed + 1)
-    evaluated = {name: build([one], shuffle=False) for name, one in held_out.items() if evaluates}
+    evaluated = {name: build([one], shuffle=False) for name, one in held_out.items() if config.evaluates}
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
     warnings = () if tokenizer is None else find_unwrapped(sets, tokenizer)
-    endings = _endings(documents, section, tokenizer)
+    endings = frozenset().union(*(one.endings for one in documents))
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings)
 
 
@@ -227,16 +218,6 @@ def _build_mix(
     return loader, fingerprint
 
 
-def _endings(
-    documents: Sequence[Documents], section: DataConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
-    if tokenizer is None or section.format == "synthetic":
-        return frozenset()
-    special = special_ids(tokenizer)
-    found = {ending_of(*one[at], special) for one in documents for at in range(min(_DOCUMENTS_READ, len(one)))}
-    return frozenset(found - {NO_ENDING})
-
-
 def count_steps(config: Any, *, model: Any = None) -> list[str]:
     """What the start says of the data and its steps, where all of it is on this machine and told in seconds.
 
@@ -254,14 +235,13 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
     sets, tokenizer = [], None
     if config.data.format != "synthetic":
         tokenizer = build_tokenizer(config.model, local_files_only=True)
-        evaluates = config.eval.every > 0 or config.train.steps == 0
-        sets = [*training_sets(config.data), *(held_out_sets(config) if evaluates else [])]
+        sets = [*training_sets(config.data), *(held_out_sets(config) if config.evaluates else [])]
     bytes_left = _BYTES_COUNTED
     for section, key, _ in sets:
         assert tokenizer is not None, "synthetic data are no sets"
-        source = source_of_set(section, key)
+        source = find_source(section, key)
         size = sum(Path(file).stat().st_size * (1 if source.is_text else 4) for file in source.files)
-        if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, row_format(section), tokenizer)):
+        if size > bytes_left and (size > _BYTES_DIGESTED or not is_tokenised(source, section, tokenizer)):
             return [f"steps of an epoch not counted: {key} is {size / 2**20:,.0f} MiB to be tokenised"]
         bytes_left -= min(size, bytes_left)
     data = build_data(config, tokenizer=tokenizer, model=model)
@@ -273,7 +253,7 @@ def _hold_out(
     held_out: float,
     *,
     read: Callable[..., Documents],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
 ) -> tuple[list[Documents], dict[str, Documents]]:
     """The documents to train on, and those held out of them, by name of their set.
 
@@ -296,50 +276,26 @@ def _hold_out(
     return train, evaluation
 
 
-def _held_out_of_stream(
-    config: Any, sets: Sequence[RowSet], tokenizer: PreTrainedTokenizerBase | None
-) -> list[Tokens]:
-    """Of each set, as many of the rows that `eval.split` holds out as an evaluation reads."""
-    words, below = require_tokenizer(tokenizer), key_border(config.eval.split)
-    rows = config.eval.steps * config.train.global_batch_size
-    with agreement():
-        sources = [source_of_set(one.section, one.key) for one in sets]
-        return [
-            read_held_out(source, one.section, words, below=below, batch_rows=rows)
-            for source, one in zip(sources, sets, strict=True)
-        ]
-
-
 def _build_stream(
-    config: Any,
-    sets: Sequence[RowSet],
-    *,
-    share: Share,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int | None,
-) -> tuple[StreamLoader, str]:
-    """The loader of data that is read in order, and a digest of what it is."""
+    config: Any, sets: Sequence[RowSet], *, share: Share, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[StreamLoader, str, list[Tokens]]:
+    """The loader of data that is read in order, a digest of what it is, and the rows that are held out of each set."""
     section, words = config.data, require_tokenizer(tokenizer)
     below = 0 if isinstance(config.eval.split, str) else key_border(config.eval.split)
+    batch_rows = (config.eval.steps or 0) * config.train.global_batch_size
     with agreement():
-        found = [source_of_set(one.section, one.key) for one in sets]
+        found = [(find_source(one.section, one.key), one.section) for one in sets]
+        held_out = [
+            read_held_out(*one, words, below=below, batch_rows=batch_rows)
+            for one in found
+            if config.evaluates and below
+        ]
     pool = start_workers(0 if section.workers == "auto" else section.workers, words)
-    formats = [row_format(one.section) for one in sets]
-
-    def open_source(number: int, state: State | None) -> Iterator[tuple[list[Document], State]]:
-        blocks = partial(iterate_blocks, found[number], formats[number], words, pool=pool)
-        size = len(words) if vocab_size is None else vocab_size
-        where = found[number].where
-        return packed_rows(blocks, section, vocab_size=size, where=where, state=state, held_out=below)
-
+    sources = [partial(packed_rows, *one, words, vocab_size=vocab_size, pool=pool, held_out=below) for one in found]
     weights = shares([part.weight or 1.0 for part in section.sources] or [1.0], temperature=section.temperature)
-    names = [one.name for one in sets]
-    loader = StreamLoader(open_source, share=share, weights=weights.tolist(), names=names)
-    identity = [
-        cache_key(f"{one.path}{one.split}{one.limit or ''}", how, words)
-        for one, how in zip(found, formats, strict=True)
-    ]
-    return loader, _digest(identity, weights.tolist(), section.overlong, *([below] if below else []))
+    loader = StreamLoader(sources, share=share, weights=weights.tolist(), names=[one.name for one in sets])
+    identity = [cache_key(f"{one.path}{one.split}{one.limit or ''}", its, words) for one, its in found]
+    return loader, _digest(identity, weights.tolist(), section.overlong, *([below] if below else [])), held_out
 
 
 def _digest(*parts: Any) -> str:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -20,9 +20,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdp2kit.data.template import REASONING, ROLES, MessageFit, check_calls
 from fsdp2kit.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # workers that tokenise need no torch
     from transformers import PreTrainedTokenizerBase
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 TrainOn = Literal["assistant", "all", "last"]
 Span = tuple[int, int]  # characters [start, end)
 
@@ -50,9 +51,8 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> list
         UserError: naming the row and the message that is not of the form ``{"role": …, "content": …}``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        kinds, todo = (
-            ("a list", _TODO) if name == "messages" else ("a text or a list of messages", "give one of these")
-        )
+        kinds = "a list" if name == "messages" else "a text or a list of messages"
+        todo = _TODO if name == "messages" else "give one of these"
         raise UserError(where, f"{name} is {_kind(messages)}, not {kinds}", todo)
     if not messages:
         raise UserError(where, f"{name} is empty", _TODO)
@@ -88,27 +88,24 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
-def render_spans(
-    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, *, train_on: TrainOn
-) -> list[tuple[str, list[Span]]]:
-    """Each chat's text and the ascending spans of it that are supervised, each with its end-of-turn token.
+def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Everything that may end a turn: the special tokens, the longest first."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
+    return tuple(sorted(special, key=lambda text: (-len(text), text)))
+
+
+def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
+    """A chat's text and the ascending spans of it that are supervised, each with its end-of-turn token.
 
     Raises:
         UserError: the template refuses the messages, or cannot say which text is the assistant's.
     """
-    # Everything that may end a turn: the special tokens, the longest first.
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
-    endings = tuple(sorted(special, key=lambda text: (-len(text), text)))
-    return [_chat_spans(chat, endings, train_on) for chat in chats]
-
-
-def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
     text, learn_from = chat.text(), chat.learn_from
     turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
     turns = turns[-1:] if train_on == "last" else turns
     for turn in turns:
-        if not any(_is_filled(chat.messages[turn].get(field)) for field in ("content", *_SPOKEN)):
+        if not any(str(chat.messages[turn].get(field) or "").strip() for field in ("content", *_SPOKEN)):
             raise _empty_turn(chat, turn)
     if train_on == "all" and not learn_from:
         return text, [(0, len(text))]
@@ -117,36 +114,30 @@ def _chat_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tupl
     else:
         closing = tuple(ending for ending in endings if ending != chat.bos_token)
         begin = len(chat.text(learn_from)) if learn_from else 0
-        spans = [_extend(text, span, closing) for span in _marked_spans(chat, text) if span[0] >= begin]
+        spans = [span for span in _marked_spans(chat, text, closing) if span[0] >= begin]
         spans = spans[-1:] if train_on == "last" else spans
     if len(spans) == len(turns):  # markers may enclose a turn in several pieces, of which some are empty
         for turn, (start, end) in zip(turns, spans, strict=True):
-            if not _without_ending(text[start:end], endings):
+            if text[start:end].strip() in ("", *endings):
                 raise _empty_turn(chat, turn)
     return text, [_trim(text, span, endings) for span in spans]
 
 
-def _marked_spans(chat: Chat, text: str) -> list[Span]:
-    """Spans between ``{% generation %}`` and ``{% endgeneration %}``."""
+def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]:
+    """Between ``{% generation %}`` and ``{% endgeneration %}``, with the special token that ends a span or follows."""
     # Other text, the assistant's, other text, …
     pieces = _BORDERS.split(marked := chat.text(marked=True))
     if "".join(pieces) != text or _BORDERS.findall(marked) != [_OPEN, _CLOSE] * (len(pieces) // 2):
-        raise UserError(
-            chat.where,
-            "the chat template's {% generation %} markers cannot be located in its text",
-            "let the markers enclose the assistant's text alone, without nesting or filters over them",
-        )
+        what = "the chat template's {% generation %} markers cannot be located in its text"
+        todo = "let the markers enclose the assistant's text alone, without nesting or filters over them"
+        raise UserError(chat.where, what, todo)
     ends = list(itertools.accumulate(map(len, pieces)))
-    return list(zip(ends[::2], ends[1::2], strict=False))
-
-
-def _is_filled(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
-def _without_ending(text: str, endings: tuple[str, ...]) -> str:
-    text = text.strip()
-    return text[: -len(next(one for one in endings if text.endswith(one)))] if text.endswith(endings) else text
+    spans = []
+    for start, end in zip(ends[::2], ends[1::2], strict=False):
+        is_ended = text[start:end].rstrip().endswith(endings)
+        following = next((len(one) for one in endings if text.startswith(one, end)), 0)
+        spans.append((start, end if is_ended else end + following))
+    return spans
 
 
 def _empty_turn(chat: Chat, turn: int) -> UserError:
@@ -159,22 +150,19 @@ def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], turns: Seque
     spans = []
     for turn in turns:
         if turn == 0:
-            raise UserError(
-                chat.where,
-                "the conversation begins with the assistant, so nothing says where its text begins",
-                "begin with a user or system message, or use a chat template with {% generation %} markers",
-            )
+            what = "the conversation begins with the assistant, so nothing says where its text begins"
+            todo = "begin with a user or system message, or use a chat template with {% generation %} markers"
+            raise UserError(chat.where, what, todo)
         prompt = chat.text(turn, prompt=True)
         until = _turn_end(chat, turn, whole=whole, endings=endings)
         if not (until.startswith(prompt) and whole.startswith(until)):
             advice = "" if turn == turns[-1] else 'set data.train_on = "last" to learn the last answer of each row, '
-            raise UserError(
-                chat.where,
+            what = (
                 f"the chat template renders the assistant's messages[{turn}] differently within the conversation and "
-                "when it is generated (some drop earlier reasoning), so the mask would be wrong",
-                f"{advice}set model.chat_template to a template with {{% generation %}} markers, or use single-turn "
-                "rows",
+                "when it is generated (some drop earlier reasoning), so the mask would be wrong"
             )
+            todo = "set model.chat_template to a template with {% generation %} markers, or use single-turn rows"
+            raise UserError(chat.where, what, advice + todo)
         _refuse_header(chat, turn, added=until[len(prompt) :], prompt=prompt, endings=endings)
         spans.append((len(prompt), len(until)))
     return spans
@@ -204,25 +192,14 @@ def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: t
     Templates like Mistral's need no prompt (the user's turn ends in ``[/INST]``); those add no special token and
     role before the content.
     """
-    message = chat.messages[turn]
-    content = message.get("content")
+    content = chat.messages[turn].get("content")
     header = added[: max(added.find(content.strip()), 0)] if isinstance(content, str) else ""
-    if message["role"] not in header or not any(ending in header for ending in endings):
-        return
-    if prompt == chat.text(turn):
-        raise UserError(
-            chat.where,
-            f"the chat template ignores add_generation_prompt, so {header!r} would be learnt as the assistant's text",
-            "set model.chat_template to a template with a generation prompt or {% generation %} markers",
+    if "assistant" in header and any(ending in header for ending in endings) and prompt == chat.text(turn):
+        what = (
+            f"the chat template ignores add_generation_prompt, so {header!r} would be learnt as the assistant's text"
         )
-
-
-def _extend(text: str, span: Span, endings: tuple[str, ...]) -> Span:
-    """The span with the special token that follows, unless it ends in one already."""
-    start, end = span
-    if text[start:end].rstrip().endswith(endings):
-        return span
-    return start, end + next((len(ending) for ending in endings if text.startswith(ending, end)), 0)
+        todo = "set model.chat_template to a template with a generation prompt or {% generation %} markers"
+        raise UserError(chat.where, what, todo)
 
 
 def _trim(text: str, span: Span, endings: tuple[str, ...]) -> Span:
@@ -238,7 +215,7 @@ class Chat:
     def __init__(
         self,
         messages: list[dict[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         where: str,
         tools: Any = None,
@@ -260,15 +237,13 @@ class Chat:
         try:
             self._template = tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
-            raise UserError(
-                "model.chat_template",
-                f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})",
-                "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer",
-            ) from None
+            what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
+            todo = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
+            raise UserError("model.chat_template", what, todo) from None
         self.marked_template = mark_answers(self._template)
         self._variables = {**tokenizer.special_tokens_map, **variables}
         self._tools = tools
-        self.messages = MessageFit(self._template, self._render, where=where).fit(messages, tools)
+        self.messages = MessageFit(self._template, self._render, tools=tools, where=where).fit(messages)
 
     def text(self, turns: int | None = None, *, prompt: bool = False, marked: bool = False) -> str:
         """The text of the first ``turns`` messages, all by default.
@@ -297,11 +272,9 @@ class Chat:
             what = f"is no Jinja template: line {error.lineno}: {error.message}"
             raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise UserError(
-                self.where,
-                f"the chat template refuses the messages ({error})",
-                "change the row to what the template accepts, or set model.chat_template",
-            ) from None
+            what = f"the chat template refuses the messages ({error})"
+            todo = "change the row to what the template accepts, or set model.chat_template"
+            raise UserError(self.where, what, todo) from None
         return texts[0]
 
 

@@ -6,26 +6,24 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig, Overlong
 from fsdp2kit.console import counted
-from fsdp2kit.data.formats import row_format
+from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.formats import rows_together
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source, find_source
 from fsdp2kit.data.tokens import NO_ENDING, tokenise
 from fsdp2kit.distributed import agreement, one_per_machine_first
 from fsdp2kit.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
+_ENDINGS_OF = 64  # documents
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,11 @@ class Report:
     """Rows cut into several documents."""
     unsupervised: int = 0
     """Documents left out because nothing in them is supervised."""
+
+    @property
+    def overlong(self) -> int:
+        """Rows longer than seq_len."""
+        return self.truncated + self.dropped + self.split
 
     def __str__(self) -> str:
         lost = [("truncated", self.truncated), ("dropped", self.dropped), ("split", self.split)]
@@ -74,6 +77,8 @@ class Documents:
     """int64 [rows]: tokens of each row before it was cut; None for synthetic tokens."""
     together: int = 1
     """This many neighbours share a row of the batch: 2 for the two answers of a preference."""
+    endings: frozenset[int] = frozenset()
+    """Special tokens that the rows of the first documents end in."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -93,18 +98,16 @@ class Tokens(NamedTuple):
     """From the number of a row of the table."""
 
 
-def read_tokens(section: DataConfig, *, tokenizer: PreTrainedTokenizerBase | None, key: str = "data.path") -> Tokens:
+def read_tokens(section: DataConfig, *, tokenizer: Tokenizer | None, key: str = "data.path") -> Tokens:
     """Read and tokenise the data, or map what the cache has of it; for the arguments and errors see `build_documents`.
 
     Every rank calls this, and one on each machine fills the cache.
     """
-    path, words = section.path, require_tokenizer(tokenizer)
-    if path is None:
-        raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
+    words = require_tokenizer(tokenizer)
 
     def read() -> tuple[Source, pa.Table]:
-        source = find_source(path, split=section.split, key=key, limit=section.limit)
-        return source, tokenise(source, how=row_format(section), tokenizer=words, workers=section.workers)
+        source = find_source(section, key)
+        return source, tokenise(source, section, words)
 
     source, table = one_per_machine_first(read)
 
@@ -118,7 +121,7 @@ def read_tokens(section: DataConfig, *, tokenizer: PreTrainedTokenizerBase | Non
 def build_documents(
     section: DataConfig,
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     seed: int = 0,
     vocab_size: int | None = None,
     key: str = "data.path",
@@ -144,35 +147,15 @@ def build_documents(
     if section.format == "synthetic":
         return _synthetic(seq_len=section.seq_len, vocab_size=vocab_size, seed=seed)
     table, where, name = tokens or read_tokens(section, tokenizer=tokenizer, key=key)
-    together = rows_together(section)
     with agreement():
-        pieces, report = cut_rows(
-            table, seq_len=section.seq_len, overlong=section.overlong, name=name, rows=rows, together=together
-        )
-        if not report.documents:
-            raise _nothing_to_learn(report, where, section.seq_len)
-        check_vocabulary(largest_id(table), vocab_size)
-        digests = np.frombuffer(b"".join(table["digest"].to_pylist()), dtype="V16")[pieces.rows]
-        cuts = np.stack([pieces.starts, pieces.stops, pieces.endings]).astype("<i8").tobytes()
-        row_lengths = table["length"].to_numpy()
-        return Documents(
-            lengths=pieces.stops - pieces.starts,
-            fingerprint=hashlib.blake2b(cuts + digests.tobytes(), digest_size=16).hexdigest(),
-            report=report,
-            largest_id=largest_id(table),
-            read=partial(read_piece, table, pieces),
-            row_digests=digests,
-            row_lengths=row_lengths if rows is None else row_lengths[rows],
-            together=together,
-        )
+        documents = cut_rows(table, section, name=name, rows=rows)
+        if not documents.report.documents:
+            raise _nothing_to_learn(documents.report, where, section.seq_len)
+        check_vocabulary(documents.largest_id, vocab_size)
+        return documents
 
 
-def rows_together(section: DataConfig) -> int:
-    """Rows of the table of tokens that belong together: the two answers of a preference."""
-    return 2 if section.format == "preference" else 1
-
-
-def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer, or a `UserError` if there is none."""
     if tokenizer is None:
         raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
@@ -186,51 +169,29 @@ def check_vocabulary(largest: int, vocab_size: int) -> None:
         UserError: naming the largest token id.
     """
     if largest >= vocab_size:
-        raise UserError(
-            "model.tokenizer",
-            f"the data holds token id {largest}, but the model's vocabulary has {vocab_size}",
-            "use the model's own tokenizer, or a model.config.vocab_size that covers it",
-        )
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """For each document, which slice of which row it is. Nothing is copied."""
-
-    rows: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    endings: np.ndarray
-    """Token put in the last position; `NO_ENDING` leaves what is there."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        what = f"the data holds token id {largest}, but the model's vocabulary has {vocab_size}"
+        todo = "use the model's own tokenizer, or a model.config.vocab_size that covers it"
+        raise UserError("model.tokenizer", what, todo)
 
 
 def cut_rows(
-    tokens: pa.Table,
-    *,
-    seq_len: int,
-    overlong: Overlong,
-    name: Callable[[int], str],
-    rows: np.ndarray | None = None,
-    together: int = 1,
-) -> tuple[Pieces, Report]:
+    tokens: pa.Table, section: DataConfig, *, name: Callable[[int], str], rows: np.ndarray | None = None
+) -> Documents:
     """The documents that rows become under the policy for rows longer than ``seq_len``: those with something to learn.
 
     A document that "truncate" cuts within the assistant's text has the end-of-turn token that the row itself ends with
     in its last position, and learns it: a model that never sees its turns end would not stop. Cut elsewhere it simply
-    ends.
+    ends. Of two answers that share ``seq_len``, both are kept, or neither.
 
     Args:
         tokens: with the columns of `tokenise`: all rows, or a block of a stream.
         name: what an error calls a row.
         rows: int64, which of them; None: all.
-        together: 2 where two rows at a time share ``seq_len``: both of them are kept, or neither.
 
     Raises:
         UserError: a row is too long under ``overlong = "error"``.
     """
+    seq_len, overlong, together = section.seq_len, section.overlong, rows_together(section)
     row_lengths = tokens["length"].to_numpy()
     chosen = np.arange(len(row_lengths)) if rows is None else rows
     row_lengths = row_lengths[chosen]
@@ -243,24 +204,19 @@ def cut_rows(
         todo = 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"'
         raise UserError(name(int(chosen[first])), what, todo)
     numbers, starts, stops = _slices(row_lengths, room, is_long, overlong=overlong)
-    rows, lengths = chosen[numbers], row_lengths[numbers]
-    targets = tokens["targets"].to_numpy()[rows]
-    is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
-    targets = np.where(is_cut, stops - starts - 1, targets)
-    # Masks are read only where a row was cut and is partly supervised.
-    for index in np.flatnonzero(is_cut & ~is_all_supervised):
-        mask = _slice(tokens["supervised"], rows[index], starts[index], stops[index])
-        targets[index] = mask[1:].sum()
-        is_open[index] &= mask[-1]
-    endings = np.full(len(rows), NO_ENDING, dtype=np.int64)
+    rows = chosen[numbers]
+    targets, is_open = _targets(tokens, rows, starts, stops)
+    row_endings, endings = tokens["ending"].to_numpy()[rows], np.full(len(rows), NO_ENDING, dtype=np.int64)
     if overlong == "truncate":
-        endings[is_open] = tokens["ending"].to_numpy()[rows[is_open]]
+        endings[is_open] = row_endings[is_open]
     kept = np.flatnonzero(np.repeat((targets > 0).reshape(-1, together).all(1), together))
-    pieces = Pieces(rows[kept], starts[kept], stops[kept], endings[kept])
-    return pieces, Report(
+    rows, starts, stops, endings = rows[kept], starts[kept], stops[kept], endings[kept]
+    digests = np.frombuffer(b"".join(tokens["digest"].to_pylist()), dtype="V16")[rows]
+    cuts = np.stack([starts, stops, endings]).astype("<i8").tobytes()
+    report = Report(
         rows=len(row_lengths) // together,
         documents=len(kept),
-        tokens=int((pieces.stops - pieces.starts).sum()),
+        tokens=int((stops - starts).sum()),
         supervised_tokens=int(targets[kept].sum()),
         truncated=long if overlong == "truncate" else 0,
         dropped=long if overlong == "drop" else 0,
@@ -268,25 +224,45 @@ def cut_rows(
         unsupervised=len(targets) - len(kept),
     )
 
+    def read(index: int) -> Document:
+        where = rows[index], starts[index], stops[index]
+        ids, supervised = _slice(tokens["ids"], *where).astype(np.int64), _slice(tokens["supervised"], *where)
+        if endings[index] != NO_ENDING:
+            supervised = supervised.copy()
+            ids[-1], supervised[-1] = endings[index], True
+        return ids, supervised
 
-def read_piece(tokens: pa.Table, pieces: Pieces, index: int) -> Document:
-    """One of the documents that `cut_rows` found in ``tokens``."""
-    where = pieces.rows[index], pieces.starts[index], pieces.stops[index]
-    ids, supervised = _slice(tokens["ids"], *where).astype(np.int64), _slice(tokens["supervised"], *where)
-    if pieces.endings[index] != NO_ENDING:
-        supervised = supervised.copy()
-        ids[-1], supervised[-1] = pieces.endings[index], True
-    return ids, supervised
+    return Documents(
+        lengths=stops - starts,
+        fingerprint=hashlib.blake2b(cuts + digests.tobytes(), digest_size=16).hexdigest(),
+        report=report,
+        largest_id=int(tokens["largest_id"].to_numpy().max(initial=-1)),
+        read=read,
+        row_digests=digests,
+        row_lengths=row_lengths,
+        together=together,
+        endings=frozenset(row_endings[kept][:_ENDINGS_OF].tolist()) - {NO_ENDING},
+    )
+
+
+def _targets(
+    tokens: pa.Table, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Targets in each slice of a row, int64 [documents], and whether it breaks off in supervised text, bool."""
+    lengths, targets = tokens["length"].to_numpy()[rows], tokens["targets"].to_numpy()[rows]
+    is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
+    targets = np.where(is_cut, stops - starts - 1, targets)
+    # Masks are read only where a row was cut and is partly supervised.
+    for index in np.flatnonzero(is_cut & ~is_all_supervised):
+        mask = _slice(tokens["supervised"], rows[index], starts[index], stops[index])
+        targets[index] = mask[1:].sum()
+        is_open[index] &= mask[-1]
+    return targets, is_open
 
 
 def _slice(lists: pa.ChunkedArray, row: int, start: int, stop: int) -> np.ndarray:
     """Some of the values of one row of a column of lists."""
     return lists[int(row)].values[int(start) : int(stop)].to_numpy(zero_copy_only=False)
-
-
-def largest_id(tokens: pa.Table) -> int:
-    """The largest token id of some rows; −1 of none."""
-    return int(tokens["largest_id"].to_numpy().max(initial=-1))
 
 
 def _room(lengths: np.ndarray, *, seq_len: int, together: int) -> tuple[np.ndarray, np.ndarray]:
@@ -322,12 +298,12 @@ def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
     if report.truncated == report.rows:
         what = f"all {report.rows} rows are cut at data.seq_len = {seq_len} before their first token to learn"
         return UserError(where, what, "raise it")
-    return UserError(
-        where,
-        f"no document holds a token to learn ({counted(report.rows, 'row')})",
+    what = f"no document holds a token to learn ({counted(report.rows, 'row')})"
+    todo = (
         'chat rows need messages with the role "assistant" within the first data.seq_len tokens, and chat templates '
-        "with {% generation %} markers need them around the assistant's text",
+        "with {% generation %} markers need them around the assistant's text"
     )
+    return UserError(where, what, todo)
 
 
 def _synthetic(*, seq_len: int, vocab_size: int, seed: int) -> Documents:

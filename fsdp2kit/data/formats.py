@@ -13,47 +13,21 @@ import itertools
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdp2kit.config.data_schema import COLUMNS
-from fsdp2kit.config.schema import ColumnsConfig, DataConfig, DataFormat
-from fsdp2kit.data.chat import Chat, Span, TrainOn, check_messages, render_spans
+from fsdp2kit.config.data_schema import COLUMNS, DataConfig
+from fsdp2kit.data.chat import Chat, Span, Tokenizer, check_messages, supervised_spans, turn_endings
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import check_tools
 from fsdp2kit.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _SIDES = ("chosen", "rejected")
 WRAPPED = ("prompt_completion", "preference")  # formats whose plain texts `data.wrap` is about
 
 Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """How rows become tokens."""
-
-    format: DataFormat
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    train_on: TrainOn = "assistant"
-    wrap: Literal["none", "chat"] = "none"
-
-    def column(self, name: str) -> str:
-        """What the data calls our column ``name``."""
-        return getattr(self.columns, name, None) or name
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Two answers to one prompt, the better and the worse, with the answers' tokens supervised."""
-
-    chosen: Encoded
-    rejected: Encoded
 
 
 @dataclass(frozen=True)
@@ -67,14 +41,14 @@ class Prompt:
     ids: list[int]
 
 
-def row_format(section: DataConfig) -> RowFormat:
-    """The format of ``[data]``."""
-    return RowFormat(section.format, section.columns, section.train_on, section.wrap)
+def rows_together(section: DataConfig) -> int:
+    """Rows of tokens that belong together: the two answers of a preference."""
+    return 2 if section.format == "preference" else 1
 
 
-def row_key(row: Mapping[str, Any], how: RowFormat) -> int:
+def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
     """64 bits that a row's content decides, alike for copies of it: those columns that its format reads."""
-    content = {name: row[called] for name in COLUMNS[how.format] if (called := how.column(name)) in row}
+    content = {name: row[called] for name in COLUMNS[section.format] if (called := section.column(name)) in row}
     return content_key(without_none(content))
 
 
@@ -101,182 +75,233 @@ def hold_out_border(keys: np.ndarray, held_out: float) -> int:
     return max(key_border(held_out), int(everything[0]) + 1)
 
 
-def looks_unwrapped(row: Row, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template."""
+def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template.
+
+    Args:
+        section: its format is one of `WRAPPED`.
+    """
     columns = row.parse()
-    answer = columns.get(how.column("chosen" if how.format == "preference" else "completion"))
-    prompt = columns.get(how.column("prompt")) or answer  # which may begin with it
-    if how.wrap == "chat" or how.format not in WRAPPED or not tokenizer.chat_template:
+    answer = columns.get(section.column("chosen" if section.format == "preference" else "completion"))
+    prompt = columns.get(section.column("prompt")) or answer  # which may begin with it
+    if section.wrap == "chat" or not tokenizer.chat_template:
         return False
     if not (isinstance(prompt, str) and isinstance(answer, str)):
         return False
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
-def encode_rows(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Token ids and masks of rows, in their order.
+def encode_rows(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Encoded]:
+    """Token ids and masks of rows, in their order: one of each, or of preferences two, the better answer first.
 
     Supervised are the assistant's tokens and its end-of-turn tokens, not the whitespace after them; a token of which
     any character is the assistant's counts as the assistant's. The template alone decides on BOS.
 
+    Args:
+        section: its `format`, `columns`, `train_on` and `wrap` say what rows are.
+
     Raises:
         UserError: a row is malformed, lacks a column of its format or holds another type; the template cannot say
-            which tokens are the assistant's; or the format is "preference".
+            which tokens are the assistant's.
     """
-    named = [(row.parse(), row.where) for row in rows]
-    if how.format == "preference":
-        raise UserError("data.format", f'"{how.format}" has two answers a row', "encode it with `encode_preferences`")
-    if how.format in ("chat", "alpaca"):
-        chat = _chat if how.format == "chat" else _alpaca
-        return _encode_chats([chat(*one, how, tokenizer) for one in named], how, tokenizer)
-    if how.format == "prompt_completion":
-        columns = ("prompt", "completion")
-        pairs = [(*(_column(row, name, where, how) for name in columns), row, where) for row, where in named]
-        return _encode_pairs(pairs, how, tokenizer)
-    if how.format == "tokens":
-        return [_tokens(*one, how) for one in named]
-    texts = [_text(*one, how) for one in named]
+    named = [_Columns(row, section, tokenizer) for row in rows]
+    if section.format == "preference":
+        return _encode([answer for row in named for answer in _answers(row)], section, tokenizer)
+    if section.format == "chat":
+        return _encode([_chat(row) for row in named], section, tokenizer)
+    if section.format == "alpaca":
+        return _encode([_alpaca(row) for row in named], section, tokenizer)
+    if section.format == "prompt_completion":
+        return _encode([_pair(row, row["prompt"], row["completion"]) for row in named], section, tokenizer)
+    if section.format == "tokens":
+        return [_tokens(row) for row in named]
+    texts = [_text(row) for row in named]
     # Special tokens as the tokenizer adds them. All are supervised.
     encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}
     return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
 
 
-def encode_preferences(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Preference]:
-    """Rows with ``chosen`` and ``rejected``, and a ``prompt`` unless both begin with it.
-
-    Raises:
-        UserError: as `encode_rows`.
-    """
-    chosen, rejected = [], []
-    for row, where in [(one.parse(), one.where) for one in rows]:
-        answers = [_column(row, name, where, how) for name in _SIDES]
-        prompt, answers = _split_prompt(row, answers, where, how)
-        chosen.append((prompt, answers[0], row, where))
-        rejected.append((prompt, answers[1], row, where))
-    sides = (_encode_pairs(side, how, tokenizer) for side in (chosen, rejected))
-    return [Preference(*pair) for pair in zip(*sides, strict=True)]
-
-
-def encode_prompts(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """Rows with ``messages``, of which a last answer is left out, or with a ``prompt``, as they are put to the model.
 
     Raises:
         UserError: a row is malformed, has neither, or the template refuses it.
     """
     found = []
-    for row, where in [(one.parse(), one.where) for one in rows]:
-        is_named = how.columns.prompt is not None
-        prompt = _column(row, "prompt", where, how) if is_named else row.get("prompt")
-        if isinstance(prompt, str) and tokenizer.chat_template is None:
-            found.append(Prompt(row, prompt, tokenizer(prompt, verbose=False)["input_ids"]))
-            continue
-        if prompt is None:
-            chat = _chat(row, where, how, tokenizer)
+    for row in [_Columns(one, section, tokenizer) for one in rows]:
+        asked: Any = row.given("prompt")
+        if isinstance(asked, str) and tokenizer.chat_template is None:
+            ids = tokenizer(asked, verbose=False)["input_ids"]
         else:
-            messages = check_messages(_wrapped(prompt, "user"), where, name="prompt")
-            chat = Chat(messages, tokenizer, where=where, **_options(row, where, how))
-        asked = chat.messages[: -1 if chat.messages[-1]["role"] == "assistant" else None]
-        if not asked:
-            raise UserError(where, "there is no prompt before the answer", "begin with a user's message")
-        text = chat.text(len(asked), prompt=True)
-        found.append(Prompt(row, asked, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
-    if empty := next((row.where for row, one in zip(rows, found, strict=True) if not one.ids), None):
-        raise UserError(empty, "the prompt is empty", "drop the row")
+            of_prompt = None if asked is None else check_messages(_wrapped(asked, "user"), row.where, name="prompt")
+            chat = _chat(row) if of_prompt is None else row.chat(of_prompt)
+            asked = chat.messages[: -1 if chat.messages[-1]["role"] == "assistant" else None]
+            if not asked:
+                raise UserError(row.where, "there is no prompt before the answer", "begin with a user's message")
+            text = chat.text(len(asked), prompt=True)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            raise UserError(row.where, "the prompt is empty", "drop the row")
+        found.append(Prompt(row.all, asked, ids))
     return found
 
 
-def _chat(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    name = how.column("messages")
-    if name not in row and how.columns.messages is None and "conversations" in row:
-        name = "conversations"
-    messages = check_messages(_column(row, "messages", where, how, name=name), where, name=name)
-    return Chat(messages, tokenizer, where=where, **_options(row, where, how))
+# What other data calls a column.
+_ALSO = {
+    "prompt": ("question", "instruction", "query", "input", "problem"),
+    "completion": ("response", "answer", "output"),
+    "chosen": ("better", "winner", "accepted", "preferred"),
+    "rejected": ("worse", "loser", "dispreferred"),
+}
 
 
-def _alpaca(row: Mapping[str, Any], where: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Chat:
+class _Columns:
+    """A row's columns, by our names for them."""
+
+    def __init__(self, row: Row, section: DataConfig, tokenizer: Tokenizer) -> None:
+        self.all, self.where, self.section, self.tokenizer = row.parse(), row.where, section, tokenizer
+
+    def get(self, name: str) -> Any:
+        return self.all.get(self.section.column(name))
+
+    def given(self, name: str) -> Any:
+        """A column that rows need not have, unless ``[data.columns]`` says what it is called."""
+        return self[name] if getattr(self.section.columns, name) is not None else self.all.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise self.missing(name)
+        return value
+
+    def missing(self, column: str) -> UserError:
+        name, names = self.section.column(column), [other for other, value in self.all.items() if value is not None]
+        also = _ALSO.get(column, ())
+        alike = [other for other in names if other.lower() in also or column in other.lower().split("_")]
+        near = [*alike, *difflib.get_close_matches(name, names, n=1)]
+        if name in self.all and not near:
+            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
+        what = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
+        todo = f'set data.columns.{column} = "{near[0] if near else "…"}"'
+        guess = f"did you mean {near[0]!r}? {todo}" if near else f"say what the column is called ({todo})"
+        # What learns from pairs of answers, or from prompts, takes no other format.
+        is_fixed = self.section.format in ("preference", "prompts")
+        rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
+        return UserError(self.where, what, f"{guess}, or {rest}")
+
+    def chat(self, messages: list[dict[str, Any]], *, learn_from: int = 0) -> Chat:
+        """Messages with the row's tools, and its variables for the template, as transformers and TRL call them."""
+        variables = self.all.get("chat_template_kwargs") or {}
+        if not isinstance(variables, Mapping):
+            raise UserError(self.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
+        tools, where = check_tools(self.get("tools"), self.where), self.where
+        return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
+
+
+def _chat(row: _Columns) -> Chat:
+    if row.section.columns.messages is None and "messages" not in row.all and "conversations" in row.all:
+        return row.chat(check_messages(row.all["conversations"], row.where, name="conversations"))
+    return row.chat(check_messages(row["messages"], row.where, name=row.section.column("messages")))
+
+
+def _alpaca(row: _Columns) -> Chat:
     """The conversation that an Alpaca row stands for, with the ``system`` and ``history`` that some data adds."""
-    asked, answer = (_column(row, name, where, how) for name in ("instruction", "output"))
-    if about := row.get(how.column("input")):
+    asked, answer = row["instruction"], row["output"]
+    if about := row.get("input"):
         asked = f"{asked}\n\n{about}"
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for turn in (*(row.get("history") or ()), (asked, answer)):
+    messages = [{"role": "system", "content": row.all["system"]}] if row.all.get("system") else []
+    for turn in (*(row.all.get("history") or ()), (asked, answer)):
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
-            raise UserError(where, "history holds what is no pair", 'write [["question", "answer"], …]')
+            raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return Chat(check_messages(messages, where), tokenizer, where=where, **_options(row, where, how))
+    return row.chat(check_messages(messages, row.where))
 
 
-def _options(row: Mapping[str, Any], where: str, how: RowFormat) -> dict[str, Any]:
-    """A row's tools, and its variables for the template, by the name that transformers and TRL use."""
-    variables = row.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        raise UserError(where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-    return {"tools": check_tools(row.get(how.column("tools")), where), "variables": variables}
+class _Plain(NamedTuple):
+    """A prompt and its answer, as one text."""
+
+    text: str
+    start: int
+    """Of what is supervised."""
 
 
-def _encode_pairs(
-    pairs: Sequence[tuple[Any, Any, Mapping[str, Any], str]], how: RowFormat, tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded]:
-    """Prompts with their answers, as texts or as messages; only the answers are supervised, unless all is.
-
-    Each text gets an end-of-text token, which is supervised.
-    """
-    encoded: list[Encoded] = []
-    if how.wrap == "chat":
-        pairs = [(_wrapped(one, "user"), _wrapped(two, "assistant"), row, where) for one, two, row, where in pairs]
-    for kinds, group in itertools.groupby(
-        pairs, key=lambda pair: (isinstance(pair[0], str), isinstance(pair[1], str))
-    ):
-        alike = list(group)
-        if kinds == (True, True):
-            if silent := next((where for _, answer, _, where in alike if not answer.strip()), None):
-                what = "the completion is empty, so the model would learn to end the text at once"
-                raise UserError(silent, what, "drop the row")
-            texts = [prompt + answer for prompt, answer, *_ in alike]
-            starts = [0 if how.train_on == "all" else len(prompt) for prompt, *_ in alike]
-            spans = [[(start, len(text))] for start, text in zip(starts, texts, strict=True)]
-            masked = _encode_spans(texts, spans, tokenizer, add_special_tokens=True)
-            encoded += [_ended(ids, mask, tokenizer) for ids, mask in masked]
-        elif kinds == (False, False):
-            chats = []
-            for prompt, answer, row, where in alike:
-                before = check_messages(prompt, where, name="prompt")
-                messages = [*before, *check_messages(answer, where, name="completion")]
-                options = _options(row, where, how)
-                learn_from = 0 if how.train_on == "all" else len(before)
-                chats.append(Chat(messages, tokenizer, where=where, learn_from=learn_from, **options))
-            encoded += _encode_chats(chats, how, tokenizer)
-        else:
-            what = "prompt and completion are a text and a list of messages"
-            raise UserError(alike[0][3], what, "give two of a kind")
-    return encoded
+def _pair(row: _Columns, prompt: Any, answer: Any) -> Chat | _Plain:
+    """A prompt with its answer, as texts or as messages; only the answer is supervised, unless all is."""
+    if row.section.wrap == "chat":
+        prompt, answer = _wrapped(prompt, "user"), _wrapped(answer, "assistant")
+    learns_all = row.section.train_on == "all"
+    if isinstance(prompt, str) != isinstance(answer, str):
+        what = "prompt and completion are a text and a list of messages"
+        raise UserError(row.where, what, "give two of a kind")
+    if isinstance(prompt, str):
+        if not answer.strip():
+            what = "the completion is empty, so the model would learn to end the text at once"
+            raise UserError(row.where, what, "drop the row")
+        return _Plain(prompt + answer, 0 if learns_all else len(prompt))
+    before = check_messages(prompt, row.where, name="prompt")
+    messages = [*before, *check_messages(answer, row.where, name="completion")]
+    return row.chat(messages, learn_from=0 if learns_all else len(before))
 
 
 def _wrapped(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
-    """The row with the end-of-text token, supervised, whether or not the tokenizer adds one."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids, mask
-    if ids and ids[-1] == end:
-        return ids, [*mask[:-1], True]
-    return [*ids, end], [*mask, True]
+def _answers(row: _Columns) -> list[Chat | _Plain]:
+    """``chosen`` and ``rejected``, each with the ``prompt``: that of the row, or what both begin with."""
+    answers: list[Any] = [row[name] for name in _SIDES]
+    prompt, where = row.given("prompt"), row.where
+    are_texts = isinstance(answers[0], str)
+    if are_texts != isinstance(answers[1], str):
+        raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
+    if not are_texts:
+        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
+    if not are_texts and isinstance(prompt, (str, type(None))):
+        # Each keeps one at least.
+        shared = answers[0][: _common(answers[0][:-1], answers[1][:-1])]
+        said = [message["content"].strip() for message in shared if isinstance(message.get("content"), str)]
+        if prompt is not None and shared and prompt.strip() not in said:
+            what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
+            raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
+        prompt = shared or _wrapped(prompt, "user")
+    elif not are_texts:
+        prompt = check_messages(prompt, where, name="prompt")
+    elif prompt is None:
+        if set(_ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
+            raise row.missing("prompt")
+        prompt = _shared_text(*answers) or None
+    if prompt is None:
+        raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
+    if isinstance(prompt, type(answers[0])) and all(answer[: len(prompt)] == prompt for answer in answers):
+        answers = [answer[len(prompt) :] for answer in answers]
+    return [_pair(row, prompt, answer) for answer in answers]
 
 
-def _tokens(row: Mapping[str, Any], where: str, how: RowFormat) -> Encoded:
+def _shared_text(one: str, other: str) -> str:
+    """What two texts begin with, up to the end of a word; the space after it is the answers'."""
+    shared = one[: _common(one, other)]
+    end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
+    return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many letters or messages two answers begin with alike."""
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
+
+
+def _tokens(row: _Columns) -> Encoded:
     """Rows of token ids, with the labels of transformers' collators: each token itself, or −100; not shifted."""
-    ids = _integers(_column(row, "input_ids", where, how), "input_ids", where)
+    where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
     if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
         raise UserError(where, f"input_ids holds {wrong}", "token ids are not negative, and fit into 32 bits")
     from fsdp2kit.model.loss_head import IGNORE  # here, so that other formats' worker processes need no torch
 
-    labels = row.get(how.column("labels"))
-    if 0 in (row.get("attention_mask") or []):
+    labels = row.get("labels")
+    if 0 in (row.all.get("attention_mask") or []):
         raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
-    if labels is None or how.train_on == "all":
+    if labels is None or row.section.train_on == "all":
         return ids, [True] * len(ids)
     labels = _integers(labels, "labels", where)
     if len(labels) != len(ids):
@@ -296,109 +321,15 @@ def _integers(value: Any, name: str, where: str) -> list[int]:
     return list(value)
 
 
-def _text(row: Mapping[str, Any], where: str, how: RowFormat) -> str:
-    text = _column(row, "text", where, how)
+def _text(row: _Columns) -> str:
+    text = row["text"]
     if not isinstance(text, str):
-        raise UserError(where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
+        raise UserError(row.where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
     return text
 
 
-# What other data calls a column.
-_ALSO = {
-    "prompt": ("question", "instruction", "query", "input", "problem"),
-    "completion": ("response", "answer", "output"),
-    "chosen": ("better", "winner", "accepted", "preferred"),
-    "rejected": ("worse", "loser", "dispreferred"),
-}
-
-
-def _column(row: Mapping[str, Any], column: str, where: str, how: RowFormat, *, name: str | None = None) -> Any:
-    name = name or how.column(column)
-    if row.get(name) is None:
-        raise _missing(row, column, where, how, name)
-    return row[name]
-
-
-def _missing(row: Mapping[str, Any], column: str, where: str, how: RowFormat, name: str) -> UserError:
-    names = [other for other, value in row.items() if value is not None]
-    alike = [other for other in names if other.lower() in _ALSO.get(column, ()) or column in other.lower().split("_")]
-    near = [*alike, *difflib.get_close_matches(name, names, n=1)]
-    if name in row and not near:
-        return UserError(where, f"{name!r} is null", "fill it in, or drop the row")
-    what = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
-    todo = f'set data.columns.{column} = "{near[0] if near else "…"}"'
-    guess = f"did you mean {near[0]!r}? {todo}" if near else f"say what the column is called ({todo})"
-    # What learns from pairs of answers, or from prompts, takes no other format.
-    is_fixed = how.format in ("preference", "prompts")
-    rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
-    return UserError(where, what, f"{guess}, or {rest}")
-
-
-def _split_prompt(row: Mapping[str, Any], answers: list[Any], where: str, how: RowFormat) -> tuple[Any, list[Any]]:
-    """The prompt of two answers, and the answers without it: in much data both begin with the prompt."""
-    prompt = _column(row, "prompt", where, how) if how.columns.prompt else row.get("prompt")
-    are_texts = [isinstance(answer, str) for answer in answers]
-    if len(set(are_texts)) > 1:
-        raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
-    if prompt is not None and (are_texts[0] or not isinstance(prompt, str)):
-        return prompt, _without_prompt(prompt, answers, where)
-    if are_texts[0] and (set(_ALSO["prompt"]) & {name.lower() for name, value in row.items() if value}):
-        raise _missing(row, "prompt", where, how, "prompt")
-    if not are_texts[0]:
-        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-    shared: Any = _shared_text(*answers) if are_texts[0] else _shared_messages(*answers)
-    if prompt is None and not shared:
-        raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
-    if prompt is not None and not shared:
-        return [{"role": "user", "content": prompt}], answers
-    if prompt is not None and prompt.strip() not in [_text_of(message).strip() for message in shared]:
-        what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
-        raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
-    return shared, [answer[len(shared) :] for answer in answers]
-
-
-def _without_prompt(prompt: Any, answers: list[Any], where: str) -> list[Any]:
-    """The answers to a prompt of their kind, which some data repeat in both."""
-    if not isinstance(answers[0], str):
-        answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-        prompt = check_messages(prompt, where, name="prompt")
-    repeated = bool(prompt) and all(answer[: len(prompt)] == prompt for answer in answers)
-    return [answer[len(prompt) :] for answer in answers] if repeated else answers
-
-
-def _shared_text(one: str, other: str) -> str:
-    """What two texts begin with, up to the end of a word; the space after it is the answers'."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    shared = "".join(letter for letter, _ in pairs)
-    end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
-    return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
-
-
-def _shared_messages(one: list[Any], other: list[Any]) -> list[Any]:
-    """The messages that two conversations begin with; each keeps one at least."""
-    pairs = zip(one[:-1], other[:-1], strict=False)
-    return [message for message, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _encode_chats(chats: Sequence[Chat], how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    rendered = render_spans(chats, tokenizer, train_on=how.train_on)
-    texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
-    return _encode_spans(texts, spans, tokenizer, add_special_tokens=False)
-
-
-def _encode_spans(
-    texts: Sequence[str],
-    spans: Sequence[Sequence[Span]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add_special_tokens: bool,
-) -> list[Encoded]:
-    """Tokenise texts, supervising the tokens that overlap each one's ascending spans.
+def _encode(rows: Sequence[Chat | _Plain], section: DataConfig, tokenizer: Tokenizer) -> list[Encoded]:
+    """Tokenise texts, supervising the tokens that overlap their spans; plain texts get an end-of-text token, too.
 
     Raises:
         UserError: the tokenizer is not a fast one, and so cannot say which characters a token stands for.
@@ -409,20 +340,40 @@ def _encode_spans(
             f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
             "use a fast tokenizer (one with a tokenizer.json)",
         )
-    if not texts:
-        return []
-    encoding = tokenizer(
-        list(texts),
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        truncation=False,
-        verbose=False,
-    )
-    assert encoding.encodings is not None, "a fast tokenizer has them"
-    # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
-    rows = zip(encoding["input_ids"], encoding.encodings, spans, strict=True)
-    return [(ids, _mask(row.offsets, where)) for ids, row, where in rows]
+    encoded, endings = [], turn_endings(tokenizer)
+    for kind, alike in itertools.groupby(rows, key=type):
+        texts, spans = [], []
+        for row in alike:
+            if isinstance(row, Chat):
+                text, of_text = supervised_spans(row, endings, section.train_on)
+            else:
+                text, of_text = row.text, [(row.start, len(row.text))]
+            texts.append(text)
+            spans.append(of_text)
+        encoding = tokenizer(
+            texts,
+            add_special_tokens=kind is _Plain,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            truncation=False,
+            verbose=False,
+        )
+        assert encoding.encodings is not None, "a fast tokenizer has them"
+        # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
+        for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans, strict=True):
+            mask = _mask(of_row.offsets, of_text)
+            encoded.append(_ended(ids, mask, tokenizer) if kind is _Plain else (ids, mask))
+    return encoded
+
+
+def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
+    """The row with the end-of-text token, supervised, whether or not the tokenizer adds one."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids, mask
+    if ids and ids[-1] == end:
+        return ids, [*mask[:-1], True]
+    return [*ids, end], [*mask, True]
 
 
 def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -6,18 +6,16 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.formats import WRAPPED, encode_preferences, encode_prompts, encode_rows, looks_unwrapped, row_format
-from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import Source, find_source, is_url
+from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.formats import WRAPPED, encode_prompts, encode_rows, looks_unwrapped
+from fsdp2kit.data.rows import Row, RowReader
+from fsdp2kit.data.sources import find_source, is_url
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ROWS_CHECKED = 8
 
@@ -61,9 +59,10 @@ def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> Data
     )
 
 
-def source_of_set(section: DataConfig, key: str) -> Source:
-    """Where a set's rows lie."""
-    return find_source(section.path or "", split=section.split, key=key, limit=section.limit)
+def first_rows(section: DataConfig, key: str, count: int, *, download: bool = False) -> list[Row]:
+    """The first rows of a set; for ``download`` see `RowReader`."""
+    with contextlib.closing(iter(RowReader(find_source(section, key), download=download))) as rows:
+        return list(itertools.islice(rows, count))
 
 
 def check_first_rows(config: Any) -> list[str]:
@@ -90,31 +89,28 @@ def check_first_rows(config: Any) -> list[str]:
     for section, key, _ in (*training_sets(config.data), *held_out_sets(config)):
         if section.path is None or key == "eval.split":
             continue
-        found = None if is_url(section.path) else source_of_set(section, key)
-        if found is None or found.kind == "hub":
+        if is_url(section.path) or find_source(section, key).kind == "hub":
             unchecked.append(key)
             continue
-        with contextlib.closing(iter(RowReader(found))) as reader:
-            rows = list(itertools.islice(reader, ROWS_CHECKED))
+        rows = first_rows(section, key, ROWS_CHECKED)
         if tokenizer is None:
             for row in rows:
                 row.parse()
+        elif section.format == "prompts":
+            encode_prompts(rows, section, tokenizer)
         else:
-            others = {"preference": encode_preferences, "prompts": encode_prompts}
-            encode: Any = others.get(section.format, encode_rows)
-            encode(rows, row_format(section), tokenizer)
+            encode_rows(rows, section, tokenizer)
     return unchecked
 
 
-def find_unwrapped(sets: Sequence[RowSet], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer) -> tuple[str, ...]:
     """A warning of each set whose first row is plain text although the tokenizer has a chat template."""
     found = []
     with agreement():
         for section, key, _ in sets:
             if section.format in WRAPPED and section.path:
-                reader = RowReader(source_of_set(section, key), download=not section.streaming)
-                with contextlib.closing(iter(reader)) as rows:
-                    if looks_unwrapped(next(rows), row_format(section), tokenizer):
-                        found.append(key)
+                [row] = first_rows(section, key, 1, download=not section.streaming)
+                if looks_unwrapped(row, section, tokenizer):
+                    found.append(key)
     what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
     return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)

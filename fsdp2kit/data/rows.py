@@ -98,10 +98,9 @@ class RowReader:
 
     def _table_rows(self, file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
         with _readable(self._source):
-            with _quiet():
-                self._table = _open_table(self._source, file, download=self._download)
-                if "dataset" in start:
-                    self._table.load_state_dict(start["dataset"])
+            self._table = _open_table(self._source, file, download=self._download)
+            if "dataset" in start:
+                self._table.load_state_dict(start["dataset"])
             for number, columns in enumerate(self._table, start=start["offset"]):
                 # Arrow puts None for missing keys.
                 yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
@@ -177,17 +176,18 @@ def _quiet() -> Iterator[None]:
     """No progress bars and no warnings from `datasets` within the block; every rank would print its own."""
     import datasets
 
-    verbosity, bars = datasets.utils.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.utils.logging.set_verbosity(verbosity)
-        if bars:
+        if not bars:
             datasets.enable_progress_bars()
 
 
+@_quiet()
 def _open_table(source: Source, file: str, *, download: bool) -> Any:
     """A `datasets.IterableDataset` of one file, of a saved dataset or of one on the hub."""
     import datasets
@@ -297,9 +297,8 @@ def _parse_json(data: bytes, where: str) -> Any:
         value = json.loads(_decode(data, where))
     except json.JSONDecodeError as error:
         position = where if error.lineno == 1 else f"{where}:{error.lineno}"
-        raise UserError(
-            position, f"not valid JSON ({error.msg}, column {error.colno})", "one JSON object a line (.jsonl)"
-        ) from None
+        what = f"not valid JSON ({error.msg}, column {error.colno})"
+        raise UserError(position, what, "one JSON object a line (.jsonl)") from None
     except RecursionError:
         raise UserError(where, "is nested too deep", "give flatter rows") from None
     try:

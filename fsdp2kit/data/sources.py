@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import fsspec
 
+from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.config.section import may_be_hub_id
 from fsdp2kit.errors import UserError
 
@@ -84,59 +85,69 @@ class Source:
         return digest.hexdigest()
 
 
-def find_source(path: str, *, split: str, key: str = "data.path", limit: int | None = None) -> Source:
-    """Decide what ``path`` is, without reading it.
-
-    Args:
-        split: its name, or a slice of it as `datasets` writes them: ``train[:95%]``, ``train[1000:2000]``.
-        limit: how many rows are read, the first ones of the split.
+def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") -> Source:
+    """Decide what a set's ``path`` is, without reading it.
 
     The files of a folder belong to the split that their names or folders mention (``train``, ``validation``,
     ``test`` and the usual synonyms), or all to "train" when none mentions one.
 
+    Args:
+        section: its `path`, `split` (a name or a slice of it, as `datasets` writes them) and `limit` are read.
+        key: the TOML key that names the path, for errors.
+
     Raises:
         UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up yet.
     """
-    source = _find(path, split, key)
-    if source.kind != "hub" and not _SPLIT.fullmatch(split):  # a hub's splits are left to `datasets`
-        todo = 'give a name or one slice of it: "train[:95%]", "train[1000:2000]"'
-        raise UserError(_split_key(key), f"{split!r} is no split", todo)
-    return replace(source, limit=limit)
-
-
-def _find(path: str, split: str, key: str) -> Source:
+    path, split = section.path, section.split
+    if path is None:
+        raise UserError(key, f'is required by data.format = "{section.format}"', "name a file, folder, URL or hub id")
+    where, split_key = f"{key}: {path}", key.removesuffix("path") + "split" if key.endswith("path") else key
     try:
-        filesystem, root = fsspec.core.url_to_fs(path if is_url(path) else str(Path(path).expanduser()))
-        full_name = filesystem.unstrip_protocol if is_url(path) else str
-        if filesystem.isfile(root):
-            return _of_files(path, [path if is_url(path) else root], split, key)
-        if re.search(r"[*?\[]", path) and not filesystem.isdir(root):
-            matches = [full_name(match) for match in filesystem.glob(root)] if is_url(path) else _matches(path)
-            return _of_files(path, matches, split, key)
-        found, folder = list(map(full_name, filesystem.find(root))), full_name(root)
-        is_folder = filesystem.isdir(root)
+        files, folder = _list_files(path)
     except (OSError, ValueError, ImportError) as error:
         what = f"cannot be opened ({first_line(error)})"
-        raise UserError(f"{key}: {path}", what, "check the path, and the credentials for a URL") from None
+        raise UserError(where, what, "check the path, and the credentials for a URL") from None
+    name = split.partition("[")[0]
+    if folder is None and not files:
+        raise UserError(where, "the pattern matches no file", "check the pattern")
+    if folder is None and name != "train":
+        todo = f'leave {split_key} at "train" or a slice of it ("train[:95%]"), or give another path'
+        raise UserError(where, f"a file has no split {split!r}", todo)
+    if folder == "" and may_be_hub_id(path):  # whose splits are left to `datasets`
+        return Source(path, split, "hub", (), key, section.limit)
+    if folder == "":
+        todo = "check the path: in a TOML it is relative to the TOML, in an override to the working directory"
+        raise UserError(where, "no such file or folder", todo)
+    if {f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*files}:
+        path, kind, files = str(folder), "saved", [file for file in files if file.endswith(".arrow")]
+    else:
+        files = files if folder is None else _of_split(files, folder, name, where)
+        kind = _kind_of(files, where)
+    if not _SPLIT.fullmatch(split):
+        todo = 'give a name or one slice of it: "train[:95%]", "train[1000:2000]"'
+        raise UserError(split_key, f"{split!r} is no split", todo)
+    return Source(path, split, kind, tuple(sorted(files)), key, section.limit)
+
+
+def _list_files(path: str) -> tuple[list[str], str | None]:
+    """The files that a path or a pattern names, and None; or those below a folder, and the folder ("": none there)."""
+    if not is_url(path):
+        path = str(Path(path).expanduser())
+    filesystem, root = fsspec.core.url_to_fs(path)
+    full_name = filesystem.unstrip_protocol if is_url(path) else str
+    if filesystem.isfile(root):
+        return [path if is_url(path) else root], None
+    if re.search(r"[*?\[]", path) and not filesystem.isdir(root):
+        if is_url(path):
+            return [full_name(match) for match in filesystem.glob(root)], None
+        # `pathlib` looks into linked directories as a shell does, and fsspec does not.
+        anchor = Path(path).anchor
+        matches = Path(anchor).glob(str(Path(path).relative_to(anchor)))
+        return [str(match) for match in matches if match.is_file()], None
+    found = [full_name(file) for file in filesystem.find(root)]
     if not is_url(path):
         found = [file for file in found if Path(file).is_file()]  # not a dangling link, which editors leave as locks
-    if {f"{folder}/state.json", f"{folder}/dataset_dict.json"} & {*found}:
-        return Source(folder, split, "saved", tuple(sorted(file for file in found if file.endswith(".arrow"))), key)
-    if found or is_folder:
-        return _of_folder(path, found, folder, split, key)
-    if may_be_hub_id(path):
-        return Source(path, split, "hub", (), key)
-    raise UserError(
-        f"{key}: {path}",
-        "no such file or folder",
-        "check the path: in a TOML it is relative to the TOML, in an override to the working directory",
-    )
-
-
-def _matches(pattern: str) -> list[str]:
-    """Files on the disk that match. `pathlib` looks into linked directories as a shell does, and fsspec does not."""
-    path = Path(pattern).expanduser()
-    return [str(match) for match in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if match.is_file()]
+    return found, full_name(root) if found or filesystem.isdir(root) else ""
 
 
 def is_url(path: str) -> bool:
@@ -155,33 +166,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _of_files(path: str, files: list[str], split: str, key: str) -> Source:
+def _of_split(files: list[str], folder: str, asked: str, where: str) -> list[str]:
+    files = [file for file in files if suffix_of(file) in _KINDS]
     if not files:
-        raise UserError(f"{key}: {path}", "the pattern matches no file", "check the pattern")
-    if split.partition("[")[0] != "train":
-        todo = f'leave {_split_key(key)} at "train" or a slice of it ("train[:95%]"), or give another path'
-        raise UserError(f"{key}: {path}", f"a file has no split {split!r}", todo)
-    return Source(path, split, _kind_of(path, files, key), tuple(sorted(files)), key)
-
-
-def _of_folder(path: str, files: list[str], root: str, split: str, key: str) -> Source:
-    files = sorted(file for file in files if suffix_of(file) in _KINDS)
-    if not files:
-        raise UserError(f"{key}: {path}", "the folder holds no data file", f"known: {', '.join(_KINDS)}")
-    split_of = {file: _split_of(file.removeprefix(root)) for file in files}
-    known = sorted({name for name in split_of.values() if name})
-    asked = split.partition("[")[0]
+        raise UserError(where, "the folder holds no data file", f"known: {', '.join(_KINDS)}")
+    split_of = {file: _split_of(file.removeprefix(folder)) for file in files}
+    if not any(split_of.values()):
+        split_of = dict.fromkeys(files, "train")
     wanted = next((name for name, synonyms in _SPLITS.items() if asked in synonyms), asked)
-    if not known:
-        known, split_of = ["train"], dict.fromkeys(files, "train")
     chosen = [file for file in files if split_of[file] == wanted]
     if not chosen:
-        raise UserError(f"{key}: {path}", f"there is no split {asked!r}", f"the folder has: {', '.join(known)}")
-    return Source(path, split, _kind_of(path, chosen, key), tuple(chosen), key)
-
-
-def _split_key(key: str) -> str:
-    return key.removesuffix("path") + "split" if key.endswith("path") else key
+        known = ", ".join(sorted({name for name in split_of.values() if name}))
+        raise UserError(where, f"there is no split {asked!r}", f"the folder has: {known}")
+    return chosen
 
 
 def _split_of(relative: str) -> str | None:
@@ -189,11 +186,10 @@ def _split_of(relative: str) -> str | None:
     return next((name for name, synonyms in _SPLITS.items() if any(word in synonyms for word in words)), None)
 
 
-def _kind_of(path: str, files: list[str], key: str) -> str:
+def _kind_of(files: list[str], where: str) -> str:
     kinds = {_KINDS.get(suffix_of(file), suffix_of(file)) for file in files}
     if unknown := sorted(kinds - set(_KINDS.values())):
-        raise UserError(f"{key}: {path}", f"unknown suffix {unknown[0]!r}", f"known: {', '.join(_KINDS)}")
+        raise UserError(where, f"unknown suffix {unknown[0]!r}", f"known: {', '.join(_KINDS)}")
     if len(kinds) > 1:
-        what = f"files of several kinds ({', '.join(sorted(kinds))})"
-        raise UserError(f"{key}: {path}", what, "give a glob of one kind")
+        raise UserError(where, f"files of several kinds ({', '.join(sorted(kinds))})", "give a glob of one kind")
     return kinds.pop()

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.documents import Document, Tokens, check_vocabulary, cut_rows, largest_id, read_piece
-from fsdp2kit.data.formats import row_format, row_key
+from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.documents import Document, Tokens, check_vocabulary, cut_rows
+from fsdp2kit.data.formats import row_key
 from fsdp2kit.data.loader import Batch, PackedRow, Share
 from fsdp2kit.data.packing import plan_packs, plan_single
-from fsdp2kit.data.rows import Position, RowReader
+from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source
-from fsdp2kit.data.tokens import Block, encode_table
+from fsdp2kit.data.tokens import encode_table, iterate_blocks
 from fsdp2kit.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 State = dict[str, Any]  # what JSON can hold
 WINDOW_ROWS = 32  # documents for this many rows are packed together
@@ -34,23 +33,22 @@ _FULL = 0.98
 
 
 def packed_rows(
-    blocks: Callable[[Position | None], Iterator[Block]],
+    source: Source,
     section: DataConfig,
+    tokenizer: Tokenizer,
     *,
     vocab_size: int,
-    where: str,
-    state: State | None = None,
+    pool: ProcessPoolExecutor | None = None,
     held_out: int = 0,
+    state: State | None = None,
 ) -> Iterator[tuple[list[Document], State]]:
     """The documents of each row of one source, without end, and the state from which the next row follows.
 
     Args:
-        blocks: the endless blocks from a position on, as `iterate_blocks` gives them.
-        section: its `seq_len`, `pack` and `overlong` say how rows are made.
         vocab_size: rows of the model's embedding.
-        where: what errors call the data.
-        state: where to go on; None is the start.
+        pool: processes that tokenise, of `start_workers`.
         held_out: rows with a `row_key` below this are left out.
+        state: where to go on; None is the start.
 
     Raises:
         UserError: a row cannot be read or encoded, is too long under ``overlong = "error"``, or holds a token that
@@ -58,21 +56,19 @@ def packed_rows(
     """
     state = state or {"place": None, "carried": [], "taken": 0}
     position, taken, waiting = state["place"], state["taken"], [_from_json(one) for one in state["carried"]]
-    source, rows_read, empty_passes, has_documents = blocks(position), 0, 0, False
+    blocks = iterate_blocks(source, section, tokenizer, position, pool=pool)
+    rows_read, empty_passes, has_documents = 0, 0, False
     while True:
         start = {"place": position, "carried": [_to_json(one) for one in waiting]}
         documents, room, ended = waiting, WINDOW_ROWS * section.seq_len, False
         while room > 0 and not ended:
-            block = next(source)
-            check_vocabulary(largest_id(block.tokens), vocab_size)
-            rows = np.flatnonzero(block.tokens["key"].to_numpy() >= held_out)
-            name = block.names.__getitem__
-            pieces, report = cut_rows(
-                block.tokens, seq_len=section.seq_len, overlong=section.overlong, name=name, rows=rows
-            )
-            documents += [read_piece(block.tokens, pieces, index) for index in range(len(pieces))]
-            room -= report.tokens if section.pack else section.seq_len * report.documents
-            rows_read, has_documents = rows_read + report.rows, has_documents or report.documents > 0
+            block = next(blocks)
+            keys = block.tokens["key"].to_numpy()
+            cut = cut_rows(block.tokens, section, name=block.names.__getitem__, rows=np.flatnonzero(keys >= held_out))
+            check_vocabulary(cut.largest_id, vocab_size)
+            documents += [cut[index] for index in range(len(cut))]
+            room -= int(cut.lengths.sum()) if section.pack else section.seq_len * len(cut)
+            rows_read, has_documents = rows_read + cut.report.rows, has_documents or len(cut) > 0
             position, ended = block.position, block.position is None
         rows, waiting = _pack(documents, section, ended=ended)
         for number, row in enumerate(rows[taken:], start=taken + 1):
@@ -83,13 +79,13 @@ def packed_rows(
             empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
-                raise UserError(where, what, "look at the data with tools/preview.py")
+                raise UserError(source.where, what, "look at the data with tools/preview.py")
 
 
 def read_held_out(
     source: Source,
     section: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     below: int,
     batch_rows: int,
@@ -99,11 +95,10 @@ def read_held_out(
     Raises:
         UserError: a row cannot be read or encoded, or one pass over the stream has none of them.
     """
-    how, names, blocks = row_format(section), [], []
-    room = batch_rows * section.seq_len
-    rows = (row for row in RowReader(source) if row_key(row.parse(), how) < below)
+    names, blocks, room = [], [], batch_rows * section.seq_len
+    rows = (row for row in RowReader(source) if row_key(row.parse(), section) < below)
     while room > 0 and (some := list(itertools.islice(rows, 64))):
-        blocks.append(encode_table(some, how, tokenizer))
+        blocks.append(encode_table(some, section, tokenizer))
         names += [row.where for row in some]
         lengths = np.minimum(blocks[-1]["length"].to_numpy(), section.seq_len)
         room -= int(lengths.sum()) if section.pack else section.seq_len * len(lengths)
@@ -135,7 +130,7 @@ class StreamLoader:
 
     def __init__(
         self,
-        open_source: Callable[[int, State | None], Iterator[tuple[list[Document], State]]],
+        sources: Sequence[Callable[..., Iterator[tuple[list[Document], State]]]],
         *,
         share: Share,
         weights: Sequence[float],
@@ -143,11 +138,11 @@ class StreamLoader:
     ) -> None:
         """
         Args:
-            open_source: the `packed_rows` of a source, by its number, from a state on.
+            sources: the `packed_rows` of each, from a ``state`` on.
             weights: the shares of the mix's tokens that each source is to have; they add up to 1.
             names: of the sources of a mix.
         """
-        self._open, self.share, self._weights = open_source, share, np.asarray(weights)
+        self._sources, self.share, self._weights = sources, share, np.asarray(weights)
         self.source_names = tuple(names) if len(weights) > 1 else ()
         self.seek(0, None)
 
@@ -181,10 +176,10 @@ class StreamLoader:
 
     def seek(self, index: int, state: State | None) -> None:
         """Make ``index`` the next batch, from a `state` that any rank of any mesh returned; None is the start."""
-        self._next, count = index, len(self._weights)
+        self._next, count = index, len(self._sources)
         self._tokens: list[int] = list(state["tokens"]) if state else [0] * count
         self._states: list[State | None] = list(state["sources"]) if state else [None] * count
-        self._rows = [self._open(number, one) for number, one in enumerate(self._states)]
+        self._rows = [rows(state=one) for rows, one in zip(self._sources, self._states, strict=True)]
 
     def _check_next(self, index: int) -> None:
         if index != self._next:

@@ -7,10 +7,11 @@ does not. Each question is asked once for a template and a kind of field, so tha
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp2kit.errors import UserError
@@ -39,12 +40,12 @@ _TODO = "set model.chat_template to a template that renders it, or take it out o
 class _CallForm(NamedTuple):
     """How tool calls are written."""
 
-    nested: bool
-    """``{"function": {"name", "arguments"}}``, not ``{"name", "arguments"}``."""
+    blank: str | None
+    """The content of a turn that has nothing but calls; "as it is" leaves it."""
     as_text: bool
     """Arguments are JSON in a string, not an object."""
-    blank: str | None = "as it is"
-    """The content of a turn that has nothing but calls."""
+    nested: bool
+    """``{"function": {"name", "arguments"}}``, not ``{"name", "arguments"}``."""
 
 
 class MessageFit:
@@ -53,15 +54,16 @@ class MessageFit:
     Args:
         template: the Jinja source.
         render: the text of some messages with some tools; raises a `UserError` where the template does.
+        tools: those of the row.
         where: names the row in errors.
     """
 
     _answers: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 (one for the whole process, by template)
 
-    def __init__(self, template: str, render: Callable[[list[Message], Any], str], *, where: str) -> None:
-        self._template, self._render, self._where = template, render, where
+    def __init__(self, template: str, render: Callable[[list[Message], Any], str], *, tools: Any, where: str) -> None:
+        self._template, self._render, self._tools, self._where = template, render, tools, where
 
-    def fit(self, messages: list[Message], tools: Any) -> list[Message]:
+    def fit(self, messages: list[Message]) -> list[Message]:
         """The messages as the template renders them whole.
 
         Raises:
@@ -70,35 +72,62 @@ class MessageFit:
         for at, message in enumerate(messages):
             self._check_role(at, message["role"])
         if any("tool_calls" in message for message in messages):
-            messages = self._fit_calls(messages, tools)
+            messages = self._fit_calls(messages)
         for at, message in enumerate(messages):
             name = next((name for name in REASONING if isinstance(message.get(name), str) and message[name]), None)
             if name is not None and message["role"] == "assistant":
-                messages = self._fit_reasoning(messages, at, name, tools)
+                messages = self._fit_reasoning(messages, at, name)
         for at, message in enumerate(messages):
             if message.get("content"):
-                messages = self._fit_content(messages, at, tools)
-        if tools:
-            self._once(("tools",), lambda: self._check_tools(messages, tools))
+                messages = self._fit_content(messages, at)
+        if self._tools:
+
+            def is_told(text: str) -> bool:
+                return text != next(self._texts(messages, tools=None), None)
+
+            self._choose(("tools",), "the row's tools", [(True, messages)], is_told)
         return messages
 
-    def _once(self, kind: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
-        """The answer to a question about a kind of field, asked of the first row that has it."""
-        key = (self._template, *kind)
-        if key not in self._answers:
-            answer = ask()
-            if answer is None:  # the template refuses this row, which another will say
-                return None
-            self._answers[key] = answer
-        return self._answers[key]
+    def _choose(
+        self,
+        kind: tuple[Any, ...],
+        what: str,
+        probes: Iterable[tuple[Any, list[Message]]],
+        is_whole: Callable[[str], bool],
+        *,
+        at: int = -1,
+    ) -> Any:
+        """The first option whose probe the template renders whole, asked of the first row with this kind of field.
 
-    def _texts(self, conversations: Sequence[list[Message]], tools: Any) -> Iterator[str]:
+        Args:
+            what: the field, for the error where the template leaves it out.
+            probes: each option with the messages as it has them.
+            is_whole: whether a text has all of the probe.
+            at: the probe's message. The text up to it counts as well: some templates leave out all reasoning but that
+                of the last turn.
+
+        Returns:
+            None: the template refuses this row, which another will say.
+        """
+        key = (self._template, *kind)
+        if key in self._answers:
+            return self._answers[key]
+        rendered = False
+        for option, probe in probes:
+            for text in self._texts(probe, probe[: at + 1 or None], tools=self._tools):
+                rendered = True
+                if is_whole(text):
+                    self._answers[key] = option
+                    return option
+        if rendered:
+            raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
+        return None
+
+    def _texts(self, *conversations: list[Message], tools: Any) -> Iterator[str]:
         """What the template makes of those it does not refuse, in lower case: it may change that."""
         for messages in conversations:
-            try:
+            with contextlib.suppress(UserError):
                 yield self._render(messages, tools).lower()
-            except UserError:
-                continue
 
     def _check_role(self, at: int, role: str) -> None:
         if role in _STANDARD:
@@ -111,97 +140,63 @@ class MessageFit:
         todo = f"did you mean {near!r}?" if near else f"use {', '.join(_STANDARD)}, or a template that names the role"
         raise UserError(self._where, f"messages[{at}] has the unknown role {role!r}", todo)
 
-    def _fit_calls(self, messages: list[Message], tools: Any) -> list[Message]:
+    def _fit_calls(self, messages: list[Message]) -> list[Message]:
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         forms = {
-            _CallForm("function" in call, isinstance(call.get("function", call).get("arguments"), str))
+            _CallForm("as it is", isinstance(call.get("function", call).get("arguments"), str), "function" in call)
             for call in calls
         }
-        several = any(len(message.get("tool_calls", ())) > 1 for message in messages)
-        blank = {bool(message.get("content")) for message in messages if "tool_calls" in message}
+        with_calls = [at for at, message in enumerate(messages) if "tool_calls" in message]
+        several = any(len(messages[at]["tool_calls"]) > 1 for at in with_calls)
+        blank = {bool(messages[at].get("content")) for at in with_calls}
         bare = any("arguments" not in call.get("function", call) for call in calls)
-        form = self._once(("calls", several, bare, *sorted(blank)), lambda: self._choose_form(messages, tools))
+        probe, values = _probe_calls(messages)
+
+        def is_whole(text: str) -> bool:
+            # Escaped quotes: JSON within JSON. Single ones: Python's notation.
+            is_quoted = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
+            return not is_quoted and all(value in text for value in values)
+
+        # Objects come first: where a template takes both, it may print a string as it is, and an object as its model
+        # writes calls.
+        product = itertools.product(("as it is", None, ""), (False, True), (True, False))
+        probes = ((form, _rewritten(probe, form)) for form in itertools.starmap(_CallForm, product))
+        kind, what = ("calls", several, bare, *sorted(blank)), f"messages[{with_calls[0]}].tool_calls"
+        form = self._choose(kind, what, probes, is_whole, at=with_calls[-1])
         return messages if form is None or {form} == forms else _rewritten(messages, form, self._where)
 
-    def _choose_form(self, messages: list[Message], tools: Any) -> _CallForm | None:
-        """The first form that the template renders whole.
+    def _fit_reasoning(self, messages: list[Message], at: int, name: str) -> list[Message]:
+        names = dict.fromkeys((name, *REASONING))
+        probes = ((other, _replaced(messages, at, {name: None, other: _PROBE})) for other in names)
+        kind, what = ("reasoning", name, "tool_calls" in messages[at]), f"messages[{at}].{name}"
+        chosen = self._choose(kind, what, probes, lambda text: _PROBE in text, at=at)
+        if chosen in (None, name):
+            return messages
+        return _replaced(messages, at, {name: None, chosen: messages[at][name]})
 
-        Objects come first: where a template takes both, it may print a string as it is, and an object as its model
-        writes calls.
-        """
-        last = max(at for at, message in enumerate(messages) if "tool_calls" in message)
-        rendered = False
-        for blank, as_text, nested in itertools.product(("as it is", None, ""), (False, True), (True, False)):
-            form = _CallForm(nested, as_text, blank)
-            probe, values = _probe_calls(messages, form)
-            for text in self._texts([probe, probe[: last + 1]], tools):
-                rendered = True
-                is_whole = all(value in text for value in values)
-                # Escaped quotes: JSON within JSON. Single ones: Python's notation.
-                if is_whole and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text:
-                    return form
-        if rendered:
-            at = next(at for at, message in enumerate(messages) if "tool_calls" in message)
-            self._refuse(f"messages[{at}].tool_calls")
-        return None
-
-    def _fit_reasoning(self, messages: list[Message], at: int, name: str, tools: Any) -> list[Message]:
-        def choose() -> str | None:
-            rendered = False
-            for other in dict.fromkeys((name, *REASONING)):
-                probe = _replaced(messages, at, {name: None, other: _PROBE})
-                # Cut behind it: some templates leave out all reasoning but that of the last turn.
-                for text in self._texts([probe[: at + 1], probe], tools):
-                    rendered = True
-                    if _PROBE in text:
-                        return other
-            if rendered:
-                self._refuse(f"messages[{at}].{name}")
-            return None
-
-        chosen = self._once(("reasoning", name, "tool_calls" in messages[at]), choose)
-        return (
-            messages if chosen in (None, name) else _replaced(messages, at, {name: None, chosen: messages[at][name]})
-        )
-
-    def _fit_content(self, messages: list[Message], at: int, tools: Any) -> list[Message]:
-        message = messages[at]
-        content, parts = message["content"], isinstance(message["content"], list)
+    def _fit_content(self, messages: list[Message], at: int) -> list[Message]:
+        message, content = messages[at], messages[at]["content"]
+        parts = isinstance(content, list)
         if isinstance(content, str) and not content.strip():
             return messages
+        joined = _joined(content) if parts else None
 
-        def choose() -> str | None:
-            rendered = False
-            probed = {"as it is": [*content, {"type": "text", "text": _PROBE}] if parts else f"{content} {_PROBE}"}
-            if parts and (joined := _joined(content)) is not None:
-                probed["joined"] = f"{joined} {_PROBE}"
-            for form, value in probed.items():
-                probe = _replaced(messages, at, {"content": value})
-                for text in self._texts([probe, probe[: at + 1]], tools):
-                    rendered = True
-                    is_quoted = parts and form == "as it is" and (f"'{_PROBE}'" in text or f'"{_PROBE}"' in text)
-                    if _PROBE in text and not is_quoted:
-                        return form
-            if rendered:
-                beside = " beside its tool_calls" if "tool_calls" in message else ""
-                self._refuse(f'messages[{at}].content (role "{message["role"]}"){beside}')
-            return None
+        def probes() -> Iterator[tuple[str, list[Message]]]:
+            value = [*content, {"type": "text", "text": _PROBE}] if parts else f"{content} {_PROBE}"
+            yield "as it is", _replaced(messages, at, {"content": value})
+            if joined is not None:
+                yield "joined", _replaced(messages, at, {"content": f"{joined} {_PROBE}"})
 
+        def is_whole(text: str) -> bool:
+            # In quotes: a list of parts as Python or JSON prints it.
+            return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+
+        beside = " beside its tool_calls" if "tool_calls" in message else ""
+        what = f'messages[{at}].content (role "{message["role"]}"){beside}'
         # Some templates know a system message in the first place only, or a text or calls in a turn, not both.
         others = tuple(name for name in ("tool_calls", *REASONING) if message.get(name))
-        form = self._once(("content", message["role"], at == 0, parts, others), choose)
-        joined = _joined(content) if form == "joined" else None
-        return messages if joined is None else _replaced(messages, at, {"content": joined})
-
-    def _check_tools(self, messages: list[Message], tools: Any) -> bool | None:
-        for text in self._texts([messages], tools):
-            if text == next(self._texts([messages], None), None):
-                self._refuse("the row's tools")
-            return True
-        return None
-
-    def _refuse(self, what: str) -> None:
-        raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
+        form = self._choose(("content", message["role"], at == 0, parts, others), what, probes(), is_whole, at=at)
+        return _replaced(messages, at, {"content": joined}) if form == "joined" and joined is not None else messages
 
 
 def check_calls(message: Message, where: str, name: str) -> None:
@@ -278,14 +273,15 @@ def _joined(parts: Any) -> str | None:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
-def _rewritten(messages: list[Message], form: _CallForm, where: str) -> list[Message]:
+def _rewritten(messages: list[Message], form: _CallForm, where: str = "") -> list[Message]:
     """The messages with their tool calls in a form."""
     fitted = []
     for at, message in enumerate(messages):
         if "tool_calls" in message:
             name = f"messages[{at}].tool_calls"
-            calls = [_in_form(call, form, where, name) for call in message["tool_calls"]]
-            message = _with_blank({**message, "tool_calls": calls}, form)
+            message = {**message, "tool_calls": [_in_form(call, form, where, name) for call in message["tool_calls"]]}
+            if form.blank != "as it is" and not message.get("content"):
+                message["content"] = form.blank
         fitted.append(message)
     return fitted
 
@@ -305,24 +301,20 @@ def _in_form(call: Message, form: _CallForm, where: str, name: str) -> Message:
     return {**{key: value for key, value in call.items() if key not in ("function", "type")}, **function}
 
 
-def _with_blank(message: Message, form: _CallForm) -> Message:
-    return message if form.blank == "as it is" or message.get("content") else {**message, "content": form.blank}
-
-
-def _probe_calls(messages: list[Message], form: _CallForm) -> tuple[list[Message], list[str]]:
+def _probe_calls(messages: list[Message]) -> tuple[list[Message], list[str]]:
     """The messages with a probe in the place of each call's arguments (or name), and the probes' values."""
     values: list[str] = []
-    probed = []
-    for message in messages:
-        if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                values.append(f"{_PROBE}_{len(values)}_")
-                function = dict(call.get("function", call))
-                takes = "arguments" in function
-                function |= {"arguments": {_KEY: values[-1]}} if takes else {"name": values[-1]}
-                call = {**call, "function": function} if "function" in call else function
-                calls.append(_in_form(call, form, "", ""))
-            message = _with_blank({**message, "tool_calls": calls}, form)
-        probed.append(message)
+
+    def probe(call: Message) -> Message:
+        values.append(f"{_PROBE}_{len(values)}_")
+        function = dict(call.get("function", call))
+        function |= {"arguments": {_KEY: values[-1]}} if "arguments" in function else {"name": values[-1]}
+        return {**call, "function": function} if "function" in call else function
+
+    probed = [
+        {**message, "tool_calls": [probe(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
     return probed, values

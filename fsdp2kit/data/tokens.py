@@ -22,19 +22,18 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 
+from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
-from fsdp2kit.data.formats import RowFormat, encode_preferences, encode_rows, row_key
+from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.formats import encode_rows, row_key, rows_together
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Raise it with a change to the tokens of rows that were right before: streams of runs under way are then refused.
 _ENCODING = 2
@@ -71,9 +70,7 @@ class Block:
     """The position after them; None at the end of a pass, in a block without rows."""
 
 
-def tokenise(
-    source: Source, *, how: RowFormat, tokenizer: PreTrainedTokenizerBase, workers: int | Literal["auto"] = 0
-) -> pa.Table:
+def tokenise(source: Source, section: DataConfig, tokenizer: Tokenizer) -> pa.Table:
     """One row of tokens for each row of the data, memory-mapped.
 
     Columns: ``ids`` (list of int32), ``supervised`` (list of bool), ``length`` (int64), ``targets`` (int64:
@@ -81,20 +78,17 @@ def tokenise(
     supervised token is, which ends a turn or a text; −1 where it is none), ``largest_id`` (int64), ``digest`` (16
     bytes over ids and mask), ``key`` (uint64: `row_key`). A row with two answers is two rows, the better one first.
 
-    Args:
-        workers: processes; the result does not depend on it.
-
     Raises:
         UserError: the data cannot be read, or a row does not have the columns and types of its format.
     """
-    file = _cache_file(source.digest() or hub_content(source), how, tokenizer)
+    file = _cache_file(source.digest() or hub_content(source), section, tokenizer)
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         # Moved there when it is whole: another process sees all of it or nothing.
         beside = file.with_suffix(f".{os.getpid()}.partial")
         try:
             with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
-                blocks = _one_pass(source, how, tokenizer, workers=workers)
+                blocks = _one_pass(source, section, tokenizer)
                 # Taken before the bar's thread runs: the first block starts the workers, which are forks.
                 first = next(blocks)
                 with progress_bar(f"tokenising {Path(source.path).name}", unit="rows") as bar:
@@ -108,16 +102,16 @@ def tokenise(
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
 
 
-def is_tokenised(source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_tokenised(source: Source, section: DataConfig, tokenizer: Tokenizer) -> bool:
     """Whether the cache has the tokens of files on this machine."""
     content = source.digest()
-    return content is not None and _cache_file(content, how, tokenizer).is_file()
+    return content is not None and _cache_file(content, section, tokenizer).is_file()
 
 
-def _cache_file(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> Path:
+def _cache_file(content: str, section: DataConfig, tokenizer: Tokenizer) -> Path:
     import datasets
 
-    name = f"{cache_key(content, how, tokenizer)}.{_code_digest()}.arrow"
+    name = f"{cache_key(content, section, tokenizer)}.{_code_digest()}.arrow"
     return Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / name
 
 
@@ -132,8 +126,8 @@ def _code_digest() -> str:
 
 def iterate_blocks(
     source: Source,
-    how: RowFormat,
-    tokenizer: PreTrainedTokenizerBase,
+    section: DataConfig,
+    tokenizer: Tokenizer,
     position: Position | None = None,
     *,
     pool: ProcessPoolExecutor | None = None,
@@ -154,11 +148,11 @@ def iterate_blocks(
             yield [], None
             yield from _read_blocks(RowReader(source), _STREAM_BLOCK)
 
-    return _encode_blocks(passes(), how, tokenizer, pool=pool, ahead=4)
+    return _encode_blocks(passes(), section, tokenizer, pool=pool, ahead=4)
 
 
 def start_workers(
-    count: int, tokenizer: PreTrainedTokenizerBase, *, method: Literal["fork", "spawn"] = "spawn"
+    count: int, tokenizer: Tokenizer, *, method: Literal["fork", "spawn"] = "spawn"
 ) -> ProcessPoolExecutor | None:
     """Processes that tokenise; None for none.
 
@@ -171,7 +165,7 @@ def start_workers(
     return ProcessPoolExecutor(count, get_context(method), initializer=_start_worker, initargs=arguments)
 
 
-def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) -> str:
+def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
     """Digest of everything that the tokens of some content depend on."""
     import transformers
 
@@ -185,21 +179,21 @@ def cache_key(content: str, how: RowFormat, tokenizer: PreTrainedTokenizerBase) 
     parts = [
         _ENCODING,
         content,
-        how.format,
-        how.columns.model_dump(exclude_none=True),
-        how.train_on,
-        *([how.wrap] if how.wrap != "none" else []),  # streams of earlier versions are known by this digest
+        section.format,
+        section.columns.model_dump(exclude_none=True),
+        section.train_on,
+        *([section.wrap] if section.wrap != "none" else []),  # streams of earlier versions are known by this digest
         transformers.__version__,
         type(tokenizer).__name__,
         state,
         tokenizer.special_tokens_map,
-        None if how.format in ("text", "tokens") else tokenizer.chat_template,
+        None if section.format in ("text", "tokens") else tokenizer.chat_template,
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids of the tokens that may end a turn or a text."""
     ids = {at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(ids | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()))
@@ -212,11 +206,9 @@ def ending_of(ids: np.ndarray, supervised: np.ndarray, special: frozenset[int]) 
     return last if last in special else NO_ENDING
 
 
-def _one_pass(
-    source: Source, how: RowFormat, tokenizer: PreTrainedTokenizerBase, *, workers: int | Literal["auto"]
-) -> Iterator[Block]:
+def _one_pass(source: Source, section: DataConfig, tokenizer: Tokenizer) -> Iterator[Block]:
     """All blocks of a source, tokenised by as many processes as were asked for."""
-    blocks = _read_blocks(RowReader(source, download=True), _TABLE_BLOCK)
+    blocks, workers = _read_blocks(RowReader(source, download=True), _TABLE_BLOCK), section.workers
     if workers == "auto":
         first = list(itertools.islice(blocks, _WORTH_WORKERS // _TABLE_BLOCK))
         blocks = itertools.chain(first, blocks)
@@ -226,7 +218,7 @@ def _one_pass(
     # Forked processes warn of the threads that the tokenizer had unless they are told to start none.
     alone = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}) if workers else contextlib.nullcontext()
     with alone, start_workers(workers, tokenizer, method=_FORK) or contextlib.nullcontext() as pool:
-        yield from _encode_blocks(blocks, how, tokenizer, pool=pool, ahead=2 * workers)
+        yield from _encode_blocks(blocks, section, tokenizer, pool=pool, ahead=2 * workers)
 
 
 def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[list[Row], Position]]:
@@ -237,8 +229,8 @@ def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[list[Row], Posi
 
 def _encode_blocks(
     blocks: Iterable[tuple[list[Row], Position | None]],
-    how: RowFormat,
-    tokenizer: PreTrainedTokenizerBase,
+    section: DataConfig,
+    tokenizer: Tokenizer,
     *,
     pool: ProcessPoolExecutor | None,
     ahead: int,
@@ -248,9 +240,9 @@ def _encode_blocks(
     for rows, position in blocks:
         names = [row.where for row in rows]
         if pool is None:
-            yield Block(encode_table(rows, how, tokenizer), names, position)
+            yield Block(encode_table(rows, section, tokenizer), names, position)
             continue
-        waiting.append((pool.submit(encode_table, rows, how), names, position))
+        waiting.append((pool.submit(encode_table, rows, section), names, position))
         if len(waiting) > ahead:
             tokens, names, position = waiting.popleft()
             yield Block(tokens.result(), names, position)
@@ -258,10 +250,10 @@ def _encode_blocks(
         yield Block(tokens.result(), names, position)
 
 
-_of_worker: PreTrainedTokenizerBase | None = None  # a worker process gets it once
+_of_worker: Tokenizer | None = None  # a worker process gets it once
 
 
-def _start_worker(tokenizer: PreTrainedTokenizerBase, parent: int) -> None:
+def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
     global _of_worker
     _of_worker = tokenizer
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
@@ -279,19 +271,14 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def encode_table(rows: Sequence[Row], how: RowFormat, tokenizer: PreTrainedTokenizerBase | None = None) -> pa.Table:
+def encode_table(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer | None = None) -> pa.Table:
     """The columns of some rows; in a worker process with the tokenizer that it keeps."""
     tokenizer = tokenizer if tokenizer is not None else _of_worker
     assert tokenizer is not None, "a worker's initializer ran"
     special = special_ids(tokenizer)
     rows = [Row(row.parse(), row.where) for row in rows]
-    keys = [row_key(row.parse(), how) for row in rows]
-    if how.format == "preference":
-        pairs = encode_preferences(rows, how, tokenizer)
-        encoded = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-        keys = [key for key in keys for _ in range(2)]
-    else:
-        encoded = encode_rows(rows, how, tokenizer)
+    keys = [row_key(row.parse(), section) for row in rows for _ in range(rows_together(section))]
+    encoded = encode_rows(rows, section, tokenizer)
     columns = [_columns(*one, key, special) for one, key in zip(encoded, keys, strict=True)]
     return pa.Table.from_pylist(columns, schema=_SCHEMA)
 

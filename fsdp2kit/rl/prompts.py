@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border, row_format
+from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border
 from fsdp2kit.data.loader import permutation
-from fsdp2kit.data.row_sets import RowSet, held_out_sets, source_of_set
+from fsdp2kit.data.row_sets import RowSet, held_out_sets
 from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.sources import find_source
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import turn_ends
@@ -96,8 +97,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
         prompts, held_out = _hold_out(prompts, evaluation.split)
-    evaluates = evaluation.every > 0 or train.steps == 0
-    for one in held_out_sets(config) if evaluates else []:
+    for one in held_out_sets(config) if config.evaluates else []:
         held_out += _read_set(one, config, tokenizer)[0]
     most = evaluation.steps * train.global_batch_size if evaluation.steps else None
     digest = hashlib.blake2b(digest_size=16)
@@ -114,7 +114,7 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         total_steps=steps,
         endings=frozenset(turn_ends(tokenizer)),
         dropped=dropped,
-        held_out=held_out[:most] if evaluates else [],
+        held_out=held_out[:most] if config.evaluates else [],
     )
 
 
@@ -132,8 +132,8 @@ def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase)
     """The prompts that leave room for a response, and how many others were dropped."""
     section: Any = one.section
     room = config.data.seq_len - config.rollout.max_new_tokens
-    rows = list(RowReader(source_of_set(section, one.key), download=True))
-    prompts = encode_prompts(rows, row_format(section), tokenizer)
+    rows = list(RowReader(find_source(section, one.key), download=True))
+    prompts = encode_prompts(rows, section, tokenizer)
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if len(short) < len(prompts) and (section.overlong == "error" or not short):
         at, long = next((at, prompt) for at, prompt in enumerate(prompts) if len(prompt.ids) > room)

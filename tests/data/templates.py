@@ -7,8 +7,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.chat import TrainOn
-from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
+from fsdp2kit.data.formats import Encoded, encode_rows
 from fsdp2kit.data.rows import Row
 
 CHATML = (
@@ -81,7 +82,7 @@ def encode_chat(
 ) -> Encoded:
     """Token ids and mask of one conversation."""
     rows = [Row({"messages": messages, "tools": tools}, where)]
-    return encode_rows(rows, RowFormat("chat", train_on=train_on), tokenizer)[0]
+    return encode_rows(rows, DataConfig(format="chat", train_on=train_on), tokenizer)[0]
 
 
 def make_tokenizer(

@@ -8,11 +8,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig
+from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.formats import (
-    RowFormat,
-    encode_preferences,
     encode_rows,
     key_border,
     looks_unwrapped,
@@ -30,13 +28,13 @@ def tokenizer():
     return make_tokenizer(families.TOOL_CALLING.source(marked=False))
 
 
-def learnt(row: dict, tokenizer, how: RowFormat) -> tuple[str, str]:
+def learnt(row: dict, tokenizer, how: DataConfig) -> tuple[str, str]:
     """The whole row and what is learnt of it, as text."""
     [(ids, mask)] = encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
     return tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
 
 
-def refused(row: dict, tokenizer, how: RowFormat) -> str:
+def refused(row: dict, tokenizer, how: DataConfig) -> str:
     with pytest.raises(UserError) as caught:
         encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
     assert caught.value.where == "x.jsonl:1"
@@ -47,37 +45,42 @@ def test_sharegpt_conversations(tokenizer) -> None:
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = [{"role": "system", "content": "Be brief."}, *MULTI]
     sharegpt = [{"from": names[message["role"]], "value": message["content"]} for message in rows]
-    expected = learnt({"messages": rows}, tokenizer, RowFormat("chat"))
-    assert learnt({"conversations": sharegpt}, tokenizer, RowFormat("chat")) == expected
-    mapped = RowFormat("chat", ColumnsConfig(messages="dialog"))
+    expected = learnt({"messages": rows}, tokenizer, DataConfig(format="chat"))
+    assert learnt({"conversations": sharegpt}, tokenizer, DataConfig(format="chat")) == expected
+    mapped = DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
     assert learnt({"dialog": sharegpt}, tokenizer, mapped) == expected
     assert expected[1] == f"{ANSWER}<|im_end|>{SECOND}<|im_end|>"
 
 
 def test_tools_as_a_list_or_as_json(tokenizer) -> None:
-    whole, mine = learnt({"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, RowFormat("chat"))
+    whole, mine = learnt({"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, DataConfig(format="chat"))
     assert "<tools>" in whole
     assert mine.startswith("<tool_call>")
     as_text = {"messages": WITH_TOOLS, "functions": json.dumps(TOOLS)}
-    assert learnt(as_text, tokenizer, RowFormat("chat", ColumnsConfig(tools="functions"))) == (whole, mine)
-    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, RowFormat("chat"))
+    assert learnt(as_text, tokenizer, DataConfig(format="chat", columns=ColumnsConfig(tools="functions"))) == (
+        whole,
+        mine,
+    )
+    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, DataConfig(format="chat"))
 
 
 def test_variables_for_the_template() -> None:
     template = "{% if shout %}LOUD{% endif %}" + templates.CHATML
     row = {"messages": SINGLE, "chat_template_kwargs": {"shout": True}}
-    assert learnt(row, make_tokenizer(template), RowFormat("chat"))[0].startswith("LOUD")
-    assert "no object" in refused({**row, "chat_template_kwargs": "x"}, make_tokenizer(template), RowFormat("chat"))
+    assert learnt(row, make_tokenizer(template), DataConfig(format="chat"))[0].startswith("LOUD")
+    assert "no object" in refused(
+        {**row, "chat_template_kwargs": "x"}, make_tokenizer(template), DataConfig(format="chat")
+    )
 
 
 def test_a_prompt_and_its_completion_as_text(tokenizer) -> None:
     row = {"prompt": "Is water wet?", "completion": " Yes."}
-    whole, mine = learnt(row, tokenizer, RowFormat("prompt_completion"))
+    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
     assert (whole, mine) == ("<|begin|>Is water wet? Yes.<|im_end|>", " Yes.<|im_end|>")
-    assert learnt(row, tokenizer, RowFormat("prompt_completion", train_on="all"))[1] == whole
-    mapped = RowFormat("prompt_completion", ColumnsConfig(prompt="q", completion="a"))
+    assert learnt(row, tokenizer, DataConfig(format="prompt_completion", train_on="all"))[1] == whole
+    mapped = DataConfig(format="prompt_completion", columns=ColumnsConfig(prompt="q", completion="a"))
     assert learnt({"q": "Is water wet?", "a": " Yes."}, tokenizer, mapped) == (whole, mine)
-    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, RowFormat("prompt_completion"))
+    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, DataConfig(format="prompt_completion"))
 
 
 @pytest.mark.parametrize("cell", ['""', '" "'])
@@ -91,81 +94,85 @@ def test_an_empty_completion_is_refused(cell: str, tmp_path: Path) -> None:
 def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
     tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
     row = {"prompt": MULTI[:3], "completion": MULTI[3:]}
-    whole, mine = learnt(row, tokenizer, RowFormat("prompt_completion"))
+    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
     assert whole == tokenizer.apply_chat_template(MULTI, tokenize=False)
     assert mine == f"{SECOND}<|im_end|>"
     mixed = {"prompt": "x", "completion": MULTI[3:]}
-    assert "a text and a list" in refused(mixed, tokenizer, RowFormat("prompt_completion"))
+    assert "a text and a list" in refused(mixed, tokenizer, DataConfig(format="prompt_completion"))
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
     tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
-    row, how = {"prompt": "Is water wet?", "completion": "Yes."}, RowFormat("prompt_completion", wrap="chat")
+    row, how = {"prompt": "Is water wet?", "completion": "Yes."}, DataConfig(format="prompt_completion", wrap="chat")
     messages = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]
     whole, mine = learnt(row, tokenizer, how)
     assert (whole, mine) == (tokenizer.apply_chat_template(messages, tokenize=False), "Yes.<|im_end|>")
     assert learnt({"prompt": messages[:1], "completion": "Yes."}, tokenizer, how) == (whole, mine)
-    everything = RowFormat("prompt_completion", train_on="all", wrap="chat")
+    everything = DataConfig(format="prompt_completion", train_on="all", wrap="chat")
     assert learnt(row, tokenizer, everything) == (whole, whole)
-    [pair] = encode_preferences(
+    better, _ = encode_rows(
         [Row({"prompt": "Is water wet?", "chosen": "Yes.", "rejected": "No."}, "x")],
-        RowFormat("preference", wrap="chat"),
+        DataConfig(format="preference", wrap="chat"),
         tokenizer,
     )
-    assert tokenizer.decode(pair.chosen[0]) == whole
+    assert tokenizer.decode(better[0]) == whole
     with pytest.raises(UserError, match="has no chat template"):
         encode_rows([Row(row, "x")], how, make_tokenizer(None))
 
 
 def test_what_looks_unwrapped() -> None:
-    tokenizer, plain = make_tokenizer(templates.CHATML), RowFormat("prompt_completion")
+    tokenizer, plain = make_tokenizer(templates.CHATML), DataConfig(format="prompt_completion")
     row = Row({"prompt": "Is water wet?", "completion": "Yes."}, "x")
     assert looks_unwrapped(row, plain, tokenizer)
     assert not looks_unwrapped(row, plain, make_tokenizer(None))
-    assert not looks_unwrapped(row, RowFormat("prompt_completion", wrap="chat"), tokenizer)
+    assert not looks_unwrapped(row, DataConfig(format="prompt_completion", wrap="chat"), tokenizer)
     rendered = tokenizer.apply_chat_template(SINGLE[:1], tokenize=False, add_generation_prompt=True)
     assert not looks_unwrapped(Row({"prompt": rendered, "completion": "Yes."}, "x"), plain, tokenizer)
     assert not looks_unwrapped(Row({"prompt": SINGLE[:1], "completion": SINGLE[1:]}, "x"), plain, tokenizer)
-    pairs = RowFormat("preference")
+    pairs = DataConfig(format="preference")
     assert looks_unwrapped(Row({"chosen": "Wet? Yes", "rejected": "Wet? No"}, "x"), pairs, tokenizer)
     assert not looks_unwrapped(Row({"prompt": "Wet?", "chosen": SINGLE, "rejected": SINGLE}, "x"), pairs, tokenizer)
 
 
 def test_alpaca_rows_are_conversations(tokenizer) -> None:
-    how = RowFormat("alpaca")
+    how = DataConfig(format="alpaca")
     row = {"instruction": "Answer.", "input": "Is water wet?", "output": "Yes."}
     user = {"role": "user", "content": "Answer.\n\nIs water wet?"}
     answer = {"role": "assistant", "content": "Yes."}
-    expected = learnt({"messages": [user, answer]}, tokenizer, RowFormat("chat"))
+    expected = learnt({"messages": [user, answer]}, tokenizer, DataConfig(format="chat"))
     assert learnt(row, tokenizer, how) == expected
-    named = RowFormat("alpaca", ColumnsConfig(instruction="task", input="context", output="response"))
+    named = DataConfig(format="alpaca", columns=ColumnsConfig(instruction="task", input="context", output="response"))
     assert learnt({"task": "Answer.", "context": "Is water wet?", "response": "Yes."}, tokenizer, named) == expected
-    short = learnt({"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, RowFormat("chat"))
+    short = learnt(
+        {"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, DataConfig(format="chat")
+    )
     for without in ({}, {"input": ""}, {"input": None}):
         assert learnt({"instruction": "Answer.", "output": "Yes.", **without}, tokenizer, how) == short
     system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
     whole = [system, first, {"role": "assistant", "content": "Hi"}, user, answer]
     extended = {**row, "system": "Be brief.", "history": [["Hello", "Hi"]]}
-    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, RowFormat("chat"))
+    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, DataConfig(format="chat"))
     assert "no 'output'" in refused({"instruction": "Answer."}, tokenizer, how)
     assert "history" in refused({**row, "history": ["Hello"]}, tokenizer, how)
 
 
 def test_the_key_of_a_row_is_that_of_its_content() -> None:
-    how = RowFormat("chat")
+    how = DataConfig(format="chat")
     row = {"messages": SINGLE, "id": 1}
     assert row_key(row, how) == row_key({"id": 2, "tools": None, "messages": SINGLE}, how)
-    assert row_key(row, how) == row_key({"dialog": SINGLE}, RowFormat("chat", ColumnsConfig(messages="dialog")))
+    assert row_key(row, how) == row_key(
+        {"dialog": SINGLE}, DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
+    )
     assert row_key(row, how) != row_key({"messages": MULTI}, how)
     assert row_key(row, how) != row_key({"messages": SINGLE, "tools": TOOLS}, how)
-    keys = [row_key({"text": str(number)}, RowFormat("text")) for number in range(2000)]
+    keys = [row_key({"text": str(number)}, DataConfig(format="text")) for number in range(2000)]
     for share in (0.02, 0.5):
         assert sum(key < key_border(share) for key in keys) == pytest.approx(2000 * share, rel=0.5)
 
 
 def test_tokens_as_they_are(tokenizer) -> None:
-    how = RowFormat("tokens")
+    how = DataConfig(format="tokens")
     row = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]}
     assert encode_rows([Row(row, "x")], how, tokenizer) == [([5, 6, 7, 8], [False, True, False, True])]
     assert encode_rows([Row({"input_ids": [5, 6]}, "x")], how, tokenizer) == [([5, 6], [True, True])]
@@ -178,26 +185,25 @@ def test_tokens_as_they_are(tokenizer) -> None:
 
 
 def test_preferences(tokenizer) -> None:
-    how = RowFormat("preference")
+    how = DataConfig(format="preference")
     implicit = {"chosen": MULTI, "rejected": [*MULTI[:3], {"role": "assistant", "content": "No."}]}
     explicit = {"prompt": MULTI[:3], "chosen": MULTI[3:], "rejected": [{"role": "assistant", "content": "No."}]}
-    pairs = encode_preferences([Row(implicit, "a"), Row(explicit, "b")], how, tokenizer)
-    assert pairs[0] == pairs[1]
-    for side, answer in ((pairs[0].chosen, SECOND), (pairs[0].rejected, "No.")):
+    chosen, rejected, *same = encode_rows([Row(implicit, "a"), Row(explicit, "b")], how, tokenizer)
+    assert [chosen, rejected] == same
+    for side, answer in ((chosen, SECOND), (rejected, "No.")):
         ids, mask = side
         text = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
         assert text == f"{answer}<|im_end|>"
     texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
-    [text] = encode_preferences([Row(texts, "c")], how, tokenizer)
-    assert tokenizer.decode(text.rejected[0]) == "<|begin|>Wet? No<|im_end|>"
+    _, worse = encode_rows([Row(texts, "c")], how, tokenizer)
+    assert tokenizer.decode(worse[0]) == "<|begin|>Wet? No<|im_end|>"
     with pytest.raises(UserError, match="share no prompt"):
-        encode_preferences([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
+        encode_rows([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
 
 
 def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
     """Of the better and the worse answer, the whole text and what is learnt of it."""
-    [pair] = encode_preferences([Row(row, "x.jsonl:1")], RowFormat("preference", **options), tokenizer)
-    sides = (pair.chosen, pair.rejected)
+    sides = encode_rows([Row(row, "x.jsonl:1")], DataConfig(format="preference", **options), tokenizer)
     return [
         (tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
         for ids, mask in sides

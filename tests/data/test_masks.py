@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2kit.data.formats import Encoded, RowFormat, encode_rows
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.formats import Encoded, encode_rows
 from fsdp2kit.data.rows import Row
 from fsdp2kit.errors import UserError
 from tests.data import templates
@@ -24,7 +25,7 @@ def learnt(tokenizer, messages, **options) -> str:
 
 def encode_together(rows: list[list[dict]], tokenizer, **options) -> list[Encoded]:
     named = [Row({"messages": messages}, f"row {number}") for number, messages in enumerate(rows)]
-    return encode_rows(named, RowFormat("chat", **options), tokenizer)
+    return encode_rows(named, DataConfig(format="chat", **options), tokenizer)
 
 
 QUESTIONS = turns("Is water wet?", "Yes, wet.\nüber-wet 🌊!", "Sure?", "Yes  ")

@@ -16,7 +16,8 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fsdp2kit.data.formats import RowFormat, encode_rows
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.formats import encode_rows
 from fsdp2kit.data.rows import Row, RowReader
 from fsdp2kit.data.sources import find_source
 from fsdp2kit.errors import UserError
@@ -182,7 +183,7 @@ def written(rows: list[dict[str, Any]], kind: str, folder: Path) -> list[Row]:
         datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     else:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(RowReader(find_source(str(folder / f"rows.{kind}"), split="train")))
+    return list(RowReader(find_source(DataConfig(path=str(folder / f"rows.{kind}")))))
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {"object": dict, "text": with_text, "flat": flat}
@@ -226,7 +227,7 @@ def test_openai_rows_from_files(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     read += written([{**rows[2], "tools": json.dumps([TOOL])}], kind, tmp_path / "more")
     tokenizer = tokenizer_of(name)
-    texts = [spoken(tokenizer, *one) for one in encode_rows(read, RowFormat("chat"), tokenizer)]
+    texts = [spoken(tokenizer, *one) for one in encode_rows(read, DataConfig(format="chat"), tokenizer)]
     swapped = FAMILIES[name].text.replace("weather", "time").replace("city", "zone").replace("Orléans", "CET")
     assert texts == [FAMILIES[name].text, swapped, FAMILIES[name].text]
 

@@ -22,7 +22,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
-from fsdp2kit.data.formats import Prompt, encode_prompts, row_format
+from fsdp2kit.data.formats import Prompt, encode_prompts
 from fsdp2kit.data.rows import Row
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
@@ -570,7 +570,7 @@ def test_an_export_of_a_model_that_learns_from_rewards_stops_where_its_turns_end
 
 
 def test_prompts_of_every_kind() -> None:
-    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), row_format(PromptDataConfig())
+    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), PromptDataConfig()
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     answered = [*asked, {"role": "assistant", "content": "Hello"}]
     rows: list[dict[str, Any]] = [
