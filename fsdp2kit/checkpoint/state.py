@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
@@ -29,6 +28,7 @@ from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.names import base_name
 from fsdp2kit.model.weights import fill_vocabulary, grown_tensors
+from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.torch_compat import FsspecWriter
 
 MODEL_PREFIX = "model."
@@ -44,10 +44,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     The tensors are detached and share the model's storage: loading into them loads the model. Sharded parameters are
     DTensors of the global shape.
     """
-    # A forward under no_grad may leave units unsharded, and their parameters would then be plain tensors.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_all(model)
     everything = adapter_of(model) is None
     parameters = {name: p.detach() for name, p in model.named_parameters() if everything or p.requires_grad}
     return parameters | persistent_buffers(model)
