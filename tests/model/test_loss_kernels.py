@@ -89,7 +89,7 @@ def test_torchs_kernel_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_target_head_and_states_have_gradients_of_zero(kernel: Any, dtype: torch.dtype) -> None:
     """Other ranks wait for this one's part of the head's gradient; Liger's kernel itself is not asked."""
     hidden, weight, labels = inputs(0, dtype)
-    loss, sums = linear_loss(kernel)(hidden, weight, labels)
+    loss, sums = linear_loss(kernel, hidden, weight, labels)
     loss.backward()
     assert loss.item() == 0
     assert loss.dtype == torch.float32
