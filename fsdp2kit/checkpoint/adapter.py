@@ -20,7 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, same_weights, weights_digest
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.names import ADAPTER, adapter_file_name, base_name
+from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
 RECORD = ".fsdp2kit-export.json"
@@ -58,12 +58,6 @@ def describe_base(directory: Path, path: str | None) -> list[str]:
     return [
         f"warning: model.adapter: {directory} names {name} as its model, and model.path is {path}: are they the same?"
     ]
-
-
-def adapter_names(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Name in peft's file → key in the checkpoint, of every tensor of the model's part."""
-    keys = [key for key in stored if key.startswith(MODEL_PREFIX)]
-    return {adapter_file_name(key.removeprefix(MODEL_PREFIX)): key for key in keys}
 
 
 def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> Path:

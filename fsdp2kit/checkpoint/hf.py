@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, adapter_names, find_base, holds_adapter
+from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, find_base, holds_adapter
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
@@ -39,12 +39,11 @@ from fsdp2kit.files import replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.names import conversion_groups, tied_names, to_file_names
-from fsdp2kit.model.weights import open_pretrained
+from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
+from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
 
@@ -206,8 +205,7 @@ def plan_export(
     out = out.absolute()
     check_replaceable(out, read=[base])
     if holds_adapter(config_dir) and not merge:
-        stored = SafeReader(checkpoint).stored_tensors()
-        shapes = {name: (key, _meta(stored[key])) for name, key in adapter_names(stored).items()}
+        shapes = {adapter_file_name(name): one for name, one in _shapes(checkpoint, None, None).items()}
         files = {ADAPTER_WEIGHTS: _groups(shapes, None, DTYPES[dtype])}
         return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model=None)
     model = model_on_meta(config_dir)
@@ -234,11 +232,8 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
         tied = tied_names(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
-    return {name: (key, _meta(stored[key])) for name, key in keys.items()}
-
-
-def _meta(stored: Any) -> Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+    return {name: (key, metas[key]) for name, key in keys.items()}
 
 
 def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
@@ -277,7 +272,7 @@ def begin_export(plan: ExportPlan) -> None:
         assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
         plan.out.mkdir(parents=True, exist_ok=True)
         # Not yet an export of anything, but all of it is ours and may be replaced.
-        _write_record(plan.out, {*plan.files, INDEX, *assets, *_recorded_files(plan.out)}, {})
+        _write_record(plan.out, {*plan.files, INDEX_NAME, *assets, *_recorded_files(plan.out)}, {})
         return
     shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
     plan.staging.mkdir(parents=True)
@@ -374,7 +369,7 @@ def _write_assets(plan: ExportPlan, folder: Path) -> None:
         weight_map = {name: file for file in plan.files for name in plan.forms(file)}
         total = sum(group.size for groups in plan.files.values() for group in groups)
         _write_json(
-            folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         )
 
 

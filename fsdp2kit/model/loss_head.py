@@ -52,19 +52,17 @@ class LossChoice:
 
 
 def choose_loss(
-    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits | None = None
+    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits
 ) -> LossChoice:
     """What ``model.loss_kernel`` says. "auto" is our chunks: nothing else was faster where it was measured.
 
     Args:
-        model: on meta or real.
         device: where it will train; None: not known here.
-        traits: what `inspect_model` found, if it was called already.
 
     Raises:
         UserError: an explicit "torch" or "liger" that cannot be had here, for this model, dtype or data.
     """
-    wanted, is_linear = config.model.loss_kernel, (traits or inspect_model(model)).linear_head
+    wanted, is_linear = config.model.loss_kernel, traits.linear_head
     if wanted in ("torch", "liger"):
         _check_kernel(config, model, device=device, is_linear=is_linear)
         rounds = wanted == "torch" and config.fsdp.param_dtype == "bfloat16"

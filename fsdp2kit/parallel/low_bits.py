@@ -95,7 +95,6 @@ def plan_float8(
     mixture of experts and those that float8 kernels or the config rule out. None: float8 is off.
 
     Args:
-        model: before it is sharded; it may be on meta.
         device: where it will train; None: not known here.
 
     Raises:
@@ -130,9 +129,6 @@ def plan_float8(
 def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) -> NF4Plan | None:
     """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none.
 
-    Args:
-        model: with its adapters, before it is sharded; it may be on meta.
-
     Raises:
         UserError: torch is too old, the model keeps its experts in one tensor, or no layer is left.
     """
@@ -161,9 +157,6 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
     """Replace the planned layers by torchao's in the model, with the same parameters under the same names.
 
-    Args:
-        model: before it is sharded.
-
     Raises:
         UserError: torchao is not installed.
     """
@@ -177,11 +170,7 @@ def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
 
 
 def apply_nf4(plan: NF4Plan, model: PreTrainedModel) -> None:
-    """Replace the planned layers, in place.
-
-    Args:
-        model: on meta, before it is sharded.
-    """
+    """Replace the planned layers of a meta model, in place."""
     for name in plan.names:
         owner, _, attribute = name.rpartition(".")
         layer = NF4Linear(model.get_submodule(name), getattr(torch, plan.dtype))  # pyright: ignore[reportArgumentType]
