@@ -135,12 +135,7 @@ def dcp_to_hf(
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
-                checkpoint,
-                out,
-                dtype=dtype,
-                max_shard_bytes=max_shard_bytes,
-                config_dir=config_dir,
-                merge=merge,
+                checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
         with settle():
             if rank == 0:

@@ -170,12 +170,7 @@ class _Methods:
     """Whose parameters logits are made with."""
 
     def loss_sum(
-        self,
-        model: Any,
-        *batch: Tensor,
-        groups: Tensor | None = None,
-        num_groups: int = 0,
-        **inputs: Any,
+        self, model: Any, *batch: Tensor, groups: Tensor | None = None, num_groups: int = 0, **inputs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         def compute(head: HeadInputs) -> tuple[Tensor, Tensor | None]:
             if self.kernel != "own_head":
