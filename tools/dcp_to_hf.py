@@ -36,14 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--merge",
         nargs="?",
-        const="",
+        const=True,
+        default=False,
         metavar="MODEL",
         help="add the checkpoint's adapter to the model it was trained on (directory or hub id; default: as it was)",
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
     options = parser.parse_args(arguments)
     checkpoint, out = to_path(options.checkpoint), to_path(options.out)
-    if options.verify and (options.merge is not None or (checkpoint / "hf" / CONFIG_NAME).is_file()):
+    if options.verify and (options.merge or (checkpoint / "hf" / CONFIG_NAME).is_file()):
         what = "compares a whole model's checkpoint with its export, and this one holds an adapter"
         raise UserError("--verify", what, "leave it out; every byte of the checkpoint is checked in any case")
     if not is_remote(out):
@@ -54,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=options.dtype,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
         config_dir=options.config,
-        merge=options.merge is not None,
-        base=options.merge or None,
+        merge=options.merge,
     )
     print(f"{out}: written")
     if options.verify:

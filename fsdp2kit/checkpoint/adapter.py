@@ -20,7 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, same_weights, weights_digest
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.names import ADAPTER, adapter_file_name, base_name
+from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
 RECORD = ".fsdp2kit-export.json"
@@ -36,7 +36,6 @@ def check_same_base(directory: Path, weights: str) -> None:
     """Refuse an adapter that an export of ours says was trained on other weights.
 
     Args:
-        directory: of the adapter.
         weights: as `run_identity` has the weights of the model at hand.
 
     Raises:
@@ -45,7 +44,7 @@ def check_same_base(directory: Path, weights: str) -> None:
     try:
         trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
     except (OSError, ValueError, AttributeError):
-        return  # not an export of ours; names and shapes are compared in any case
+        trained_on = None  # not an export of ours; names and shapes are compared in any case
     if trained_on is not None and not same_weights(trained_on, weights):
         what = f"{directory} was trained on another model than model.path is (its weights are {trained_on})"
         raise UserError("model.adapter", what, "give the model.path that it was trained on")
@@ -61,17 +60,10 @@ def describe_base(directory: Path, path: str | None) -> list[str]:
     ]
 
 
-def adapter_names(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Name in peft's file → key in the checkpoint, of every tensor of the model's part."""
-    keys = [key for key in stored if key.startswith(MODEL_PREFIX)]
-    return {adapter_file_name(key.removeprefix(MODEL_PREFIX)): key for key in keys}
-
-
 def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> Path:
     """The directory of the model that a checkpoint's adapter was trained on.
 
     Args:
-        config_dir: the checkpoint's assets.
         base: where it is now; None: where it was.
 
     Raises:
@@ -89,16 +81,9 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
 
 
 class MergedTensors:
-    """A model's tensors by name, with an adapter merged into them; each is made when it is read."""
+    """The tensors of ``base`` by name, with an adapter merged into them; each is made when it is read."""
 
     def __init__(self, config_dir: Path, base: Mapping[str, StoredTensor], adapter: StoredTensors) -> None:
-        """Read nothing yet.
-
-        Args:
-            config_dir: with the configs of model and adapter.
-            base: the model's tensors by name.
-            adapter: the checkpoint's.
-        """
         # On meta; its layers know their scaling.
         self._model: Any = model_on_meta(config_dir)
         inject(self._model, read_adapter_config(config_dir, "--merge"))

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, adapter_names, find_base, holds_adapter
+from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, find_base, holds_adapter
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
@@ -39,12 +39,11 @@ from fsdp2kit.files import replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
-from fsdp2kit.model.names import conversion_groups, tied_names, to_file_names
-from fsdp2kit.model.weights import open_pretrained
+from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
+from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
 ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
 
@@ -106,8 +105,7 @@ def dcp_to_hf(
     config_dir: Path | None = None,
     group: dist.ProcessGroup | None = None,
     check: bool = True,
-    merge: bool = False,
-    base: str | None = None,
+    merge: bool | str = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory. Collective: every rank writes its share of files.
 
@@ -122,8 +120,8 @@ def dcp_to_hf(
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
         group: of all ranks. Default: the default group.
         check: compare every byte of the checkpoint with its manifest's checksums, beside the writing.
-        merge: add the checkpoint's adapter to the weights that it was trained on; in one process.
-        base: where those are now. Default: where they were.
+        merge: add the checkpoint's adapter to the weights that it was trained on, in one process: True, or where
+            those are now.
 
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
@@ -137,13 +135,7 @@ def dcp_to_hf(
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
-                checkpoint,
-                out,
-                dtype=dtype,
-                max_shard_bytes=max_shard_bytes,
-                config_dir=config_dir,
-                merge=merge,
-                base=base,
+                checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
         with settle():
             if rank == 0:
@@ -182,8 +174,7 @@ def plan_export(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config_dir: Path | None = None,
-    merge: bool = False,
-    base: str | None = None,
+    merge: bool | str = False,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
 
@@ -197,20 +188,21 @@ def plan_export(
     elif config_dir is None:
         raise no_manifest(checkpoint, "give a complete checkpoint, or for one written by torch alone --config HF_DIR")
     config_dir = config_dir or checkpoint / "hf"
-    if merge and not holds_adapter(config_dir):
-        raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
-    found: Path | None = None
+    base: Path | None = None
     if merge:
-        found = find_base(config_dir, manifest, base)
+        if not holds_adapter(config_dir):
+            raise UserError("--merge", f"{checkpoint} holds a whole model, and no adapter", "leave it out")
+        base = find_base(config_dir, manifest, merge if isinstance(merge, str) else None)
         dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     if dtype not in DTYPES:
         raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
     out = out.absolute()
-    check_replaceable(out, read=[found])
+    check_replaceable(out, read=[base])
     if holds_adapter(config_dir) and not merge:
-        files = {ADAPTER_WEIGHTS: _adapter_groups(checkpoint, DTYPES[dtype])}
-        return ExportPlan(checkpoint, out, config_dir, dtype, files=files, manifest=manifest, model=None)
+        shapes = {adapter_file_name(name): one for name, one in _shapes(checkpoint, None, None).items()}
+        files = {ADAPTER_WEIGHTS: _groups(shapes, None, DTYPES[dtype])}
+        return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model=None)
     model = model_on_meta(config_dir)
     if model is None and merge:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
@@ -218,16 +210,8 @@ def plan_export(
     if model is None and manifest is None:
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
-    return ExportPlan(
-        checkpoint,
-        out,
-        config_dir,
-        dtype,
-        files=_pack(_groups(_shapes(checkpoint, model, found), model, DTYPES[dtype]), max_shard_bytes),
-        manifest=manifest,
-        model=model,
-        base=found,
-    )
+    files = _pack(_groups(_shapes(checkpoint, model, base), model, DTYPES[dtype]), max_shard_bytes)
+    return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model, base)
 
 
 def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
@@ -243,22 +227,12 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
         tied = tied_names(model)
         expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
-    return {name: (key, _meta(stored[key])) for name, key in keys.items()}
-
-
-def _adapter_groups(checkpoint: Path, dtype: torch.dtype) -> list[Group]:
-    stored = SafeReader(checkpoint).stored_tensors()
-    names = adapter_names(stored)
-    return [Group({name: key}, {name: _meta(stored[key]).to(dtype)}, True) for name, key in names.items()]
-
-
-def _meta(stored: Any) -> Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+    metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
+    return {name: (key, metas[key]) for name, key in keys.items()}
 
 
 def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
     """The tensors of `_shapes` in groups that can be converted by themselves."""
-    keys = {name: key for name, (key, _) in shapes.items()}
     tensors = {name: tensor for name, (_, tensor) in shapes.items()}
     groups = []
     for names in conversion_groups(model, tensors):
@@ -266,7 +240,7 @@ def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None
         forms = {name: one.to(dtype) if one.is_floating_point() else one for name, one in converted.items()}
         # transformers hands on the very tensor where it does no more than rename it.
         is_copied = len(names) == len(converted) == 1 and tensors[names[0]] is next(iter(converted.values()))
-        groups.append(Group(keys={name: keys[name] for name in names}, forms=forms, is_copied=is_copied))
+        groups.append(Group({name: shapes[name][0] for name in names}, forms, is_copied))
     return groups
 
 
@@ -293,7 +267,7 @@ def begin_export(plan: ExportPlan) -> None:
         assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
         plan.out.mkdir(parents=True, exist_ok=True)
         # Not yet an export of anything, but all of it is ours and may be replaced.
-        _write_record(plan.out, {*plan.files, INDEX, *assets, *_recorded_files(plan.out)}, {})
+        _write_record(plan.out, {*plan.files, INDEX_NAME, *assets, *_recorded_files(plan.out)}, {})
         return
     shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
     plan.staging.mkdir(parents=True)
@@ -390,7 +364,7 @@ def _write_assets(plan: ExportPlan, folder: Path) -> None:
         weight_map = {name: file for file in plan.files for name in plan.forms(file)}
         total = sum(group.size for groups in plan.files.values() for group in groups)
         _write_json(
-            folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         )
 
 

@@ -117,18 +117,13 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
-    """The default load planner, without the unpickling of objects.
-
-    Args:
-        advance: called with the bytes of each tensor, or part of one, that was read.
-    """
+    """The default load planner, without the unpickling of objects; ``advance`` is called with the bytes of a read."""
 
     def __init__(self, advance: Callable[[int], object]) -> None:
         super().__init__()
         self._advance = advance
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """Count what was read."""
         self._advance(tensor.nbytes)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -272,7 +267,6 @@ class _Piece:
 
     @property
     def size(self) -> int:
-        """Bytes of the rows."""
         return self.shape.numel() * self.dtype.itemsize
 
     @contextlib.contextmanager

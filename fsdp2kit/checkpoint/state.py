@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
@@ -29,6 +28,7 @@ from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.names import base_name
 from fsdp2kit.model.weights import fill_vocabulary, grown_tensors
+from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.torch_compat import FsspecWriter
 
 MODEL_PREFIX = "model."
@@ -44,10 +44,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     The tensors are detached and share the model's storage: loading into them loads the model. Sharded parameters are
     DTensors of the global shape.
     """
-    # A forward under no_grad may leave units unsharded, and their parameters would then be plain tensors.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_all(model)
     everything = adapter_of(model) is None
     parameters = {name: p.detach() for name, p in model.named_parameters() if everything or p.requires_grad}
     return parameters | persistent_buffers(model)
@@ -207,23 +204,13 @@ def load_weights(path: Path, model: Any) -> None:
                 todo = "export it (tools/dcp_to_hf.py) and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
-            smaller = {
-                name: torch.empty(shape, device="meta")
-                for name, shape in grown.items()
-                if name in tensors and shape != tensors[name].shape and shape in _sizes_of(name, shapes, model)
-            }
-            keys = find_weights(path, shapes, {**tensors, **smaller}, tied=tied_names(model))
-        load_tensors(reader, {keys[name]: tensor for name, tensor in tensors.items() if name not in smaller})
+            keys = find_weights(path, shapes, tensors, tied=tied_names(model), smaller=grown)
+        as_stored = {name: tensor for name, tensor in tensors.items() if shapes[keys[name]] == tensor.shape}
+        load_tensors(reader, {keys[name]: tensor for name, tensor in as_stored.items()})
         with agreement():
-            for name, shape in ((name, tensor.shape) for name, tensor in smaller.items()):
-                blocks = _whole_rows(StoredTensors(reader).blocks(keys[name]), shape)
+            for name in (name for name in tensors if name not in as_stored):
+                blocks = _whole_rows(StoredTensors(reader).blocks(keys[name]), grown[name])
                 fill_vocabulary(tensors[name], blocks, new_tokens=new)
-
-
-def _sizes_of(name: str, shapes: Mapping[str, torch.Size], model: nn.Module) -> set[torch.Size]:
-    """The shapes under which a checkpoint may hold a tensor, whatever it calls it."""
-    names = {name, *(alias for alias, first in tied_names(model).items() if first == name)}
-    return {shapes[key] for one in names for key in (one, MODEL_PREFIX + one) if key in shapes}
 
 
 def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]:
@@ -237,7 +224,12 @@ def _whole_rows(blocks: Iterable[Tensor], shape: torch.Size) -> Iterator[Tensor]
 
 
 def find_weights(
-    path: Path, stored: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], *, tied: Mapping[str, str]
+    path: Path,
+    stored: Mapping[str, torch.Size],
+    tensors: Mapping[str, Tensor],
+    *,
+    tied: Mapping[str, str],
+    smaller: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, str]:
     """The checkpoint's key of every name in `tensors`, whether or not the keys carry a ``model.`` prefix.
 
@@ -245,6 +237,7 @@ def find_weights(
         stored: the shapes of all tensors in the checkpoint, by key.
         tensors: the model's, by name, a tied parameter under the first of its own.
         tied: every further name of a tied parameter → its first name.
+        smaller: the shapes that tensors may have in the checkpoint in place of the model's, by name.
 
     Raises:
         UserError: a name has no key, a key of the model's part has no name, or a shape is another.
@@ -260,7 +253,8 @@ def find_weights(
     part = {key for key in stored if key.startswith(prefix) and (prefix or not key.startswith(OPTIMIZER_PREFIX))}
     _check_same_names(path, wanted=wanted, stored=part - spare)
     for name, tensor in tensors.items():
-        _check_shape(path, keys[name], stored[keys[name]], tensor.shape)
+        if stored[keys[name]] != (smaller or {}).get(name):
+            _check_shape(path, keys[name], stored[keys[name]], tensor.shape)
     return keys
 
 

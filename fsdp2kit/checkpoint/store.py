@@ -308,11 +308,9 @@ def on_disk(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory() as name:
-        for path in cast(Any, folder).rglob("*"):
-            if path.is_file():
-                target = Path(name, path.relative_to(folder).as_posix())
-                target.parent.mkdir(exist_ok=True, parents=True)
-                path.fs.get_file(path.path, str(target))
+        remote: Any = folder
+        if folder.is_dir():
+            remote.fs.get(f"{remote.path.rstrip('/')}/", f"{name}/", recursive=True)
         yield Path(name)
 
 
@@ -324,12 +322,10 @@ def fill(folder: Path, write: Callable[[Path], object]) -> set[str]:
     """
     with contextlib.nullcontext(folder) if not is_remote(folder) else tempfile.TemporaryDirectory() as disk:
         write(Path(disk))
-        files = {path.relative_to(disk).as_posix(): path for path in Path(disk).rglob("*") if path.is_file()}
-        for name, path in files.items() if is_remote(folder) else ():
-            target = folder / name
-            target.parent.mkdir(exist_ok=True, parents=True)
-            target.write_bytes(path.read_bytes())
-    return set(files)
+        if is_remote(folder):
+            remote: Any = folder
+            remote.fs.put(f"{disk}/", f"{remote.path.rstrip('/')}/", recursive=True)
+        return {path.relative_to(disk).as_posix() for path in Path(disk).rglob("*") if path.is_file()}
 
 
 @contextlib.contextmanager

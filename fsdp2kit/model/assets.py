@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import Adapter
@@ -21,24 +20,17 @@ from fsdp2kit.model.adapters import Adapter
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
-def find_model_dir(section: ModelConfig) -> Path | None:
-    """The local directory of ``model.path``; a hub id's safetensors and small files are fetched into the cache.
+def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
+    """The local directory of a path or hub id; a hub id's small files and safetensors are fetched into the cache.
 
     In a job every rank calls this: one rank of each machine fetches first.
 
-    Returns:
-        None where the model starts from a config alone.
+    Args:
+        key: of the TOML, for the message.
 
     Raises:
         UserError: on any rank, neither a directory nor a hub model that can be fetched.
     """
-    if section.path is None:
-        return None
-    return find_hf_dir(section.path, key="model.path", with_weights=section.weights == "pretrained")
-
-
-def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
-    """As `find_model_dir`, of a path or hub id that is the value of the TOML's ``key``."""
 
     def find() -> Path:
         if Path(path).is_dir():

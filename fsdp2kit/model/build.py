@@ -33,7 +33,7 @@ from fsdp2kit.config.section import OverrideText
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, apply_lora
-from fsdp2kit.model.assets import find_hf_dir, find_model_dir
+from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.names import tied_names
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 
@@ -177,7 +177,9 @@ def build_model(
         UserError: as `load_hf_config`; transformers has no causal language model for this config, or not with this
             attention; a pattern to freeze that names no parameter; layers to adapt that the model does not have.
     """
-    directory = None if local_files_only else find_model_dir(section)
+    directory = None
+    if section.path is not None and not local_files_only:
+        directory = find_hf_dir(section.path, key="model.path", with_weights=section.weights == "pretrained")
     new = _new_tokens(section, local_files_only=local_files_only)
     start = Path(section.adapter) if section.adapter else None
     if section.adapter and not local_files_only:

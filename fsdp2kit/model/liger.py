@@ -60,9 +60,6 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
     Cross-entropy is left out: the loss is ours (`choose_loss`). RoPE is a function of the architecture's module, so in
     this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
 
-    Args:
-        model: before anything wraps its layers.
-
     Raises:
         UserError: as `check_liger_model`, or Liger's version does not fit that of transformers.
     """

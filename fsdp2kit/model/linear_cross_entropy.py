@@ -7,7 +7,6 @@ backward brings, is made of `linear_log_probs`: there backward computes the logi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,11 +20,6 @@ _CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
 def rows_at_once(device: torch.device, *, vocabulary: int) -> int:
     """Tokens in a chunk: as many as the device's share of memory for float32 logits holds, one at least."""
     return max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
-
-
-HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""From hidden states ``[N, H]``, the head's weight ``[V, H]`` and labels ``[N]`` to the summed cross-entropy (float32
-scalar) and, where the kernel gives it, each target's own (float32 ``[N]``, detached)."""
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -58,12 +52,14 @@ def linear_log_probs(
     return _LinearLogProbs.apply(hidden, weight, labels, temperature)
 
 
-def linear_loss(kernel: Literal["chunked", "torch", "liger"]) -> HeadLoss:
-    """The summed cross-entropy of logits ``hidden @ weightᵀ``; only "chunked" gives each target's own."""
+def linear_loss(
+    kernel: Literal["chunked", "torch", "liger"], hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_cross_entropy` by a kernel and, of "chunked" alone, each target's own (float32 ``[N]``, detached)."""
     if kernel == "chunked":
-        return lambda *tensors: _LinearCrossEntropy.apply(*tensors)[:2]
+        return _LinearCrossEntropy.apply(hidden, weight, labels)[:2]
     compute = torch_linear_cross_entropy if kernel == "torch" else liger_linear_cross_entropy
-    return lambda *tensors: (compute(*tensors), None)
+    return compute(hidden, weight, labels), None
 
 
 def torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -100,24 +96,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_grad else hidden.new_empty(0)
         grad_weight = weight.new_empty(0) if len(hidden) else torch.zeros_like(weight)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
-            chunk, target = hidden[start : start + rows], labels[start : start + rows, None]
+        for part in _chunks(hidden, weight):
+            chunk, target = hidden[part], labels[part, None]
             logits = F.linear(chunk, weight).float()
             wanted, peak = logits.gather(1, target), logits.amax(dim=-1, keepdim=True)
             # Softmax and its normalizer in place, with one exponential an element: logsumexp would take another.
             probabilities = logits.sub_(peak).exp_()
             total = probabilities.sum(dim=-1, keepdim=True)
-            losses[start : start + rows] = (peak + total.log() - wanted).squeeze(1)
+            losses[part] = (peak + total.log() - wanted).squeeze(1)
             if needs_grad:
                 probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 grad_logits = probabilities.to(weight.dtype)
-                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
                 if not trains_head:
                     pass
-                elif start == 0:
+                elif part.start == 0:
                     grad_weight = grad_logits.t() @ chunk
-                    if rows < len(hidden):
+                    if part.stop < len(hidden):
                         # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
                         grad_weight = grad_weight.float()
                 elif weight.dtype == torch.float32:

@@ -11,7 +11,7 @@ is run on the hidden states, in chunks, under checkpointing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -28,13 +28,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.linear_cross_entropy import (
-    HeadLoss,
-    linear_log_probs,
-    linear_loss,
-    pick_log_probs,
-    rows_at_once,
-)
+from fsdp2kit.model.linear_cross_entropy import linear_log_probs, linear_loss, pick_log_probs, rows_at_once
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
@@ -58,19 +52,17 @@ class LossChoice:
 
 
 def choose_loss(
-    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits | None = None
+    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits
 ) -> LossChoice:
     """What ``model.loss_kernel`` says. "auto" is our chunks: nothing else was faster where it was measured.
 
     Args:
-        model: on meta or real.
         device: where it will train; None: not known here.
-        traits: what `inspect_model` found, if it was called already.
 
     Raises:
         UserError: an explicit "torch" or "liger" that cannot be had here, for this model, dtype or data.
     """
-    wanted, is_linear = config.model.loss_kernel, (traits or inspect_model(model)).linear_head
+    wanted, is_linear = config.model.loss_kernel, traits.linear_head
     if wanted in ("torch", "liger"):
         _check_kernel(config, model, device=device, is_linear=is_linear)
         rounds = wanted == "torch" and config.fsdp.param_dtype == "bfloat16"
@@ -112,10 +104,6 @@ def select_supervised(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
-HEAD_METHODS = ("loss_sum", "token_log_probs", "on_head")
-"""What `attach_loss` adds. They read parameters, so FSDP has to gather these around them."""
-
-
 class HeadInputs(NamedTuple):
     """What ``on_head`` calls a function with, while the parameters that ``logits`` reads are gathered."""
 
@@ -127,12 +115,12 @@ class HeadInputs(NamedTuple):
     """From hidden states ``[n, H]`` to the model's own logits ``[n, V]``; for a few rows at a time."""
     parameters: tuple[Tensor, ...]
     """Those of the parameters that ``logits`` may read which are trained."""
-    vocabulary: int
-    """V."""
+    weight: Tensor
+    """``[V, H]``: the head's."""
 
 
 def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> nn.Module:
-    """Give ``model`` the `HEAD_METHODS` and return the module whose methods read the head's parameters.
+    """Give ``model`` three methods, and return the module whose ``on_head`` reads the head's parameters.
 
     ``model.loss_sum(input_ids, labels, index=None, groups=None, num_groups=0, **inputs)`` runs the base model and
     returns the summed cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is
@@ -143,10 +131,10 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
     log-probability, differentiable, and the entropy of its distribution (detached, in nats), float32 ``[N]``.
 
     ``model.on_head(function, input_ids, labels, index=None, **inputs)`` returns ``function(HeadInputs)``, for what
-    needs the distributions themselves.
+    needs the distributions themselves. The other two are made of it.
 
-    With an untied head, the head gets methods of its own of these names, so that as an FSDP unit its parameters are
-    gathered around exactly that call. Register both with ``register_fsdp_forward_method``.
+    An untied head gets an ``on_head`` of its own, so that as an FSDP unit its parameters are gathered around exactly
+    that call. Register both with ``register_fsdp_forward_method``.
 
     Args:
         model: a transformers causal language model.
@@ -154,54 +142,43 @@ def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> 
             default "chunked", or "own_head" where a tiny twin's logits are more than that.
     """
     head: Any = model.get_output_embeddings()
-    backbone = backbone_name(model)
     kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
-    tied = head.weight is model.get_input_embeddings().weight
-    own: Callable[[Tensor], Tensor] | None = None
-    beside: list[nn.Module] = []
-    if kernel == "own_head":
+    backbone, tied = backbone_name(model), head.weight is model.get_input_embeddings().weight
+    own, read = None, [head]
+    if kernel == "own_head":  # some models have layers between their base and the head
         own = _own_head(model, head)
-        # Some models have layers between their base and the head.
-        beside = [module for name, module in model.named_children() if name != backbone]
-        compute_loss: HeadLoss = partial(_chunked_loss, own)
-        compute_log_probs = partial(_chunked_log_probs, own)
-    else:
-        compute_loss, compute_log_probs = linear_loss(kernel), linear_log_probs
-    methods = _Methods(head, tied, backbone, kernel, compute_loss, compute_log_probs, own, beside)
-    for name in HEAD_METHODS:
+        read = [*(module for name, module in model.named_children() if name != backbone), head]
+    methods = _Methods(head, tied, backbone, kernel, own, read)
+    for name in ("loss_sum", "token_log_probs", "on_head"):
         setattr(model, name, MethodType(getattr(methods, name), model))
-        if not tied:
-            setattr(head, name, MethodType(getattr(methods, f"head_{name}"), head))
+    if not tied:
+        head.on_head = MethodType(methods.call, head)
     return model if tied else head
 
 
 @dataclass(frozen=True, eq=False)
 class _Methods:
-    """What `attach_loss` adds: methods of the model, and those named ``head_…`` of an untied head."""
+    """What `attach_loss` adds: methods of the model, and ``call``, which is an untied head's ``on_head``."""
 
     head: Any
     tied: bool
     backbone: str
     kernel: LossKernel
-    compute_loss: HeadLoss
-    compute_log_probs: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     own: Callable[[Tensor], Tensor] | None
     """The model's own head, where its logits are more than ``hidden @ weightᵀ``."""
-    beside: list[nn.Module]
-    """What that reads parameters of, besides the head."""
+    read: list[nn.Module]
+    """Whose parameters logits are made with."""
 
     def loss_sum(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        labels: Tensor,
-        index: Tensor | None = None,
-        groups: Tensor | None = None,
-        num_groups: int = 0,
-        **inputs: Any,
+        self, model: Any, *batch: Tensor, groups: Tensor | None = None, num_groups: int = 0, **inputs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
-        loss, losses = self._at_head("loss_sum", *selected)
+        def compute(head: HeadInputs) -> tuple[Tensor, Tensor | None]:
+            if self.kernel != "own_head":
+                return linear_loss(self.kernel, head.hidden, head.weight, head.labels)
+            [each] = _in_chunks(head, lambda logits, labels: [F.cross_entropy(logits, labels, reduction="none")])
+            return each.sum(), each.detach()
+
+        loss, losses = model.on_head(compute, *batch, **inputs)
         if groups is None:
             return loss
         if losses is None:
@@ -211,16 +188,14 @@ class _Methods:
         return loss, by_group.index_add(0, groups, losses.double())
 
     def token_log_probs(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        labels: Tensor,
-        index: Tensor | None = None,
-        temperature: float = 1.0,
-        **inputs: Any,
+        self, model: Any, *batch: Tensor, temperature: float = 1.0, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
-        return self._at_head("token_log_probs", *selected, temperature)
+        def compute(head: HeadInputs) -> tuple[Tensor, ...]:
+            if self.kernel != "own_head":
+                return linear_log_probs(head.hidden, head.weight, head.labels, temperature)
+            return _in_chunks(head, lambda logits, labels: pick_log_probs(logits / temperature, labels))
+
+        return model.on_head(compute, *batch, **inputs)
 
     def on_head(
         self,
@@ -231,40 +206,34 @@ class _Methods:
         index: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
-        return self._at_head("on_head", function, *selected)
-
-    def _at_head(self, name: str, *arguments: Any) -> Any:
-        """Through the head's own method where it has one: FSDP gathers its parameters around that."""
+        # A cache would be built by default, and with it packed documents would see each other.
+        hidden = getattr(model, self.backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
+        index = select_supervised(labels) if index is None else index
+        selected = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
         if self.tied:
-            return getattr(self, f"head_{name}")(self.head, *arguments)
-        return getattr(self.head, name)(*arguments)
+            return self.call(self.head, function, *selected)
+        return self.head.on_head(function, *selected)  # FSDP gathers its parameters around that
 
-    # Units may return another dtype than they compute in.
-
-    def head_loss_sum(self, head: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.compute_loss(hidden.to(head.weight.dtype), head.weight, labels)
-
-    def head_token_log_probs(
-        self, head: Any, hidden: Tensor, labels: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.compute_log_probs(hidden.to(head.weight.dtype), head.weight, labels, temperature)
-
-    def head_on_head(self, head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
+    def call(self, head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
         weight = head.weight
         logits = self.own or partial(F.linear, weight=weight)
-        read = dict.fromkeys(p for module in (*self.beside, head) for p in module.parameters() if p.requires_grad)
-        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(read), len(weight)))
+        parameters = dict.fromkeys(p for module in self.read for p in module.parameters() if p.requires_grad)
+        # Units may return another dtype than they compute in.
+        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(parameters), weight))
 
 
-def _run_base(
-    base: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None, inputs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """The base model's last hidden states ``[N, H]`` of the tokens that have a target, and these targets ``[N]``."""
-    # A cache would be built by default, and with it packed documents would see each other.
-    hidden = base(input_ids=input_ids, use_cache=False, **inputs)[0]
-    index = select_supervised(labels) if index is None else index
-    return hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
+def _in_chunks(head: HeadInputs, compute: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """What ``compute`` makes of logits ``[n, V]``, float32, and labels ``[n]``, for all tokens: ``[N]`` each."""
+
+    def one_chunk(hidden: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        return compute(head.logits(hidden).float(), labels)
+
+    rows = rows_at_once(head.hidden.device, vocabulary=len(head.weight))
+    # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
+    # not take part in the reduction that the other ranks wait in.
+    chunks = zip(head.hidden.split(rows), head.labels.split(rows), strict=True)
+    parts = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 class _HiddenOnly(BaseModelOutputWithPast):
@@ -315,34 +284,3 @@ def _own_head(model: PreTrainedModel, head: nn.Module) -> Callable[[Tensor], Ten
         return forward(view, inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     return logits
-
-
-def _chunked_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`HeadLoss` of the model's own ``head``, which reads its weight itself."""
-
-    def one_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden).float(), labels, reduction="none")
-
-    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
-    # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
-    # not take part in the reduction that the other ranks wait in.
-    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
-    losses = torch.cat([checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks])
-    return losses.sum(), losses.detach()
-
-
-def _chunked_log_probs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """`linear_log_probs` of the model's own ``head``, which reads its weight itself."""
-
-    def one_chunk(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return pick_log_probs(head(hidden).float() / temperature, labels)
-
-    rows = rows_at_once(hidden.device, vocabulary=weight.shape[0])
-    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
-    parts = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    log_probs, entropies = zip(*parts, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)

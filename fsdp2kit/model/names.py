@@ -70,10 +70,8 @@ def base_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     A weight in 4 bits is there as it is stored; see `nf4_layers`.
     """
     found: dict[str, list[Tensor]] = {}
-    packed = [name for name, module in model.named_modules() if isinstance(module, NF4Linear)]
-    stored = {f"{name}.nf4": f"{name}.weight" for name in packed}
     for name, tensor in model.state_dict().items():
-        if (inner := base_name(stored.get(name, name))) is not None:
+        if (inner := base_name(re.sub(r"\.nf4$", ".weight", name))) is not None:
             found.setdefault(inner, []).append(tensor)
     return found
 

@@ -229,7 +229,7 @@ def distill(student: HeadInputs, teacher: HeadInputs, section: DistillConfig) ->
         teacher: the same N tokens.
     """
     count, device = len(student.hidden), student.hidden.device
-    rows = rows_at_once(device, vocabulary=student.vocabulary + teacher.vocabulary)
+    rows = rows_at_once(device, vocabulary=len(student.weight) + len(teacher.weight))
     by_token = torch.empty(count, 3, dtype=torch.float32, device=device)
     hidden = torch.empty_like(student.hidden)
     # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.

@@ -11,12 +11,7 @@ import torch
 import torch.distributed.fsdp  # registers torch.ops.fsdp
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
 

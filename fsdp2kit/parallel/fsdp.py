@@ -135,11 +135,7 @@ def parameters_by_unit(
 
 
 def apply_fsdp(
-    section: FSDPConfig,
-    model: PreTrainedModel,
-    *,
-    mesh: DeviceMesh,
-    units: Sequence[Unit] | None = None,
+    section: FSDPConfig, model: PreTrainedModel, *, mesh: DeviceMesh, units: Sequence[Unit] | None = None
 ) -> None:
     """Shard ``model`` over ``mesh``, in place.
 

@@ -9,13 +9,12 @@ from transformers import PreTrainedModel
 from fsdp2kit.distributed import agreement
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.liger import apply_liger
-from fsdp2kit.model.loss_head import HEAD_METHODS, attach_loss
+from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.float8 import apply_float8
 from fsdp2kit.parallel.fsdp import apply_fsdp
+from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
 from fsdp2kit.parallel.mesh import Mesh
-from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.plan import ParallelPlan
 
 
@@ -47,10 +46,9 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         for layer in layers:
             layer.compile()
     apply_fsdp(plan.fsdp, model, mesh=mesh.shard, units=plan.units)
-    # 5. The loss reads parameters, so FSDP's hooks must also run around these methods, on root and head.
+    # 5. The loss reads parameters, so FSDP's hooks must also run around this method, of root and head.
     for module in {id(module): module for module in (model, head)}.values():
-        for name in HEAD_METHODS:
-            register_fsdp_forward_method(module, name)
+        register_fsdp_forward_method(module, "on_head")
     # 6. Only now memory is allocated, for the shards alone.
     shard_device = torch.device("cpu") if plan.fsdp.offload == "params" else mesh.device
     materialize(model, device=shard_device, whole_device=mesh.device)

@@ -43,10 +43,9 @@ from fsdp2kit.model.loss_head import LossChoice, choose_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.float8 import Float8Plan, plan_float8
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
-from fsdp2kit.parallel.nf4 import NF4Plan, plan_nf4
+from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
 from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
 
 

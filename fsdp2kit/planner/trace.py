@@ -34,8 +34,8 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.context_parallel.attention import use_attention, varlen_attention
 from fsdp2kit.parallel.context_parallel.batch import attention_inputs, build_shard_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
+from fsdp2kit.parallel.low_bits import apply_nf4
 from fsdp2kit.parallel.mesh import build_mesh
-from fsdp2kit.parallel.nf4 import apply_nf4
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash

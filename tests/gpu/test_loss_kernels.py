@@ -43,7 +43,7 @@ def test_value_and_gradients(kernel: Any, rows: int, dtype: torch.dtype, world: 
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device, dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (rows,), generator=generator).to(world.device)
 
-    loss, _ = linear_loss(kernel)(hidden, weight, labels)
+    loss, _ = linear_loss(kernel, hidden, weight, labels)
     (loss * 0.25).backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -65,7 +65,7 @@ def test_a_head_alone_is_trained(kernel: Any, world: World) -> None:
     hidden = torch.randn(20, WIDTH, generator=generator).to(world.device)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device).requires_grad_()
     labels = torch.randint(VOCABULARY, (20,), generator=generator).to(world.device)
-    loss, _ = linear_loss(kernel)(hidden, weight, labels)
+    loss, _ = linear_loss(kernel, hidden, weight, labels)
     (found,) = torch.autograd.grad(loss, weight)
     (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

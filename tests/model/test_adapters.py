@@ -21,7 +21,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.flops import count_model_flops
 from fsdp2kit.model.linear_cross_entropy import linear_cross_entropy
 from fsdp2kit.model.names import adapter_file_name
-from fsdp2kit.parallel import nf4
+from fsdp2kit.parallel import low_bits
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.reference import needs_integers, tiny_model, tiny_model_dir
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Pa
 
 
 def test_a_torch_that_shards_no_integers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nf4, "SHARDS_INTEGERS", False)
+    monkeypatch.setattr(low_bits, "SHARDS_INTEGERS", False)
     section, lora = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path))), LoraSection(rank=4, quantize="nf4")
     config = TrainingConfig(recipe="sft", model=section, lora=lora)
     with pytest.raises(UserError, match=r"^lora.quantize: 'nf4', but FSDP2 of torch .* install torch 2.12 or newer"):

@@ -17,8 +17,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.assets import config_digest, find_model_dir, same_weights, save_assets, weights_digest
-from fsdp2kit.model.build import ModelSource, build_model
+from fsdp2kit.model.assets import config_digest, find_hf_dir, same_weights, save_assets, weights_digest
+from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.templates import CHATML, make_tokenizer
 from tests.reference import tiny_model, tiny_model_dir
@@ -26,10 +26,11 @@ from tests.workers import WorkerPool
 
 
 def test_model_directories(tmp_path: Path) -> None:
-    assert find_model_dir(ModelConfig(path=str(tmp_path))) == tmp_path
-    assert find_model_dir(ModelConfig(config={"model_type": "llama"}, weights="random")) is None
+    assert find_hf_dir(str(tmp_path), key="model.path", with_weights=True) == tmp_path
+    model = build_model(ModelConfig(config={"model_type": "llama"}, weights="random"))
+    assert source_of(model).directory is None
     with pytest.raises(UserError, match=r"model\.path: .*nowhere is not a directory"):
-        find_model_dir(ModelConfig(path=str(tmp_path / "nowhere")))
+        find_hf_dir(str(tmp_path / "nowhere"), key="model.path", with_weights=True)
 
 
 def _build_from_hub(folder: Path, name: str) -> tuple[int, list[tuple[int, bool]], str]:
@@ -54,8 +55,7 @@ def _build_from_hub(folder: Path, name: str) -> tuple[int, list[tuple[int, bool]
         mock.patch.object(PretrainedConfig, "get_config_dict", local(PretrainedConfig.get_config_dict)),
     ):
         build_tokenizer(section)
-        build_model(section)
-        found = str(find_model_dir(section))
+        found = str(source_of(build_model(section)).directory)
         build_tokenizer(section)
         dist.barrier()
     return dist.get_rank(), [tuple(json.loads(line)) for line in log.read_text().splitlines()], found

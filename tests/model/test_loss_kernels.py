@@ -18,6 +18,7 @@ from torch import Tensor
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.model.linear_cross_entropy import (
     _CHUNK_BYTES,
     liger_linear_cross_entropy,
@@ -89,7 +90,7 @@ def test_torchs_kernel_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_target_head_and_states_have_gradients_of_zero(kernel: Any, dtype: torch.dtype) -> None:
     """Other ranks wait for this one's part of the head's gradient; Liger's kernel itself is not asked."""
     hidden, weight, labels = inputs(0, dtype)
-    loss, sums = linear_loss(kernel)(hidden, weight, labels)
+    loss, sums = linear_loss(kernel, hidden, weight, labels)
     loss.backward()
     assert loss.item() == 0
     assert loss.dtype == torch.float32
@@ -157,7 +158,8 @@ def config_of(kernel: str, *, model: dict[str, Any] | None = None, **sections: A
 
 
 def choose(config: TrainingConfig, device: torch.device | None) -> str:
-    return str(choose_loss(config, build_model(config.model), device=device))
+    model = build_model(config.model)
+    return str(choose_loss(config, model, device=device, traits=inspect_model(model)))
 
 
 GEMMA = {**TINY, "model_type": "gemma2", "final_logit_softcapping": 30.0, "head_dim": 8, "num_key_value_heads": 4}

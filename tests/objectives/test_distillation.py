@@ -57,7 +57,7 @@ def heads(
         hidden = torch.randn(count, width, generator=generator).to(dtype)
         weight = torch.randn(vocabulary, width, generator=generator).mul(0.3).to(dtype).requires_grad_(not found)
         parameters = () if found else (weight,)
-        found.append(HeadInputs(hidden, labels, partial(F.linear, weight=weight), parameters, vocabulary))
+        found.append(HeadInputs(hidden, labels, partial(F.linear, weight=weight), parameters, weight))
     return found[0], found[1]
 
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.model.loss_head import attach_loss
-from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.context_parallel.attention import apply_attention, blockwise_attention
 from fsdp2kit.parallel.context_parallel.batch import shard_batch
-from fsdp2kit.parallel.context_parallel.exchange import Ring, attend_blocks, bytes_sent, share_heads
+from fsdp2kit.parallel.context_parallel.exchange import bytes_sent, share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
-from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
+from fsdp2kit.parallel.context_parallel.segments import plan_segments
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Rows
 from tests.traffic import Traffic, count_traffic
@@ -149,12 +149,12 @@ def most_blocks_alive(cp: int) -> int:
         most = max(most, len(alive))
         return made
 
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     table = plan_segments([[0, 8 * cp]], method="ring", rank=dist.get_rank(), cp=cp, window=None)
     torch.empty_like = counting
     try:
-        attend_blocks(query, (key, key.clone()), read_segments(table), scale=1.0, exchange=Ring(group))
+        blockwise_attention(query, key, key.clone(), table, 1.0, "ring", group.group_name)
     finally:
         torch.empty_like = original
     return most

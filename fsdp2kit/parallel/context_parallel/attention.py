@@ -16,13 +16,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.parallel.context_parallel.exchange import (
     HeadShare,
-    attend_blocks,
-    attend_blocks_backward,
     build_exchange,
     heads_to_sequence,
     sequence_to_heads,
     share_heads,
 )
+from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, tokens_first
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
@@ -50,9 +49,13 @@ def blockwise_attention(
     Returns:
         ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
     """
-    way = build_exchange(exchange, group)
-    result = attend_blocks(query, (key, value), read_segments(segments), scale=scale, exchange=way)
-    return result.out.to(query.dtype), result.lse
+    table, partial = read_segments(segments), Partial(query, scale=scale)
+
+    def attend(step: int, key: Tensor, value: Tensor) -> None:
+        partial.attend(key, value, [segment for segment in table if segment.step == step])
+
+    build_exchange(exchange, group).visit_blocks((key, value), attend)
+    return partial.out.to(query.dtype), partial.lse
 
 
 @blockwise_attention.register_fake
@@ -68,8 +71,18 @@ def blockwise_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes and tokens first in memory, as what comes before attention
     wants them; ``inputs`` are the fields of `BackwardInputs`."""
-    mine, way = BackwardInputs(*inputs), build_exchange(exchange, group)
-    grads = attend_blocks_backward(mine, read_segments(segments), scale=scale, exchange=way)
+    mine, table, way = BackwardInputs(*inputs), read_segments(segments), build_exchange(exchange, group)
+    total: Any = None  # of the query, added up in float32
+
+    def attend(step: int, key: Tensor, value: Tensor) -> None:
+        nonlocal total
+        of_step = [segment for segment in table if segment.step == step]
+        of_block = mine._replace(key=key, value=value)
+        total, *of_keys = attend_backward((total, None, None), of_block, of_step, scale=scale)
+        way.return_gradients((of_keys[0], of_keys[1]))
+
+    way.visit_blocks((mine.key, mine.value), attend)
+    grads = (total, *way.own_gradients())
     grad_query, grad_key, grad_value = (tokens_first(grad.to(mine.query.dtype)) for grad in grads)
     return grad_query, grad_key, grad_value
 

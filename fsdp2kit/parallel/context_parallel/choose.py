@@ -32,8 +32,6 @@ def choose_path(
     """The path that the config asks for, or the best one where it says "auto".
 
     Args:
-        model: on meta, or real; before it is made parallel.
-        traits: `inspect_model`'s.
         device_type: where attention will run.
 
     Raises:

@@ -22,48 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import gather_sequence, reduce_scatter, tokens_first
-from fsdp2kit.parallel.context_parallel.segments import Segment
-from fsdp2kit.torch_compat import BackwardInputs, group_named
+from fsdp2kit.torch_compat import group_named
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values ``[B, G, m, D]``, or their gradients."""
-
-
-def attend_blocks(
-    query: Tensor, own: Pair, segments: Sequence[Segment], *, scale: float, exchange: KeyExchange
-) -> Partial:
-    """Attention of this rank's queries ``[B, H, s, D]`` to the keys that an exchange brings.
-
-    Args:
-        own: this rank's keys and values.
-    """
-    partial = Partial(query, scale=scale)
-
-    def attend(step: int, key: Tensor, value: Tensor) -> None:
-        partial.attend(key, value, [segment for segment in segments if segment.step == step])
-
-    exchange.visit_blocks(own, attend)
-    return partial
-
-
-def attend_blocks_backward(
-    inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float, exchange: KeyExchange
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's query, key and value, added up in float32; ``inputs`` are this rank's."""
-    grad_query: Tensor | None = None
-
-    def attend(step: int, key: Tensor, value: Tensor) -> None:
-        nonlocal grad_query
-        of_step = [segment for segment in segments if segment.step == step]
-        of_block = inputs._replace(key=key, value=value)
-        grad_query, *grads = attend_backward((grad_query, None, None), of_block, of_step, scale=scale)
-        exchange.return_gradients((grads[0], grads[1]))
-
-    exchange.visit_blocks((inputs.key, inputs.value), attend)
-    assert grad_query is not None, "there is at least one block"
-    return (grad_query, *exchange.own_gradients())
 
 
 def build_exchange(name: str, group: str) -> KeyExchange:

@@ -56,11 +56,6 @@ class Partial:
         self._found: tuple[Tensor, Tensor] | None = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no key was seen."""
-        return self._found is None
-
-    @property
     def out(self) -> Tensor:
         """``[B, H, s, D]``."""
         return (self._found or self.totals())[0]
@@ -80,14 +75,34 @@ class Partial:
         self._found = out.float(), lse
         return self._found
 
-    def take(self, out: Tensor, lse: Tensor) -> None:
-        """Take what one kernel call found for all queries: ``[B·s, H, D]`` and ``[B·s, H]``."""
-        self._found = _heads_first(out, self.query), _heads_first(lse, self.query)
-
     def attend(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
         """Add a block of keys and values ``[B, G, m, D]`` (H a multiple of G), which ``segments`` index."""
-        attend = _attend_varlen if varlen_is_usable(self.query) else _attend_tiles
-        attend(self, key, value, segments)
+        attend = self._attend_varlen if varlen_is_usable(self.query) else self._attend_tiles
+        attend(key, value, segments)
+
+    def _attend_tiles(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
+        """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
+        forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
+        out, lse = self.totals()
+        for tile in _tiles(segments, is_fused=forward is not plain_attention):
+            q, k, v = tile.queries_of(self.query), tile.keys_of(key), tile.keys_of(value)
+            part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=self.scale)
+            merge(tile.queries_of(out), tile.queries_of(lse), *part)
+
+    def _attend_varlen(self, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
+        """All segments with the same diagonals in one kernel call, on CUDA."""
+        for call in _varlen_calls(tuple(segments), self.query.shape, key.shape, key.device):
+            q, k, v = call.queries_of(self.query), call.keys_of(key), call.keys_of(value)
+            part = cuda_flash_attention(q, k, v, call.bounds, scale=self.scale)
+            if call.queries is None and self._found is None:
+                self._found = _heads_first(part[0], self.query), _heads_first(part[1], self.query)
+                continue
+            total_out, total_lse = self.totals()
+            out, lse = call.queries_of(total_out), call.queries_of(total_lse)
+            merge(out, lse, *part)
+            if call.queries is not None:  # then these are copies
+                _tokens(total_out).index_copy_(0, call.queries, out)
+                _tokens(total_lse).index_copy_(0, call.queries, lse)
 
 
 def attend_backward(totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> Gradients:
@@ -112,16 +127,6 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     merged = torch.logaddexp(lse, part_lse)
     out.mul_((lse - merged).exp().unsqueeze(-1)).add_(part * (part_lse - merged).exp().unsqueeze(-1))
     lse.copy_(merged)
-
-
-def _attend_tiles(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
-    """One kernel call per tile: torch's own on the CPU, plain operations elsewhere."""
-    forward = cpu_flash_attention if key.device.type == "cpu" else plain_attention
-    out, lse = partial.totals()
-    for tile in _tiles(segments, is_fused=forward is not plain_attention):
-        q, k, v = tile.queries_of(partial.query), tile.keys_of(key), tile.keys_of(value)
-        part = forward(q, k, v, causal=tile.is_causal_square, mask=_mask(tile, q), scale=partial.scale)
-        merge(tile.queries_of(out), tile.queries_of(lse), *part)
 
 
 def _backward_tiles(totals: Totals, inputs: BackwardInputs, segments: Sequence[Segment], *, scale: float) -> Gradients:
@@ -248,22 +253,6 @@ def varlen_is_usable(query: Tensor) -> bool:
 def takes_width(width: int) -> bool:
     """Whether CUDA's kernel takes heads of that width: at most 256, in steps of 8."""
     return width <= 256 and width % 8 == 0
-
-
-def _attend_varlen(partial: Partial, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> None:
-    """All segments with the same diagonals in one kernel call, on CUDA."""
-    for call in _varlen_calls(tuple(segments), partial.query.shape, key.shape, key.device):
-        q, k, v = call.queries_of(partial.query), call.keys_of(key), call.keys_of(value)
-        part = cuda_flash_attention(q, k, v, call.bounds, scale=partial.scale)
-        if call.queries is None and partial.is_empty:
-            partial.take(*part)
-            continue
-        total_out, total_lse = partial.totals()
-        out, lse = call.queries_of(total_out), call.queries_of(total_lse)
-        merge(out, lse, *part)
-        if call.queries is not None:  # then these are copies
-            _tokens(total_out).index_copy_(0, call.queries, out)
-            _tokens(total_lse).index_copy_(0, call.queries, lse)
 
 
 def _backward_varlen(

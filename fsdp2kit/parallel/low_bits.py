@@ -1,14 +1,14 @@
-"""Linear layers whose matmuls are computed in float8, by torchao (arXiv:2209.05433): which, and how.
+"""Linear layers in fewer bits: matmuls in float8, by torchao (arXiv:2209.05433), and frozen weights in NF4 (QLoRA).
 
-A layer's parameters stay what they are, under their names, and so do gradients, optimizer and checkpoints. Its input,
-its weight and the gradient of its output are cast to 8 bits as they are used, with scales taken from their own values:
-one a tensor (tensorwise), or one a row (rowwise).
+A float8 layer's parameters stay what they are, under their names, and so do gradients, optimizer and checkpoints. Its
+input, its weight and the gradient of its output are cast to 8 bits as they are used, with scales taken from their own
+values: one a tensor (tensorwise), or one a row (rowwise). How weights are stored in 4 bits is in `model.nf4`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,23 +22,36 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.names import base_name
+from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Linear
+from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
 _MULTIPLE = 16
 """Float8 kernels want inner and outer dimensions divisible by this."""
 
 
 @dataclass(frozen=True)
-class Float8Plan:
-    """Which linear layers of the decoder layers compute in float8, and how."""
+class LayerChoice:
+    """Which linear layers of the decoder layers are in fewer bits."""
+
+    names: tuple[str, ...]
+    """Names of these layers."""
+    share: float
+    """Their weights' share of all parameters of the model."""
+    left_out: dict[str, tuple[str, ...]]
+    """Names of the other layers, by reason."""
+
+    def describe_left_out(self) -> str:
+        """How many layers were left out by reason, with an example of each."""
+        words = (f"{len(names)} {reason} ({names[0]}, …)" for reason, names in self.left_out.items())
+        return ", ".join(words) or "none"
+
+
+@dataclass(frozen=True)
+class Float8Plan(LayerChoice):
+    """Layers that compute in float8, and how."""
 
     recipe: str
     """torchao's name of the recipe."""
-    names: tuple[str, ...]
-    """Names of the layers in float8."""
-    share: float
-    """Their share of all parameters of the model."""
-    left_out: Mapping[str, tuple[str, ...]]
-    """Names of the other layers, by reason."""
     emulated: bool
     """Whether values are rounded to float8 and multiplied in float32."""
     compiled: bool
@@ -48,7 +61,7 @@ class Float8Plan:
         """Lines for the start: how many layers, which are left out and why, and what to expect on this device."""
         lines = [
             f"float8: {self.recipe}, {len(self.names)} linear layers of the decoder layers "
-            f"({self.share:.0%} of all parameters); left out: {listed(self.left_out) or 'none'}"
+            f"({self.share:.0%} of all parameters); left out: {self.describe_left_out()}"
         ]
         if self.recipe != "rowwise_with_gw_hp":
             lines.append(
@@ -62,6 +75,19 @@ class Float8Plan:
         return lines
 
 
+@dataclass(frozen=True)
+class NF4Plan(LayerChoice):
+    """Layers whose frozen weights are stored in 4 bits."""
+
+    dtype: str
+    """In which they compute."""
+
+    def __str__(self) -> str:
+        what = f"nf4: {len(self.names)} linear layers of the decoder layers ({self.share:.0%} of all parameters)"
+        bits = 8 * BLOCK_BYTES / BLOCK
+        return f"{what} are stored in {bits} bits a parameter; left out: {self.describe_left_out()}"
+
+
 def plan_float8(
     config: TrainingConfig, model: PreTrainedModel, *, traits: Traits, device: torch.device | None
 ) -> Float8Plan | None:
@@ -69,7 +95,6 @@ def plan_float8(
     mixture of experts and those that float8 kernels or the config rule out. None: float8 is off.
 
     Args:
-        model: before it is sharded; it may be on meta.
         device: where it will train; None: not known here.
 
     Raises:
@@ -78,7 +103,8 @@ def plan_float8(
     section = config.float8
     if section.recipe == "none":
         return None
-    linear = decoder_linears(model)
+    inside = _inside_layers(model)
+    linear = _linear(inside)
     _check_patterns(section.exclude, linear)
 
     def reasons(name: str, layer: nn.Linear) -> dict[str, bool]:
@@ -88,31 +114,48 @@ def plan_float8(
             f"with a side not divisible by {_MULTIPLE}": any(side % _MULTIPLE for side in layer.weight.shape),
         }
 
-    chosen, left_out = choose_layers(linear, config.fsdp, model, traits=traits, reasons=reasons)
-    if fused := fused_experts(model):
-        left_out["that are experts in one tensor"] = fused
-    if not chosen:
-        what = f"no linear layer of {type(model).__name__} can be in float8 ({listed(left_out) or 'none'})"
+    choice = _choose_layers(linear, config.fsdp, model, traits=traits, reasons=reasons)
+    if fused := _fused_experts(inside):
+        choice.left_out["that are experts in one tensor"] = fused
+    if not choice.names:
+        what = f"no linear layer of {type(model).__name__} can be in float8 ({choice.describe_left_out()})"
         raise UserError("float8.recipe", what, 'set it to "none"')
     emulated = section.emulate or (device is not None and device.type == "cpu")
     if device is not None and not emulated:
         _check_device(config, device)
-    weights = sum(linear[name].weight.numel() for name in chosen)
-    return Float8Plan(
-        recipe=section.recipe,
-        names=chosen,
-        share=weights / sum(parameter.numel() for parameter in model.parameters()),
-        left_out=left_out,
-        emulated=emulated,
-        compiled=config.compile.enabled,
-    )
+    return Float8Plan(**vars(choice), recipe=section.recipe, emulated=emulated, compiled=config.compile.enabled)
+
+
+def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) -> NF4Plan | None:
+    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none.
+
+    Raises:
+        UserError: torch is too old, the model keeps its experts in one tensor, or no layer is left.
+    """
+    if config.lora.quantize != "nf4":
+        return None
+    kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
+    if not SHARDS_INTEGERS:
+        what = f"'nf4', but FSDP2 of torch {torch.__version__} shards no integers"
+        raise UserError(key, what, "install torch 2.12 or newer, or leave it out")
+    inside = _inside_layers(model)
+    if fused := _fused_experts(inside):
+        what = f"'nf4', but {kind} has experts in one tensor ({fused[0]}, …), which cannot be in 4 bits"
+        raise UserError(key, what, todo)
+    linear = {name: layer for name, layer in _linear(inside).items() if not layer.weight.requires_grad}
+
+    def reasons(name: str, layer: nn.Linear) -> dict[str, bool]:
+        return {"of which a copy is trained": ".original_module" in f".{name}"}
+
+    choice = _choose_layers(linear, config.fsdp, model, traits=traits, reasons=reasons)
+    if not choice.names:
+        what = f"'nf4', but no linear layer of {kind} can be in 4 bits ({choice.describe_left_out()})"
+        raise UserError(key, what, todo)
+    return NF4Plan(**vars(choice), dtype=config.fsdp.param_dtype)
 
 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
     """Replace the planned layers by torchao's in the model, with the same parameters under the same names.
-
-    Args:
-        model: before it is sharded.
 
     Raises:
         UserError: torchao is not installed.
@@ -126,26 +169,39 @@ def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in plan.names, config=recipe)
 
 
-def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers inside decoder layers by name, so never embeddings or the output head."""
-    inside = _inside_layers(model)
-    return {name: module for name, module in inside.items() if isinstance(module, nn.Linear)}
+def apply_nf4(plan: NF4Plan, model: PreTrainedModel) -> None:
+    """Replace the planned layers of a meta model, in place."""
+    for name in plan.names:
+        owner, _, attribute = name.rpartition(".")
+        layer = NF4Linear(model.get_submodule(name), getattr(torch, plan.dtype))  # pyright: ignore[reportArgumentType]
+        setattr(model.get_submodule(owner), attribute, layer)
 
 
-def fused_experts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules inside decoder layers that hold several matrices in one tensor."""
-    return tuple(name for name, module in _inside_layers(model).items() if _has_fused_weights(module))
+def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules inside decoder layers by name, so never embeddings or the output head."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    return {name: module for name, module in model.named_modules() if id(module) in inside}
 
 
-def choose_layers(
+def _linear(modules: Mapping[str, nn.Module]) -> dict[str, nn.Linear]:
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+
+
+def _fused_experts(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Names of the modules that hold several matrices in one tensor."""
+    others = {name: module for name, module in modules.items() if not isinstance(module, (nn.Conv1d, nn.Conv2d))}
+    return tuple(name for name, one in others.items() if any(p.ndim == 3 for p in one.parameters(recurse=False)))
+
+
+def _choose_layers(
     linear: Mapping[str, nn.Linear],
     fsdp: FSDPConfig,
     model: PreTrainedModel,
     *,
     traits: Traits,
     reasons: Callable[[str, nn.Linear], Mapping[str, bool]],
-) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Names of the layers whose matmuls or weights may be in fewer bits; and of the others, by reason.
+) -> LayerChoice:
+    """The layers whose matmuls or weights may be in fewer bits.
 
     Left out are routers of a mixture of experts, layers that are more than a matmul or whose weight is read past
     them, and those that ``reasons`` says, by what to call them.
@@ -171,17 +227,8 @@ def choose_layers(
             chosen.append(name)
         else:
             left_out[reason] = (*left_out.get(reason, ()), name)
-    return tuple(chosen), left_out
-
-
-def listed(left_out: Mapping[str, Sequence[str]]) -> str:
-    """How many layers were left out by reason, with an example of each."""
-    return ", ".join(f"{len(names)} {reason} ({names[0]}, …)" for reason, names in left_out.items())
-
-
-def _inside_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    return {name: module for name, module in model.named_modules() if id(module) in inside}
+    weights = sum(linear[name].weight.numel() for name in chosen)
+    return LayerChoice(tuple(chosen), weights / sum(p.numel() for p in model.parameters()), left_out)
 
 
 def _check_device(config: TrainingConfig, device: Any) -> None:
@@ -218,8 +265,3 @@ def _has_own_dtype(name: str, modules: Mapping[str, nn.Module], fsdp: FSDPConfig
     around = (type(modules[".".join(parts[:size])]).__name__ for size in range(len(parts), -1, -1))
     dtype = next((fsdp.class_dtypes[kind] for kind in around if kind in fsdp.class_dtypes), fsdp.param_dtype)
     return dtype != fsdp.param_dtype
-
-
-def _has_fused_weights(module: nn.Module) -> bool:
-    is_convolution = isinstance(module, (nn.Conv1d, nn.Conv2d))
-    return not is_convolution and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
