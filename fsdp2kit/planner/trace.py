@@ -223,7 +223,6 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
                     # The gradient that it is given was there before.
                     BackwardMemory("peak", kept + recomputed + backward + hidden, gradients),
                 ),
-                source="counted",
             )
         )
     return found
