@@ -19,7 +19,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.planner.allocations import Allocations
+from fsdp2kit.planner.allocations import Allocations, by_category
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import Estimate, plan_memory
 from fsdp2kit.planner.memory import Moment, kv_cache_bytes
@@ -254,7 +254,7 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
 
         def end_phase(name: str) -> None:
             if name == "forward":
-                between.update(allocations.alive())
+                between.update(by_category(allocations.snapshot()))
 
         accumulate_gradients(
             sharded.model,
