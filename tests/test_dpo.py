@@ -175,7 +175,7 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
 def test_its_reference_is_planned(overrides: list[str], has_one: bool, toml: Path) -> None:
     _, config = load(str(toml), overrides)
     found = estimate(config, *plan_for(config, world_size=2, local_world_size=2))
-    rest = found.phase_peak("save").bytes
+    rest = found.peaks["save"].bytes
     if has_one:  # in the dtype that it computes in, which is that of storage here
         assert rest["reference"] == rest["parameters"]
     assert ("reference" in rest) is has_one

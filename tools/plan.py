@@ -7,11 +7,14 @@ python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memor
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsdp2kit.errors import UserError, in_one_line
@@ -23,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 if it does not fit, or 2 after a user's mistake."""
     options = _parse(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
+    gc.disable()  # modules are no garbage: to look for some took a tenth of the time of all imports
     from rich.console import Console
 
     from fsdp2kit.planner import report
@@ -30,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     from fsdp2kit.planner.estimate import estimate, plan_for
     from fsdp2kit.run import load
 
+    gc.enable()
     _check_numbers_and_files(options)
     device = find_device(options.device, memory_gib=options.device_memory)
     _, config = load(options.toml, options.overrides)
@@ -48,18 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
         rows, length = options.kv_cache
         extra["kv_cache"] = cache = kv_cache_bytes(model, rows=rows, length=length, tp=options.tp)
         if not cache:
-            raise UserError(
-                "--kv-cache", "this model has no attention whose keys and values are cached", "leave it out"
-            )
-        parts.append(
-            f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {report.gib(cache)} GiB a rank"
-        )
+            what = "this model has no attention whose keys and values are cached"
+            raise UserError("--kv-cache", what, "leave it out")
+        size = f"{report.gib(cache)} GiB a rank"
+        parts.append(f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {size}")
     if options.trace:
         extra["trace"] = traced = _trace(config, plan.sizes)
         words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
         parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
-    _draw(options, found, title=title, extra=parts[own:])
+    _write("--png", options.png, lambda: report.draw(found, title=title))
+    _write("--html", options.html, lambda: report.page(found, title=title, extra=parts[own:]).encode())
     if options.json:
         print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
     else:
@@ -69,23 +73,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if found.fits is False else 0
 
 
-def _draw(options: argparse.Namespace, found: Any, *, title: str, extra: list[Any]) -> None:
+def _write(flag: str, path: Path | None, content: Callable[[], bytes]) -> None:
     """
     Raises:
         UserError: a file that cannot be written.
     """
-    from fsdp2kit.planner import report
-
-    for flag, path, write in (
-        ("--png", options.png, report.write_png),
-        ("--html", options.html, partial(report.write_html, extra=extra)),
-    ):
-        try:
-            if path is not None:
-                write(found, path, title=title)
-        except OSError as error:
-            todo = "name a file in a folder that may be written to"
-            raise UserError(flag, f"{path} cannot be written: {error.strerror}", todo) from None
+    try:
+        if path is not None:
+            path.write_bytes(content())
+    except OSError as error:
+        todo = "name a file in a folder that may be written to"
+        raise UserError(flag, f"{path} cannot be written: {error.strerror}", todo) from None
 
 
 def _check_numbers_and_files(options: argparse.Namespace) -> None:
@@ -105,28 +103,21 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
             raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
 
 
-def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> list[tuple[str, list[Any]]]:
+def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> Iterator[tuple[str, list[Any]]]:
     """What --fit, --sweep and --longest ask for, each under its name."""
-    from fsdp2kit.planner.search import evaluator, find_fit, longest, sweep
+    from fsdp2kit.planner.search import Search
 
-    if not (options.fit or options.sweep or options.longest):
-        return []
-    if device is None and not options.sweep:
+    if device is None and not options.sweep and (options.fit or options.longest):
         flag = "--fit" if options.fit else "--longest"
         raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")
-    given: dict[str, Any] = {
-        "world_size": options.world_size,
-        "evaluate": evaluator(device, local_world_size=options.local_world_size),
-    }
-    found: list[tuple[str, list[Any]]] = []
+    search = Search(config, options.world_size, device, options.local_world_size)
     if options.fit:
-        found.append(("fit", find_fit(config, **given)))
+        yield "fit", search.fit()
     if options.sweep:
-        found.append(("sweep", list(sweep(config, **given))))
+        yield "sweep", list(search.sweep())
     if options.longest:
-        best = longest(config, **given)
-        found.append(("longest", [best] if best else []))
-    return found
+        best = search.longest()
+        yield "longest", [best] if best else []
 
 
 def _trace(config: Any, sizes: Any) -> dict[str, dict[str, int]]:

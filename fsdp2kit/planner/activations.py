@@ -7,7 +7,6 @@ counted on its own layers, run on tensors without memory (`fsdp2kit.planner.trac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,8 +49,6 @@ class LayerMemory:
     """The moments of its backward at which most may be held, in order."""
     attention_forward: int = 0
     """What attention's kernel and its exchange hold beside ``kept`` while they run in forward."""
-    source: str = "formula"
-    """"formula", or "counted"."""
 
 
 @dataclass(frozen=True)
@@ -74,41 +71,34 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
     parts: dict[str, Any] = {
         name: module for name, module in layer.named_modules() if next(module.parameters(), None) is not None
     }
-    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
-    mlp = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    norms = {"input_layernorm", "post_attention_layernorm"}
-    of_heads = {"self_attn.q_norm", "self_attn.k_norm"}
+    linear = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    norms, of_heads = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.q_norm", "self_attn.k_norm"}
     names = set(parts) - {"", "self_attn", "mlp"}
-    if names not in (attention | mlp | norms, attention | mlp | norms | of_heads):
+    if names not in (linear | norms, linear | norms | of_heads):
         return None
-    if not all(isinstance(parts[name], nn.Linear) for name in attention | mlp):
+    if not all(isinstance(parts[name], nn.Linear) for name in linear):
         return None
-    alike = [(parts[name], LlamaRMSNorm) for name in names & (norms | of_heads)] + [(parts["mlp"], LlamaMLP)]
-    if not all(_computes_the_same(module, like) for module, like in alike):
-        return None
-    queries, keys = (parts[f"self_attn.{name}_proj"].out_features for name in "qk")
+    # A forward that is the same instruction by instruction: transformers repeats code.
+    alike = {**dict.fromkeys(names - linear, LlamaRMSNorm), "mlp": LlamaMLP}
+    for name, like in alike.items():
+        code, other = type(parts[name]).forward.__code__, like.forward.__code__
+        if (code.co_code, code.co_names) != (other.co_code, other.co_names):
+            return None
+    queries, keys, values = (parts[f"self_attn.{name}_proj"].out_features for name in "qkv")
     width = getattr(parts["self_attn"], "head_dim", None)
-    if not width or parts["self_attn.v_proj"].out_features != keys:
+    if not width or values != keys:
         return None
-    normed = queries + keys if of_heads <= names else 0
-    gate = parts["mlp.gate_proj"]
+    gate, normed = parts["mlp.gate_proj"], queries + keys if of_heads <= names else 0
     return BlockShape(gate.in_features, queries, keys, queries // width, gate.out_features, normed)
 
 
-def _computes_the_same(module: nn.Module, like: type[nn.Module]) -> bool:
-    """Whether a module's forward is that of ``like``, instruction by instruction: transformers repeats code."""
-    code, other = (cls.forward.__code__ for cls in (type(module), like))
-    return (code.co_code, code.co_names) == (other.co_code, other.co_names)
-
-
-def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpointed: bool, item: int) -> LayerMemory:
+def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpointed: bool) -> LayerMemory:
     """The closed forms for a usual block with ``tokens`` tokens on this rank.
 
     Args:
         checkpointed: whether this layer is one of those that ``activation_checkpointing`` is applied to.
-        item: bytes of an element of the computation's dtype.
     """
-    section, c = plan.activation_checkpointing, item
+    section, c = plan.activation_checkpointing, item_bytes(plan.fsdp.param_dtype)
     h, i, q, kv = shape.hidden, shape.intermediate, shape.queries, 2 * shape.keys
     cp, method = plan.sizes.cp, plan.attention.method
     own_q, own_kv, heads = q, kv, shape.heads
@@ -192,17 +182,10 @@ def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) ->
     return 0, 0
 
 
-def layers_memory(
-    model: PreTrainedModel, plan: ParallelPlan, *, tokens: int, supplied: Sequence[LayerMemory] | None = None
-) -> list[LayerMemory] | None:
-    """Every decoder layer's memory in order; None where a layer is not the usual block and must be counted.
-
-    Args:
-        supplied: what was counted, used where there is no closed form.
-    """
-    item = item_bytes(plan.fsdp.param_dtype)
-    found: list[LayerMemory] = []
+def layers_memory(model: PreTrainedModel, plan: ParallelPlan, *, tokens: int) -> list[LayerMemory | None]:
+    """Every decoder layer's memory in order; None of a layer that is not the usual block and must be counted."""
     flash = is_flash(plan.attention.kernel)
+    found: list[LayerMemory | None] = []
     trains = model.get_input_embeddings().weight.requires_grad
     for number, layer in enumerate(decoder_layers(model)):
         trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
@@ -211,9 +194,7 @@ def layers_memory(
         if not trains:
             found.append(LayerMemory())  # nothing before it learns: it has no backward
         elif shape is not None:
-            found.append(layer_memory(shape, plan, tokens=tokens, checkpointed=checkpointed, item=item))
-        elif supplied is not None:
-            found.append(supplied[number])
+            found.append(layer_memory(shape, plan, tokens=tokens, checkpointed=checkpointed))
         else:
-            return None
+            found.append(None)
     return found

@@ -6,8 +6,9 @@ torch's `FSDPMemTracker` does the same, but does not know methods that are regis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +35,6 @@ class Allocation:
 
     bytes: int
     category: str
-    before: list[tuple[int, int]] = field(default_factory=list)
-    """The sizes that it had, each with the number of the event that ended it; none before it was allocated."""
-
-    def at(self, event: int) -> int:
-        """Its bytes after that event."""
-        return next((size for end, size in self.before if event < end), self.bytes)
-
-    def resize(self, size: int, event: int) -> None:
-        self.before.append((event, self.bytes))
-        self.bytes = size
 
 
 Snapshot = list[tuple[Allocation, int]]
@@ -63,11 +54,10 @@ class Allocations(TorchDispatchMode):
         self._fake, self._vocabulary = fake, vocabulary
         self._alive: dict[int, tuple[Any, Allocation]] = {}
         self._ranges: list[str] = []
-        self._total = self._highest = 0
-        self._seen: list[Allocation] = []
-        """All that was allocated at any time since `start`."""
-        self._event = self._peak = 0
-        """Allocations, resizes and frees so far; how many there were when most was allocated."""
+        self._total = self._highest = self._peak = 0
+        self._at_start: Snapshot = []
+        self._changes: Snapshot = []
+        """Since `start`, the sizes that storages came to have; most was allocated after ``_peak`` of them."""
         self._default = "activations"
         self._resize = torch.UntypedStorage.resize_
         self.on_range: Callable[[str], None] = lambda name: None
@@ -78,7 +68,8 @@ class Allocations(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            tracker._resized(storage)
+            if storage._cdata in tracker._alive:
+                tracker._resize_to(tracker._alive[storage._cdata][1], storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize_  # FSDP2 frees and allocates gathered parameters so
@@ -96,15 +87,18 @@ class Allocations(TorchDispatchMode):
             self.on_range(args[0])
         elif name.startswith("profiler._record_function_exit"):
             self._ranges.pop()
-        if name == "aten.add.Tensor" and self._adds_gradients(args):
-            # Autograd adds to the first in place, but not if it is a fake tensor.
+        adds = name == "aten.add.Tensor" and self._fake is not None and not torch.is_grad_enabled()
+        if adds and all(
+            isinstance(arg, Tensor) and arg.ndim == 2 and len(arg) == self._vocabulary for arg in args[:2]
+        ):
+            # The parts of a tied table's gradient: autograd adds to the first in place, but not to a fake tensor.
             self._resize_to(self._see(args[0]), 0)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and getattr(leaf, "fake_mode", None) is self._fake:
                 self._see(leaf)
         return result
 
-    def mark(self, tensors: Iterator[Any] | list[Any], category: str) -> None:
+    def mark(self, tensors: Iterable[Any], category: str) -> None:
         """Put tensors, known or new, into a category."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -112,27 +106,19 @@ class Allocations(TorchDispatchMode):
 
     def start(self, category: str = "activations") -> None:
         """Forget the peak; what is allocated from now on, outside of FSDP2, is of this category."""
-        self._default, self._highest, self._peak = category, self._total, self._event
-        self._seen = [allocation for _, allocation in self._alive.values()]
-        for allocation in self._seen:
-            allocation.before.clear()
+        self._default, self._highest, self._peak = category, self._total, 0
+        self._at_start, self._changes = self.snapshot(), []
 
     def peak(self) -> Snapshot:
         """What was allocated when that was most, since `start`; a later `mark` still changes its categories."""
-        return [(allocation, allocation.at(self._peak)) for allocation in self._seen]
-
-    def alive(self) -> dict[str, int]:
-        """Bytes that are allocated, by category."""
-        return by_category(self.snapshot())
+        sizes = dict(self._at_start)
+        for number, (allocation, size) in enumerate(self._changes):
+            sizes[allocation] = size if number < self._peak else sizes.get(allocation, 0)
+        return list(sizes.items())
 
     def snapshot(self) -> Snapshot:
         """What is allocated; as with `peak`, its categories may still change."""
         return [(allocation, allocation.bytes) for _, allocation in self._alive.values()]
-
-    def _adds_gradients(self, args: Any) -> bool:
-        """Whether both parts of a tied table's gradient are added up."""
-        tables = all(isinstance(arg, Tensor) and arg.ndim == 2 and len(arg) == self._vocabulary for arg in args[:2])
-        return tables and self._fake is not None and not torch.is_grad_enabled()
 
     def _see(self, tensor: Tensor) -> Allocation:
         storage = tensor.untyped_storage()
@@ -142,21 +128,16 @@ class Allocations(TorchDispatchMode):
         allocation = Allocation(0, self._category(tensor))
         reference = weakref.ref(storage, lambda _, key=key: self._resize_to(self._alive.pop(key)[1], 0))
         self._alive[key] = (reference, allocation)
-        self._seen.append(allocation)
         self._resize_to(allocation, storage.nbytes())
         return allocation
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            self._resize_to(self._alive[storage._cdata][1], storage.nbytes())
-
     def _resize_to(self, allocation: Allocation, size: int) -> None:
-        """Allocation and end are changes of size, too; each is one event, and `peak` goes back to the highest."""
-        self._event += 1
+        """Allocation and end are changes of size, too."""
         self._total += size - allocation.bytes
-        allocation.resize(size, self._event)
+        allocation.bytes = size
+        self._changes.append((allocation, size))
         if self._total > self._highest:
-            self._highest, self._peak = self._total, self._event
+            self._highest, self._peak = self._total, len(self._changes)
 
     def _category(self, tensor: Tensor) -> str:
         for name in reversed(self._ranges):
@@ -165,9 +146,9 @@ class Allocations(TorchDispatchMode):
         return "loss" if self._vocabulary and self._vocabulary in tensor.shape else self._default
 
 
-def by_category(peak: Snapshot) -> dict[str, int]:
+def by_category(snapshot: Snapshot) -> Counter[str]:
     """Bytes of each category."""
-    found: dict[str, int] = {}
-    for allocation, size in peak:
-        found[allocation.category] = found.get(allocation.category, 0) + size
+    found = Counter[str]()
+    for allocation, size in snapshot:
+        found[allocation.category] += size
     return found

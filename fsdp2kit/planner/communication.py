@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.flops import flops_per_batch
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.sizes import StepMemory
-from fsdp2kit.planner.units import UnitSize
 
 COMPUTE_EFFICIENCY = 0.6
 """Assumed share of the peak while a layer computes."""
@@ -51,37 +49,44 @@ def collectives(
     config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
 ) -> list[Collective]:
     """Everything that a rank sends in a step that is not logged, of rank 0 where ranks differ (uneven heads)."""
-    sizes, fsdp, count = step.plan.sizes, step.plan.fsdp, step.micro_batches
-    shards = step.shards
-    replicas = sizes.world_size // shards
-    over_shards = place(shards, local_world_size=local_world_size)
-    over_replicas = place(replicas, apart=shards, local_world_size=local_world_size)
+    fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
+    replicas = world // shards
     reduces = count if fsdp.reduce_every_micro_batch else 1
     found: list[Collective] = []
+
+    def add(kind: str, dim: str, phase: str, unit: str, calls: int, sent: int, *, ranks: int) -> None:
+        on = place(ranks, apart=shards if dim == "replicate" else 1, local_world_size=local_world_size)
+        if ranks > 1:
+            found.append(Collective(kind, dim, *on, phase, unit, calls, sent))
+
     frozen_so_far = True
-    for unit in _in_order(step.units):
+    # In the order of a forward pass, the root (whose norm comes before the head) last: what precedes it is known.
+    for unit in [*step.units[1:], step.units[0]]:
         frozen_so_far = frozen_so_far and not unit.trained
-        sent = (shards - 1) * unit.whole // shards
-        again = unit.gathers_in_backward and not frozen_so_far
-        if shards > 1:
-            forward = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
-            sends = forward * sent
-            found.append(Collective("all_gather", "shard", *over_shards, "forward", unit.name, forward, sends))
-            if unit.reshard is not False and again:
-                few = unit.reshard if type(unit.reshard) is int else shards
-                back = count * ((few - 1) * unit.whole // few)
-                over_few = place(few, local_world_size=local_world_size)
-                found.append(Collective("all_gather", "shard", *over_few, "backward", unit.name, count, back))
-        if not unit.trained:
-            continue
-        reduced = unit.trained * step.reduce
-        if shards > 1:
+        calls = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
+        sent = calls * ((shards - 1) * unit.whole // shards)
+        add("all_gather", "shard", "forward", unit.name, calls, sent, ranks=shards)
+        if shards > 1 and unit.gathered_again and not frozen_so_far:
+            few = unit.reshard if type(unit.reshard) is int else shards
+            back = count * ((few - 1) * unit.whole // few)
+            add("all_gather", "shard", "backward", unit.name, count, back, ranks=few)
+        if unit.trained:
+            reduced = unit.trained * step.reduce
             sent = reduces * ((shards - 1) * reduced // shards)
-            found.append(Collective("reduce_scatter", "shard", *over_shards, "backward", unit.name, reduces, sent))
-        if replicas > 1:
+            add("reduce_scatter", "shard", "backward", unit.name, reduces, sent, ranks=shards)
             sent = reduces * (2 * (replicas - 1) * (reduced // shards) // replicas)
-            found.append(Collective("all_reduce", "replicate", *over_replicas, "backward", unit.name, reduces, sent))
-    return [*found, *_exchanges(config, model, step, local_world_size), *_numbers(config, step, local_world_size)]
+            add("all_reduce", "replicate", "backward", unit.name, reduces, sent, ranks=replicas)
+    for exchange in _exchanges(model, step):
+        add(*exchange, ranks=step.plan.sizes.cp)
+    # The few numbers of every step: what the batch is made of, the loss, the norms of the gradients.
+    numbers, losses = 9 + len(config.data.sources), 1 + len(config.data.sources)
+    add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
+    add("all_reduce", "world", "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world, ranks=world)
+    tensors = sum(len(unit.gradient_sizes) for unit in step.units)
+    item = 8 if step.plan.device_type == "cpu" else 4  # the host adds squares up in float64
+    sent = 2 * (shards - 1) * item * tensors // shards
+    add("all_reduce", "shard", "optimizer", "", 1, sent, ranks=shards)
+    return found
 
 
 def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, int]:
@@ -96,62 +101,32 @@ def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, in
     return "network", min(ranks, max(1, local_world_size // apart))
 
 
-def _in_order(units: Sequence[UnitSize]) -> list[UnitSize]:
-    """In the order of a forward pass, the root (whose norm comes before the head) last: what precedes it is known."""
-    return [*units[1:], units[0]]
-
-
-def _exchanges(
-    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, local_world_size: int
-) -> Iterator[Collective]:
+def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:
     """Of context parallelism; attention is exchanged again where a layer is recomputed."""
-    cp, method = step.plan.sizes.cp, step.plan.attention.method
+    cp, method, count = step.plan.sizes.cp, step.plan.attention.method, step.micro_batches
     if method is None:
         return
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    over_cp = place(cp, local_world_size=local_world_size)
+    forward, backward = bytes_sent(
+        method, heads=heads, key_heads=key_heads, width=width, tokens=step.tokens, cp=cp, item=step.compute
+    )
     kind = {"ulysses": "all_to_all", "ring": "send", "allgather": "all_gather"}[method]
+    calls = {"ulysses": 2, "ring": 2 * (cp - 1), "allgather": 1}[method]
     section = step.plan.activation_checkpointing
-    for number, _ in enumerate(decoder_layers(model)):
-        forward, backward = bytes_sent(
-            method, heads=heads, key_heads=key_heads, width=width, tokens=step.tokens, cp=cp, item=step.compute
-        )
-        # "selective" keeps the result of a ring or an all-gather, which are one operator, but not of Ulysses.
-        repeats = section.mode == "full" or (section.mode == "selective" and method == "ulysses")
-        times = step.micro_batches * (2 if repeats and number % section.every == 0 else 1)
-        name = step.layers[number][0]
-        calls = {"ulysses": 2, "ring": 2 * (cp - 1), "allgather": 1}[method]
-        yield Collective(kind, "cp", *over_cp, "forward", name, times * calls, times * forward)
-        calls = {"ulysses": 2, "ring": 2 * (cp - 1) + 2 * cp, "allgather": 1}[method]
+    # "selective" keeps the result of a ring or an all-gather, which are one operator, but not of Ulysses.
+    repeats = section.mode == "full" or (section.mode == "selective" and method == "ulysses")
+    for number, (name, _) in enumerate(step.layers):
+        times = count * (2 if repeats and number % section.every == 0 else 1)
+        yield kind, "cp", "forward", name, times * calls, times * forward
         if method == "allgather":  # keys and values are gathered again, their gradients reduced
-            gathered = step.micro_batches * forward
-            yield Collective("all_gather", "cp", *over_cp, "backward", name, step.micro_batches, gathered)
-            kind_back, backward = "reduce_scatter", backward - forward
+            yield kind, "cp", "backward", name, count, count * forward
+            yield "reduce_scatter", "cp", "backward", name, count, count * (backward - forward)
         else:
-            kind_back = kind
-        times = step.micro_batches
-        yield Collective(kind_back, "cp", *over_cp, "backward", name, times * calls, times * backward)
-
-
-def _numbers(config: TrainingConfig, step: StepMemory, local_world_size: int) -> Iterator[Collective]:
-    """The few numbers of every step: what the batch is made of, the loss, the norms of the gradients."""
-    world = step.plan.sizes.world_size
-    if world == 1:
-        return
-    over_world = place(world, local_world_size=local_world_size)
-    numbers = 9 + len(config.data.sources)
-    yield Collective("all_reduce", "world", *over_world, "batch", "", 1, 2 * (world - 1) * numbers * 8 // world)
-    losses = 1 + len(config.data.sources)
-    yield Collective("all_reduce", "world", *over_world, "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world)
-    if step.shards > 1:
-        tensors = sum(unit.tensors for unit in step.units)
-        item = 8 if step.plan.device_type == "cpu" else 4  # the host adds squares up in float64
-        sent = 2 * (step.shards - 1) * item * tensors // step.shards
-        over_shards = place(step.shards, local_world_size=local_world_size)
-        yield Collective("all_reduce", "shard", *over_shards, "optimizer", "", 1, sent)
+            back = calls + (2 * cp if method == "ring" else 0)
+            yield kind, "cp", "backward", name, count * back, count * backward
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory
+from fsdp2kit.planner.activations import item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
@@ -72,8 +72,13 @@ class Estimate:
         """The category that takes most of the peak."""
         return max(self.peak.bytes, key=lambda name: self.peak.bytes[name])
 
-    def phase_peak(self, phase: str) -> Moment:
-        return max((moment for moment in self.moments if moment.phase == phase), key=lambda moment: moment.total)
+    @property
+    def peaks(self) -> dict[str, Moment]:
+        """The largest moment of each phase, in order."""
+        phases: dict[str, list[Moment]] = {}
+        for moment in self.moments:
+            phases.setdefault(moment.phase, []).append(moment)
+        return {phase: max(moments, key=lambda moment: moment.total) for phase, moments in phases.items()}
 
     def line(self) -> str:
         """The plan in a line, for the start of a run."""
@@ -111,8 +116,9 @@ def plan_for(
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-    if refusal := _not_planned(config):
-        raise refusal
+    if not _is_planned(config):
+        what = "the memory of distillation, with a teacher beside the model, is not planned"
+        raise UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
     known, key = {} if known is None else known, f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
     if key not in known:
         built = build_model(config.model, lora=config.lora, local_files_only=True)
@@ -121,12 +127,9 @@ def plan_for(
     return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
 
 
-def _not_planned(config: TrainingConfig) -> UserError | None:
-    """What is wrong with planning a config whose memory no formula here describes."""
-    if hasattr(config, "distill"):
-        what = "the memory of distillation, with a teacher beside the model, is not planned"
-        return UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
-    return None
+def _is_planned(config: TrainingConfig) -> bool:
+    """Whether the formulae here describe the memory of a config's recipe."""
+    return not hasattr(config, "distill")
 
 
 def estimate(
@@ -143,32 +146,31 @@ def estimate(
         model: on meta, before it is made parallel.
     """
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    layers = layers_memory(model, plan, tokens=tokens)
-    if layers is None:
+    known = layers_memory(model, plan, tokens=tokens)
+    layers = [layer for layer in known if layer is not None]
+    is_counted = len(layers) < len(known)
+    if is_counted:
         from fsdp2kit.planner.trace import count_layers  # only then: it builds what it counts
 
-        layers = layers_memory(model, plan, tokens=tokens, supplied=count_layers(config, model, plan))
-    assert layers is not None, "what has no formula was counted"
+        layers = [layer or counted for layer, counted in zip(known, count_layers(config, model, plan), strict=True)]
     step = step_memory(config, model, plan, layers)
     sent = () if step.log_probs else tuple(collectives(config, model, step, local_world_size=local_world_size))
     untimed = why_untimed(config, step, device)
     cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
     load = Moment("load", "weights", at_rest(step, state=False))
-    outside = [
-        Moment("save", "checkpoint", at_rest(step)),
-        Moment("export", "from the checkpoint's files", at_rest(step)),
-    ]
+    save = Moment("save", "checkpoint", at_rest(step))
+    export = Moment("export", "from the checkpoint's files", at_rest(step))
     return Estimate(
         config=config,
         sizes=plan.sizes,
         device=device,
-        moments=(load, *step_moments(step), *cycle, *outside),
+        moments=(load, *step_moments(step), *cycle, save, export),
         host=_host(config, model, step),
         disk=_disk(config, step),
         collectives=sent,
         speed=None if untimed or device is None else estimate_speed(config, step, sent, device),
         untimed=untimed,
-        activations_from="counted on one layer of each kind" if _is_counted(layers) else "formula",
+        activations_from="counted on one layer of each kind" if is_counted else "formula",
     )
 
 
@@ -190,10 +192,11 @@ class MemoryPlan:
         """
         if self.estimate is None or not measured:
             return []
+        peaks = self.estimate.peaks
         pairs = [
-            f"{phase} {self.estimate.phase_peak(phase).total / GIB:.2f} / {size / GIB:.2f}"
+            f"{phase} {peaks[phase].total / GIB:.2f} / {size / GIB:.2f}"
             for phase, size in measured.items()
-            if any(moment.phase == phase for moment in self.estimate.moments)
+            if phase in peaks
         ]
         of = "" if device_type == "cuda" else " (of the whole process, with Python and its libraries)"
         return [f"memory, GiB planned / measured{of}: {', '.join(pairs)}"]
@@ -201,21 +204,16 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
-    if not world.is_main or _not_planned(config):
+    if not world.is_main or not _is_planned(config):
         return MemoryPlan(None)
     try:
-        device = this_device(world.device)
-        found = estimate(config, model, plan, device=device, local_world_size=world.local_size)
+        found = estimate(config, model, plan, device=this_device(world.device), local_world_size=world.local_size)
     except Exception:  # an architecture whose layers cannot be counted; the run does not depend on it
         logger.debug("memory is not planned", exc_info=True)
         return MemoryPlan(None)
     if warning := found.warning():
         logger.warning("%s", warning)
     return MemoryPlan(found)
-
-
-def _is_counted(layers: Sequence[LayerMemory]) -> bool:
-    return any(layer.source == "counted" for layer in layers)
 
 
 def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
@@ -245,23 +243,17 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
 
 
 def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
-    plan = step.plan
-    kept = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
-    weights = kept * step.storage
-    one = weights + step.optimizer * step.shards
+    plan, section, steps = step.plan, config.checkpoint, config.train.steps
+    weights = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
+    one = weights * step.storage + step.optimizer * step.shards
+    # An old checkpoint is deleted when a new one is complete.
+    most = section.keep + (1 if config.eval.keeps_best else 0) + 1
+    if section.keep_every and steps:
+        most += steps // section.keep_every
+    if isinstance(section.every, int) and steps:  # and one at the end
+        most = min(most, steps // (section.every or steps) + 1)
     return {
         "checkpoint": one,
-        "checkpoints kept, and one being written": one * _most_checkpoints(config),
-        "export": 0 if config.checkpoint.export_hf == "never" else kept * item_bytes(plan.ledger.export),
+        "checkpoints kept, and one being written": one * most,
+        "export": 0 if section.export_hf == "never" else weights * item_bytes(plan.ledger.export),
     }
-
-
-def _most_checkpoints(config: TrainingConfig) -> int:
-    """How many there are at once, at most: an old one is deleted when a new one is complete."""
-    section = config.checkpoint
-    kept = section.keep + (1 if config.eval.keeps_best else 0)
-    if section.keep_every and config.train.steps:
-        kept += config.train.steps // section.keep_every
-    if isinstance(section.every, int) and config.train.steps:  # and one at the end
-        return min(kept + 1, config.train.steps // (section.every or config.train.steps) + 1)
-    return kept + 1

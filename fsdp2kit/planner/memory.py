@@ -21,8 +21,7 @@ from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory, norm_backward
-from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes
-from fsdp2kit.planner.units import UnitSize
+from fsdp2kit.planner.sizes import StepMemory, UnitSize, at_rest, engine_bytes
 
 CATEGORIES = (
     "parameters",
@@ -103,8 +102,7 @@ def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
         unit.name
         for unit in step.units
         if unit.name not in ("", step.head)
-        and not any(unit.name == layer or unit.name.startswith(f"{layer}.") for layer in layers)
-        and not any(layer.startswith(f"{unit.name}.") for layer in layers)
+        and not any(f"{unit.name}.".startswith(f"{name}.") or name.startswith(f"{unit.name}.") for name in layers)
     ]
     order = [unit.name for unit in step.units]  # of declaration
     last = max((number for number, name in enumerate(order) if name in layers), default=len(order))
@@ -123,23 +121,15 @@ def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
     return held, max(largest, own.whole if own is not None else 0)
 
 
-def _kept_after_forward(step: StepMemory, unit: UnitSize) -> int:
-    """Bytes of a unit between its forward and its backward."""
-    if unit.reshard is False:
-        return unit.whole
-    return unit.whole // unit.reshard if type(unit.reshard) is int else 0
-
-
 def _forward(step: StepMemory) -> Iterator[Moment]:
     base = _base(step)
     # Under ZeRO-2 all units stay whole from the first micro-batch on.
     stays = reshards_after_forward(step.plan.fsdp) is False and step.micro_batches > 1
-    whole = sum(unit.whole for unit in step.units) if stays else 0
+    whole = sum(unit.whole for unit in step.units)
     stops, kept = _stops(step), step.rotary
-    hidden = step.tokens * step.hidden * step.compute
     seen, last = 0, step.by_name[""].whole
     for number, (name, layer) in enumerate(stops):
-        held, own = _gathered(step, name)
+        (held, own), unit = _gathered(step, name), step.by_name.get(name)
         before, last = last, own or last
         ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
         # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
@@ -148,33 +138,22 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
         is_last = number == len(stops) - 1
         if own and not stays:
-            there = kept + (_head_activations(step) if is_last else hidden)
-            both = before + own if before and not ahead else 0
-            yield from _becoming_whole(step, name, {**now, "activations": there}, buffers=both)
+            there = {**now, "activations": kept + (_head_activations(step) if is_last else step.hidden_states)}
+            if step.shards > 1 and before and not ahead:
+                # It is copied out of its gather's buffer, and then that of the one before is freed.
+                yield Moment("forward", f"{name} (gather)", {**there, "all-gather buffers": before + own})
+            if step.shards == 1 and unit is not None and unit.item != step.storage:
+                # One parameter after the other is cast into a copy, which is copied.
+                largest = max(unit.shard_sizes, default=0) // step.storage * unit.item
+                yield Moment("forward", f"{name} (cast)", {**there, "unsharded parameters": held + seen + largest})
         if layer is not None:
             kept += layer.kept
             now |= {"activations": kept + layer.forward, "attention and exchange": layer.attention_forward}
             yield Moment("forward", name, now)
         elif is_last:
             yield from _loss_forward(step, now, kept)
-        if name and name in step.by_name:
-            seen += _kept_after_forward(step, step.by_name[name])
-
-
-def _becoming_whole(step: StepMemory, name: str, now: dict[str, int], *, buffers: int) -> Iterator[Moment]:
-    """A unit is copied out of its gather's buffer, and then that of the one before is freed; or with one rank, one
-    parameter after the other is cast into a copy, which is copied.
-
-    Args:
-        buffers: bytes of both, if nothing is gathered ahead.
-    """
-    if step.shards > 1 and buffers:
-        yield Moment("forward", f"{name} (gather)", {**now, "all-gather buffers": buffers})
-    unit = step.by_name.get(name)
-    if step.shards == 1 and unit is not None and unit.item != step.storage:
-        largest = max(unit.shard_sizes, default=0) // step.storage * unit.item
-        cast = now["unsharded parameters"] + largest
-        yield Moment("forward", f"{name} (cast)", {**now, "unsharded parameters": cast})
+        if name and unit is not None:
+            seen += unit.kept_after_forward
 
 
 def _head_activations(step: StepMemory) -> int:
@@ -184,11 +163,10 @@ def _head_activations(step: StepMemory) -> int:
 
 def _loss_saved(step: StepMemory) -> tuple[int, int]:
     """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
-    rows, _ = _chunk(step)
-    weight_item = 4 if rows < step.tokens else step.compute
-    weight = step.vocabulary * step.hidden * weight_item if step.head_trained else 0
-    hidden = step.tokens * step.hidden * step.compute
-    return (0, 0) if step.recomputes_logits else (hidden, weight)
+    if step.recomputes_logits:
+        return 0, 0
+    item = 4 if _chunk(step)[0] < step.tokens else step.compute
+    return step.hidden_states, step.vocabulary * step.hidden * item if step.head_trained else 0
 
 
 def _chunk(step: StepMemory) -> tuple[int, int]:
@@ -201,15 +179,14 @@ def _chunk(step: StepMemory) -> tuple[int, int]:
 def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
     hidden, weight = _loss_saved(step)
     rows, logits = _chunk(step)
-    selected = step.tokens * step.hidden * step.compute
     product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
     adds = product if rows < step.tokens and step.compute != 4 and step.head_trained else 0
     if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
         logits, adds = 12 * rows * step.vocabulary, 0
-    now = {**now, "activations": kept + _head_activations(step) + selected + hidden}
-    yield Moment("forward", "loss", {**now, "loss": logits + adds + weight})
-    given_up = 0 if step.log_probs else selected
-    yield Moment("forward", "end", {**now, "activations": now["activations"] - given_up, "loss": weight})
+    end = kept + _head_activations(step) + hidden
+    selected = end + step.hidden_states
+    yield Moment("forward", "loss", {**now, "activations": selected, "loss": logits + adds + weight})
+    yield Moment("forward", "end", {**now, "activations": selected if step.log_probs else end, "loss": weight})
 
 
 def _backward(step: StepMemory) -> Iterator[Moment]:
@@ -219,13 +196,10 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     sums_up = gradients > 0  # into shards of gradients that are there already
     stops = _stops(step)[::-1]
     kept = step.rotary + sum(layer.kept for _, layer in step.layers)
-    kept_whole = {unit.name: _kept_after_forward(step, unit) for unit in step.units}
-    hidden = step.tokens * step.hidden * step.compute
+    kept_whole = {unit.name: unit.kept_after_forward for unit in step.units}
     waiting, reduced = 0, base.pop("reduction buffers", 0)
     # Gathered again, last to first, and ahead of the one that runs.
-    to_come = [
-        unit for unit in step.units[::-1] if _is_gathered_again(step, unit.name) or not unit.gathers_in_backward
-    ]
+    to_come = [unit for unit in step.units[::-1] if unit.gathered_again or not unit.gathers_in_backward]
     # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
     adds_in_place = accumulated > 0 and step.reduce == step.compute
     for number, (name, layer) in enumerate(stops):
@@ -246,16 +220,19 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if number == 1:
             yield _final_norm_backward(step, now, kept, name if layer is not None else None)
         if layer is not None:
-            if step.shards > 1 and unit is not None and _is_gathered_again(step, name):
+            if step.shards > 1 and unit is not None and unit.gathered_again:
                 # Copied out of its buffer, before the next one is gathered ahead.
-                gathered = {"all-gather buffers": unit.whole, "activations": kept + hidden}
+                gathered = {"all-gather buffers": unit.whole, "activations": kept + step.hidden_states}
                 yield Moment("backward", f"{name} (gather)", {**now, **gathered})
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
             rest = kept
         if unit is None or not name or not unit.trained:
             continue
-        now |= {"activations": rest + hidden, "unsharded gradients": accumulated or _own_gradients(step, name)}
+        now |= {
+            "activations": rest + step.hidden_states,
+            "unsharded gradients": accumulated or _own_gradients(step, name),
+        }
         if layer is None and number:
             yield Moment("backward", name, dict(now))
         now["unsharded parameters"] -= unit.whole
@@ -278,7 +255,7 @@ def _final_norm_backward(step: StepMemory, now: dict[str, int], kept: int, name:
     freed = step.compute if step.norm_trained else 0  # what the weight multiplied
     norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
     whole = now["unsharded parameters"]
-    if name is not None and _is_gathered_again(step, name):
+    if name is not None and (unit := step.by_name.get(name)) is not None and unit.gathered_again:
         whole -= _gathered(step, name)[0] - step.by_name[""].whole
     return Moment("backward", "final norm", {**now, "activations": norm, "unsharded parameters": whole})
 
@@ -314,6 +291,10 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     becomes = weight == gradient and not step.recomputes_logits  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
+    # The model's own head computes a chunk of logits again, and their gradients.
+    after, loss = before + gradient - waits, (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
+    if step.log_probs:  # what goes into the head is kept, and its gradient is made
+        hidden, after, loss = step.hidden_states, before, _log_probs_backward(step)
     first = {
         **now,
         "activations": kept + hidden,
@@ -321,13 +302,7 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
         "loss": weight if waits or not becomes else 0,
         "unsharded gradients": before + (gradient if becomes and not waits else 0),
     }
-    # The model's own head computes a chunk of logits again, and their gradients.
-    loss = (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
-    then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": before + gradient - waits}
-    if step.log_probs:  # what goes into the head is kept, and its gradient is made
-        states = step.tokens * step.hidden * step.compute
-        first["activations"] = kept + states
-        then = {"loss": _log_probs_backward(step), "activations": kept + 2 * states}
+    then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": after}
     return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
 
 
@@ -341,11 +316,6 @@ def _log_probs_backward(step: StepMemory) -> int:
     return 4 * weight + chunk
 
 
-def _is_gathered_again(step: StepMemory, name: str) -> bool:
-    unit = step.by_name.get(name)
-    return unit is not None and unit.reshard is not False and unit.gathers_in_backward
-
-
 def _own_gradients(step: StepMemory, name: str) -> int:
     """Bytes of the gradients that the backward of a module leaves, before they are reduced."""
     units = [unit for unit in step.units if unit.name == name or (name and unit.name.startswith(f"{name}."))]
@@ -356,11 +326,10 @@ def _layer_backward(
     step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
 ) -> Iterator[Moment]:
     earlier, of_others = now["unsharded gradients"], kept - layer.kept
-    hidden = step.tokens * step.hidden * step.compute
     for where, held, there in layer.backward:
         sizes = {"unsharded gradients": earlier + min(gradients, there), "activations": of_others + held}
         yield Moment("backward", f"{name} ({where})", {**now, **sizes})
-    end = {"unsharded gradients": earlier + gradients, "activations": of_others + 2 * hidden}
+    end = {"unsharded gradients": earlier + gradients, "activations": of_others + 2 * step.hidden_states}
     yield Moment("backward", f"{name} (end)", {**now, **end})
 
 
@@ -414,6 +383,6 @@ def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) 
     cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=rollout.tp, dtype=config.engine_dtype)
     full = replace(step.plan, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
     layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - rollout.max_new_tokens))
-    prompts = max((layer.forward for layer in layers or ()), default=0)
+    prompts = 0 if None in layers else max(layer.forward for layer in layers if layer is not None)
     generate = {**({} if rollout.sleep else rest), **engine, "KV cache": cache, "activations": prompts}
     return [sync, Moment("generate", "the prompts", generate)]

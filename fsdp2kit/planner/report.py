@@ -7,11 +7,10 @@ import html
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import GIB
@@ -24,21 +23,15 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def phases_of(plan: Estimate) -> list[str]:
-    """The phases of a plan, in order."""
-    return list(dict.fromkeys(moment.phase for moment in plan.moments))
-
-
 def renderables(plan: Estimate) -> Iterator[RenderableType]:
     """Tables for a console: memory by phase, host and disk, communication, time."""
     yield str(plan.sizes)
     yield plan.line()
     if warning := plan.warning():
         yield warning
-    peaks = {phase: plan.phase_peak(phase) for phase in phases_of(plan)}
-    table = Table("GiB of a rank's device", *peaks, title="peak of each phase", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    peaks = plan.peaks
+    columns = [Column(phase, justify="right") for phase in peaks]
+    table = Table("GiB of a rank's device", *columns, title="peak of each phase", title_justify="left")
     for name in CATEGORIES:
         if any(moment.bytes.get(name) for moment in peaks.values()):
             table.add_row(name, *(gib(moment.bytes.get(name, 0)) for moment in peaks.values()))
@@ -51,8 +44,11 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
         f"activations: {plan.activations_from}; allowance for the CUDA context, libraries and fragmentation: "
         f"{gib(ALLOWANCE)} GiB; every token is taken to have a target; torch.compile keeps less than this says"
     )
-    yield _lines("host memory of a rank, GiB", {name: gib(size) for name, size in plan.host.items()})
-    yield _lines("disk, GiB", {name: gib(size) for name, size in plan.disk.items()})
+    for title, rows in (("host memory of a rank, GiB", plan.host), ("disk, GiB", plan.disk)):
+        table = Table(title, Column(justify="right"))
+        for name, size in rows.items():
+            table.add_row(name, gib(size))
+        yield table
     if plan.collectives:
         yield _communication(plan)
     if plan.untimed:
@@ -65,14 +61,6 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
             f"MFU {speed.mfu:.0%}"
         )
         yield "assumed: " + "; ".join(speed.assumptions)
-
-
-def _lines(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title, "", show_header=True)
-    table.columns[1].justify = "right"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
 
 
 def _communication(plan: Estimate) -> Table:
@@ -111,7 +99,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "needed": plan.needed,
         "fits": plan.fits,
         "blame": plan.blame,
-        "phases": {phase: asdict(plan.phase_peak(phase)) for phase in phases_of(plan)},
+        "phases": {phase: asdict(moment) for phase, moment in plan.peaks.items()},
         "moments": [asdict(moment) for moment in plan.moments],
         "host": plan.host,
         "disk": plan.disk,
@@ -127,8 +115,8 @@ def candidate_json(one: Candidate) -> dict[str, Any]:
     return {"values": one.values, "world_size": one.world_size, **plan}
 
 
-def draw(plan: Estimate, *, title: str) -> Any:
-    """A figure: memory by category through a step's moments, and at the peak of each phase.
+def draw(plan: Estimate, *, title: str) -> bytes:
+    """A picture (PNG): memory by category through a step's moments, and at the peak of each phase.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -147,45 +135,33 @@ def draw(plan: Estimate, *, title: str) -> Any:
     through.set(ylabel="GiB", xlabel="moments of the last micro-batch", title=title)
     starts = {moment.phase: number for number, moment in reversed(list(enumerate(step)))}
     through.set_xticks(list(starts.values()), list(starts))
-    phases = phases_of(plan)
-    bottoms = [0.0] * len(phases)
+    bottoms = [0.0] * len(plan.peaks)
     for name in names:
-        heights = [plan.phase_peak(phase).bytes.get(name, 0) / GIB for phase in phases]
-        bars.bar(phases, heights, bottom=bottoms, label=name)
+        heights = [moment.bytes.get(name, 0) / GIB for moment in plan.peaks.values()]
+        bars.bar(list(plan.peaks), heights, bottom=bottoms, label=name)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     bars.tick_params(axis="x", rotation=45)
     if plan.device is not None:
         for axis in (through, bars):
             axis.axhline(plan.device.memory / GIB, color="black", linestyle="--", linewidth=1)
     bars.legend(fontsize="x-small")
-    return figure
-
-
-def write_png(plan: Estimate, path: Path, *, title: str) -> None:
-    """Write `draw`'s figure.
-
-    Raises:
-        UserError: as `draw`.
-    """
-    draw(plan, title=title).savefig(path, dpi=120, format="png")
-
-
-def write_html(plan: Estimate, path: Path, *, title: str, extra: Sequence[RenderableType] = ()) -> None:
-    """One page without anything beside it: the picture and the tables.
-
-    Raises:
-        UserError: as `draw`.
-    """
     picture = io.BytesIO()
-    draw(plan, title=title).savefig(picture, dpi=120, format="png")
+    figure.savefig(picture, dpi=120, format="png")
+    return picture.getvalue()
+
+
+def page(plan: Estimate, *, title: str, extra: Sequence[RenderableType] = ()) -> str:
+    """HTML without anything beside it: the picture and the tables.
+
+    Raises:
+        UserError: as `draw`.
+    """
     console = Console(record=True, width=140, file=io.StringIO())
     for part in [*renderables(plan), *extra]:
         console.print(part)
-    tables = console.export_text()
-    data = base64.b64encode(picture.getvalue()).decode()
-    path.write_text(
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f'<h1>{html.escape(title)}</h1><img src="data:image/png;base64,{data}" style="max-width:100%">'
-        f"<pre>{html.escape(tables)}</pre>\n",
-        encoding="utf-8",
+    data, title = base64.b64encode(draw(plan, title=title)).decode(), html.escape(title)
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+        f'<h1>{title}</h1><img src="data:image/png;base64,{data}" style="max-width:100%">'
+        f"<pre>{html.escape(console.export_text())}</pre>\n"
     )

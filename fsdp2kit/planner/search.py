@@ -7,8 +7,9 @@ takes its advice from it, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2kit.config.checks import MeshSizes, check_config
@@ -35,57 +36,43 @@ class Option:
 
 def options(config: TrainingConfig) -> list[Option]:
     """The changes that are left to a config, the cheapest first. Only ``optimizer.name`` changes numbers."""
-    fsdp, section, replicated = config.fsdp, config.activation_checkpointing, ("no_shard", "hybrid_shard_zero2")
+    fsdp, section = config.fsdp, config.activation_checkpointing
+    found: list[Option] = []
+
+    def add(saves: str, values: Values, words: str = "", note: str = "") -> None:
+        key, value = next(iter(values.items()))
+        found.append(Option(values, words or f"{key} = {json.dumps(value)}{note}", saves))
+
+    if config.train.micro_batch_size > 1:
+        add("activations", {"train.micro_batch_size": 1})
+    if section.mode == "none" and not config.model.liger:  # which is refused beside "selective"
+        add("activations", {"activation_checkpointing.mode": "selective"}, note=', then "full"')
+    if section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger):
+        add("activations", {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1})
+    if not fsdp.reduce_every_micro_batch:
+        add("activations", {"fsdp.reduce_every_micro_batch": True}, note=", if gradients are accumulated")
+    if fsdp.backward_prefetch > 0:
+        add("activations", {"fsdp.backward_prefetch": 0})
+    if section.mode == "full" and not section.offload:
+        add("activations", {"activation_checkpointing.offload": True})
+    over_more = {"mesh.cp": 2 * config.mesh.cp, "mesh.dp_shard": "auto"}
+    add("activations", over_more, "mesh.cp, to cut every sequence over more ranks")
+
+    is_embedded = isinstance(config, RLConfig) and config.rollout.engine == "transformers"
+    if is_embedded and not config.rollout.sleep and fsdp.offload != "params":
+        add("state", {"rollout.sleep": True})
     whole = {"fsdp.strategy": "full_shard", "mesh.dp_replicate": "auto", "mesh.dp_shard": "auto"}
-    of_activations: list[tuple[bool, Values, str]] = [
-        (config.train.micro_batch_size > 1, {"train.micro_batch_size": 1}, "train.micro_batch_size = 1"),
-        (
-            section.mode == "none" and not config.model.liger,  # which is refused beside "selective"
-            {"activation_checkpointing.mode": "selective"},
-            'activation_checkpointing.mode = "selective", then "full"',
-        ),
-        (
-            section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger),
-            {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1},
-            'activation_checkpointing.mode = "full"',
-        ),
-        (
-            not fsdp.reduce_every_micro_batch,
-            {"fsdp.reduce_every_micro_batch": True},
-            "fsdp.reduce_every_micro_batch = true, if gradients are accumulated",
-        ),
-        (fsdp.backward_prefetch > 0, {"fsdp.backward_prefetch": 0}, "fsdp.backward_prefetch = 0"),
-        (
-            section.mode == "full" and not section.offload,
-            {"activation_checkpointing.offload": True},
-            "activation_checkpointing.offload = true",
-        ),
-        (
-            True,
-            {"mesh.cp": 2 * config.mesh.cp, "mesh.dp_shard": "auto"},
-            "mesh.cp, to cut every sequence over more ranks",
-        ),
-    ]
-    of_state: list[tuple[bool, Values, str]] = [
-        (fsdp.strategy in replicated, whole, 'fsdp.strategy = "hybrid_shard" or "full_shard"'),
-        (fsdp.strategy in ("shard_grad_op", "hybrid_shard"), whole, 'fsdp.strategy = "full_shard"'),
-        (fsdp.offload == "none", {"fsdp.offload": "optimizer"}, 'fsdp.offload = "optimizer"'),
-        (
-            config.optimizer.name == "adamw" and fsdp.offload == "none",
-            {"optimizer.name": "adamw_bf16"},
-            'optimizer.name = "adamw_bf16"',
-        ),
-        (fsdp.offload == "optimizer", {"fsdp.offload": "params"}, 'fsdp.offload = "params"'),
-    ]
-    if isinstance(config, RLConfig) and config.rollout.engine == "transformers":
-        could_sleep = not config.rollout.sleep and fsdp.offload != "params"
-        of_state.insert(0, (could_sleep, {"rollout.sleep": True}, "rollout.sleep = true"))
-    return [
-        Option(values, words, saves)
-        for saves, found in (("activations", of_activations), ("state", of_state))
-        for applies, values, words in found
-        if applies
-    ]
+    if fsdp.strategy in ("no_shard", "hybrid_shard_zero2"):
+        add("state", whole, 'fsdp.strategy = "hybrid_shard" or "full_shard"')
+    if fsdp.strategy in ("shard_grad_op", "hybrid_shard"):
+        add("state", whole)
+    if fsdp.offload == "none":
+        add("state", {"fsdp.offload": "optimizer"})
+    if config.optimizer.name == "adamw" and fsdp.offload == "none":
+        add("state", {"optimizer.name": "adamw_bf16"})
+    if fsdp.offload == "optimizer":
+        add("state", {"fsdp.offload": "params"})
+    return found
 
 
 def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 2) -> list[str]:
@@ -95,23 +82,20 @@ def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 
         sizes: of the mesh.
         saves: "activations" or "state".
     """
-    left = [option for option in options(config) if option.saves == saves]
-    words = [option.words for option in left if _is_taken(config, option, sizes)]
+
+    def is_taken(values: Values) -> bool:
+        """Whether a run accepts the changed config on as many ranks; cutting sequences further takes more."""
+        try:
+            ranks = sizes.world_size
+            check_config(changed(config, values), world_size=ranks, local_world_size=ranks)
+        except UserError:
+            return "mesh.cp" in values
+        return True
+
+    words = [option.words for option in options(config) if option.saves == saves and is_taken(option.values)]
     if saves == "state":
         words.append("more ranks, over which everything is sharded")
     return words[:most]
-
-
-def _is_taken(config: TrainingConfig, option: Option, sizes: MeshSizes) -> bool:
-    """Whether the changed config is one that a run accepts on as many ranks; cutting sequences further takes more."""
-    if "mesh.cp" in option.values:
-        return True
-    ranks = sizes.world_size
-    try:
-        check_config(changed(config, option.values), world_size=ranks, local_world_size=ranks)
-    except UserError:
-        return False
-    return True
 
 
 def changed(config: TrainingConfig, values: Values) -> TrainingConfig:
@@ -139,137 +123,127 @@ class Candidate:
     estimate: Estimate
 
 
-Evaluate = Callable[[TrainingConfig, int], Estimate]
-"""What a config needs on so many ranks."""
+@dataclass(frozen=True)
+class Search:
+    """Looks for changes of a config, for one kind of device and of node; a model is built and inspected once."""
 
+    config: TrainingConfig
+    world_size: int
+    device: Device | None
+    local_world_size: int
+    _known: Known = field(default_factory=dict, init=False)
 
-def evaluator(device: Device | None, *, local_world_size: int) -> Evaluate:
-    """An `Evaluate` for one kind of node; a model is built and inspected once."""
-    known: Known = {}
+    def fit(self, *, most: int = 4) -> list[Candidate]:
+        """Cheap changes that fit: each option alone where one is enough, else options added up in order of price.
 
-    def evaluate(config: TrainingConfig, world_size: int) -> Estimate:
-        local = min(local_world_size, world_size)
-        model, plan = plan_for(config, world_size=world_size, local_world_size=local, known=known)
-        return estimate(config, model, plan, device=device, local_world_size=local)
+        Options without which it still fits are left out again. More ranks come last: twice as many, up to 64 times,
+        with as many times the global batch where it could not be dealt out otherwise. One candidate without changes:
+        it fits as it is. None: nothing that was tried fits.
+        """
+        as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))
+        if as_it_is.estimate.fits:
+            return [as_it_is]
+        single = [candidate for option in options(self.config) if (candidate := self._try(option.values))]
+        if fitting := [candidate for candidate in single if candidate.estimate.fits]:
+            return fitting[:most]
+        taken = self._add_up(as_it_is.estimate.needed)
+        for factor in (2**power for power in range(7)):
+            for changes in ([], taken) if factor > 1 else (taken,):
+                found = self._on_more_ranks(changes, factor)
+                if found is None or not found.estimate.fits:
+                    continue
+                for option in changes[::-1]:
+                    fewer = [other for other in changes if other is not option]
+                    without = self._on_more_ranks(fewer, factor)
+                    if without is not None and without.estimate.fits:
+                        changes, found = fewer, without
+                return [found]
+        return []
 
-    return evaluate
+    def sweep(self) -> Iterator[Candidate]:
+        """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays.
 
+        Sizes and options that the config gives stay where cp and the mode are its own.
+        """
+        given, own_cp = self.config.activation_checkpointing, self.config.mesh.cp
+        micros = sorted({1, 2, 4, self.config.train.micro_batch_size})
+        modes = ("none", "selective", "full")
+        for cp, mode, micro in itertools.product(sorted({1, 2, 4, 8, 16, own_cp}), modes, micros):
+            values = {"mesh.cp": cp, "activation_checkpointing.mode": mode, "train.micro_batch_size": micro}
+            if cp != own_cp:
+                values |= {"mesh.dp_shard": "auto", "mesh.dp_replicate": "auto"}
+            if mode == "none" and given.every > 1:
+                values["activation_checkpointing.every"] = 1
+            if mode != "full" and given.offload:
+                values["activation_checkpointing.offload"] = False
+            if (candidate := self._try(values)) is not None:
+                yield candidate
 
-def find_fit(config: TrainingConfig, *, world_size: int, evaluate: Evaluate, most: int = 4) -> list[Candidate]:
-    """Cheap changes that fit: each option alone where one is enough, else options added up in order of price.
+    def longest(self) -> Candidate | None:
+        """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits.
 
-    Options without which it still fits are left out again. More ranks come last: twice as many, up to 64 times, with
-    as many times the global batch where it could not be dealt out otherwise. One candidate without changes: it fits
-    as it is. None: nothing that was tried fits.
-    """
-    as_it_is = Candidate({}, world_size, evaluate(config, world_size))
-    if as_it_is.estimate.fits:
-        return [as_it_is]
-    single = [c for option in options(config) if (c := _try(config, option.values, world_size, evaluate))]
-    if fitting := [candidate for candidate in single if candidate.estimate.fits]:
-        return fitting[:most]
-    taken = _add_up(config, world_size, evaluate)
-    for factor in (2**power for power in range(7)):
-        for changes in ([], taken) if factor > 1 else (taken,):
-            found = _on_more_ranks(config, changes, world_size, factor, evaluate)
-            if found is None or not found.estimate.fits:
-                continue
-            for option in changes[::-1]:
-                fewer = [other for other in changes if other is not option]
-                without = _on_more_ranks(config, fewer, world_size, factor, evaluate)
-                if without is not None and without.estimate.fits:
-                    changes, found = fewer, without
-            return [found]
-    return []
+        It is looked for from the config's own length on. Shorter ones may be refused for another reason than memory,
+        a prompt and its answer that must fit into them for one, and say nothing of longer ones.
+        """
+        step, most = 1024 * max(1, 2 * self.config.mesh.cp), 2**26
 
+        def at(length: int) -> Candidate | None:
+            return self._try({"data.seq_len": length * step})
 
-def _on_more_ranks(
-    config: TrainingConfig, changes: Sequence[Option], world_size: int, factor: int, evaluate: Evaluate
-) -> Candidate | None:
-    """``changes`` on ``factor`` times the ranks; with as many times the global batch if it is too small for them."""
-    values = _merged(changes)
-    if factor > 1:
+        low, best = 0, None
+        high = max(1, self.config.data.seq_len // step)
+        while (candidate := at(high)) and candidate.estimate.fits and high * step <= most:
+            best, low, high = candidate, high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            candidate = at(middle)
+            if candidate is not None and candidate.estimate.fits:
+                best, low = candidate, middle
+            elif candidate is not None or best is not None:
+                high = middle
+            else:
+                low = middle
+        return best
+
+    def _on_more_ranks(self, changes: Sequence[Option], factor: int) -> Candidate | None:
+        """``changes`` on ``factor`` times the ranks; with as many times the global batch if that is too small."""
+        values, ranks = _merged(changes), self.world_size * factor
+        if factor == 1:
+            return self._try(values)
         values["mesh.dp_shard"] = "auto"
-    found = _try(config, values, world_size * factor, evaluate)
-    if found is None and factor > 1:
-        values["train.global_batch_size"] = config.train.global_batch_size * factor
-        found = _try(config, values, world_size * factor, evaluate)
-    return found
+        larger = {"train.global_batch_size": self.config.train.global_batch_size * factor}
+        return self._try(values, ranks) or self._try({**values, **larger}, ranks)
 
-
-def _add_up(config: TrainingConfig, world_size: int, evaluate: Evaluate) -> list[Option]:
-    """Options in order of price, each of which needs less memory than those before it, until it fits."""
-    taken: list[Option] = []
-    needed = evaluate(config, world_size).needed
-    while True:
-        for option in options(changed(config, _merged(taken))):
-            found = _try(config, _merged([*taken, option]), world_size, evaluate)
-            if found is None or found.estimate.needed >= needed:
-                continue
-            taken, needed = [*taken, option], found.estimate.needed
-            if found.estimate.fits:
+    def _add_up(self, needed: int) -> list[Option]:
+        """Options in order of price, each of which needs less memory than those before it, until it fits."""
+        taken: list[Option] = []
+        while True:
+            for option in options(changed(self.config, _merged(taken))):
+                found = self._try(_merged([*taken, option]))
+                if found is None or found.estimate.needed >= needed:
+                    continue
+                taken, needed = [*taken, option], found.estimate.needed
+                if found.estimate.fits:
+                    return taken
+                break
+            else:
                 return taken
-            break
-        else:
-            return taken
+
+    def _try(self, values: Values, world_size: int | None = None) -> Candidate | None:
+        """None: the change is refused for this model, mesh or batch. What is "auto" already is no change."""
+        auto = {f"mesh.{name}" for name, value in self.config.mesh if value == "auto"}
+        values = {key: value for key, value in values.items() if not (key in auto and value == "auto")}
+        ranks = world_size or self.world_size
+        try:
+            return Candidate(values, ranks, self._evaluate(changed(self.config, values), ranks))
+        except UserError:
+            return None
+
+    def _evaluate(self, config: TrainingConfig, ranks: int) -> Estimate:
+        local = min(self.local_world_size, ranks)
+        model, plan = plan_for(config, world_size=ranks, local_world_size=local, known=self._known)
+        return estimate(config, model, plan, device=self.device, local_world_size=local)
 
 
 def _merged(changes: Sequence[Option]) -> Values:
     return {key: value for option in changes for key, value in option.values.items()}
-
-
-def _try(config: TrainingConfig, values: Values, world_size: int, evaluate: Evaluate) -> Candidate | None:
-    """None: the change is refused for this model, mesh or batch. What is "auto" already is no change."""
-    auto = {f"mesh.{name}" for name, value in config.mesh if value == "auto"}
-    values = {key: value for key, value in values.items() if not (key in auto and value == "auto")}
-    try:
-        return Candidate(values, world_size, evaluate(changed(config, values), world_size))
-    except UserError:
-        return None
-
-
-def sweep(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Iterator[Candidate]:
-    """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays.
-
-    Sizes and options that the config gives stay where cp and the mode are its own.
-    """
-    given = config.activation_checkpointing
-    cps = sorted({1, 2, 4, 8, 16, config.mesh.cp})
-    micros = sorted({1, 2, 4, config.train.micro_batch_size})
-    for cp, mode, micro in itertools.product(cps, ("none", "selective", "full"), micros):
-        values = {"mesh.cp": cp, "activation_checkpointing.mode": mode, "train.micro_batch_size": micro}
-        if cp != config.mesh.cp:
-            values |= {"mesh.dp_shard": "auto", "mesh.dp_replicate": "auto"}
-        if mode == "none" and given.every > 1:
-            values["activation_checkpointing.every"] = 1
-        if mode != "full" and given.offload:
-            values["activation_checkpointing.offload"] = False
-        if (candidate := _try(config, values, world_size, evaluate)) is not None:
-            yield candidate
-
-
-def longest(config: TrainingConfig, *, world_size: int, evaluate: Evaluate) -> Candidate | None:
-    """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits.
-
-    It is looked for from the config's own length on. Shorter ones may be refused for another reason than memory, a
-    prompt and its answer that must fit into them for one, and say nothing of longer ones.
-    """
-    step, most = 1024 * max(1, 2 * config.mesh.cp), 2**26
-
-    def at(length: int) -> Candidate | None:
-        return _try(config, {"data.seq_len": length * step}, world_size, evaluate)
-
-    low, best = 0, None
-    high = max(1, config.data.seq_len // step)
-    while (candidate := at(high)) and candidate.estimate.fits and high * step <= most:
-        best, low, high = candidate, high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        candidate = at(middle)
-        if candidate is not None and candidate.estimate.fits:
-            best, low = candidate, middle
-        elif candidate is not None or best is not None:
-            high = middle
-        else:
-            low = middle
-    return best

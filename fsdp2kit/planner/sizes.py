@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
@@ -13,10 +15,81 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
+from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.optim.build import state_sizes, update_bytes
+from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes
-from fsdp2kit.planner.units import UnitSize, unit_sizes
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """One FSDP unit, each parameter's rows padded to a multiple of the ranks it is sharded over."""
+
+    name: str
+    whole: int
+    """Bytes of the gathered parameters; those in 4 bits are gathered as they are."""
+    trained: int
+    """Elements of parameters that are trained."""
+    unpadded: int
+    """The same without padding: a gradient has none before it is reduced."""
+    item: int
+    """Bytes of a gathered element, but for those in 4 bits."""
+    shard_sizes: tuple[int, ...]
+    """Bytes of a rank's shard of each parameter."""
+    gradient_sizes: tuple[int, ...]
+    """Bytes of a rank's shard of each gradient."""
+    reshard: bool | int
+    gathers_in_backward: bool
+
+    @property
+    def gathered_again(self) -> bool:
+        """Whether it is gathered once more for its backward."""
+        return self.reshard is not False and self.gathers_in_backward
+
+    @property
+    def kept_after_forward(self) -> int:
+        """Bytes of it between its forward and its backward."""
+        if self.reshard is False:
+            return self.whole
+        return self.whole // self.reshard if type(self.reshard) is int else 0
+
+
+def padded_elements(parameter: nn.Parameter, shards: int) -> int:
+    """Elements of a parameter with its rows padded to a multiple of ``shards``, as FSDP2 stores and sends it."""
+    rows = len(parameter) if parameter.ndim else 1
+    return parameter.numel() // max(1, rows) * math.ceil(rows / shards) * shards
+
+
+def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
+    """The plan's units in its order, the root first."""
+    shards, storage = shard_ranks(plan.fsdp, plan.sizes), item_bytes(plan.fsdp.storage_dtype)
+    inside = parameters_by_unit(model, [unit.name for unit in plan.units], ignored=ignored_modules(plan.fsdp, model))
+    in_4_bits = {}  # bytes of parameters that are stored and gathered so
+    for layer in map(model.get_submodule, plan.nf4.names if plan.nf4 is not None else ()):
+        assert isinstance(layer, nn.Linear), "those are the layers that `plan_nf4` chooses"
+        in_4_bits[layer.weight] = padded_elements(NF4Linear(layer, layer.weight.dtype).nf4, shards)
+    sizes = []
+    for unit in plan.units:
+        item = item_bytes(unit.param_dtype)
+        padded = {parameter: padded_elements(parameter, shards) for parameter in inside[unit.name]}
+        trained = [parameter for parameter in padded if parameter.requires_grad]
+        # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
+        stored = {p: storage if p.requires_grad or plan.adapter is None else item for p in padded}
+        sizes.append(
+            UnitSize(
+                name=unit.name,
+                whole=sum(in_4_bits.get(p, size * item) for p, size in padded.items()),
+                trained=sum(padded[parameter] for parameter in trained),
+                unpadded=sum(parameter.numel() for parameter in trained),
+                item=item,
+                shard_sizes=tuple(in_4_bits.get(p, size * stored[p]) // shards for p, size in padded.items()),
+                gradient_sizes=tuple(padded[parameter] // shards * storage for parameter in trained),
+                reshard=unit.reshard_after_forward,
+                gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
+            )
+        )
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -62,6 +135,11 @@ class StepMemory:
         return {unit.name: unit for unit in self.units}
 
     @property
+    def hidden_states(self) -> int:
+        """Bytes of a layer's input."""
+        return self.tokens * self.hidden * self.compute
+
+    @property
     def optimizer(self) -> int:
         """Bytes of optimizer state."""
         return sum(self.state_sizes)
@@ -93,10 +171,9 @@ def step_memory(
     Args:
         layers: memory of each decoder layer (`layers_memory`).
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is embedding.weight
+    blocks, head, embedding = decoder_layers(model), model.get_output_embeddings(), model.get_input_embeddings()
     compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
     text = model.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
@@ -108,15 +185,16 @@ def step_memory(
         beside["reference"] = ignored + (0 if offloaded else sum(unit.whole for unit in units) // shards)
     if isinstance(config, RLConfig) and not config.rollout.sleep:
         beside["engine"] = engine_bytes(config, model)
+    elsewhere = {parameter for module in (*blocks, embedding, head) for parameter in module.parameters()}
     return StepMemory(
         plan=plan,
         units=units,
-        layers=list(zip((names[id(layer)] for layer in decoder_layers(model)), layers, strict=True)),
-        head="" if tied else names[id(head)],
+        layers=list(zip((names[layer] for layer in blocks), layers, strict=True)),
+        head="" if head.weight is embedding.weight else names[head],
         hidden=head.weight.shape[1],
         vocabulary=head.weight.shape[0],
         head_trained=head.weight.requires_grad,
-        norm_trained=_learns_between(model),
+        norm_trained=any(parameter.requires_grad for parameter in model.parameters() if parameter not in elsewhere),
         tokens=tokens,
         rotary=2 * tokens * width * compute,
         micro_batches=resolve_accumulation(
@@ -154,13 +232,6 @@ def engine_bytes(config: RLConfig, model: PreTrainedModel) -> int:
     return elements * item_bytes(config.engine_dtype) // config.rollout.tp
 
 
-def _learns_between(model: PreTrainedModel) -> bool:
-    """Whether anything is trained that is in no decoder layer, and neither embedding nor head."""
-    modules = [*decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()]
-    elsewhere = {id(parameter) for module in modules for parameter in module.parameters()}
-    return any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in elsewhere)
-
-
 def pinned(sizes: Iterable[int]) -> int:
     """Bytes of host memory that pinned tensors of these sizes take: torch rounds each up to a power of two."""
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
@@ -168,11 +239,10 @@ def pinned(sizes: Iterable[int]) -> int:
 
 def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) -> dict[str, int]:
     """What is on the device between two steps, or with ``gradients`` while the optimizer runs."""
-    shard = sum(unit.stored for unit in step.units) // step.shards
-    trained = sum(unit.trained for unit in step.units) // step.shards * step.storage
-    found = {"parameters": (shard if step.on_device else 0) + step.ignored, **step.beside}
+    shards = sum(sum(unit.shard_sizes) for unit in step.units) if step.on_device else 0
+    found = {"parameters": shards + step.ignored, **step.beside}
     if state and step.state_on_device:
         found["optimizer"] = step.optimizer
     if gradients and step.on_device:
-        found["gradients"] = trained
+        found["gradients"] = sum(unit.trained for unit in step.units) // step.shards * step.storage
     return found

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +41,7 @@ from fsdp2kit.parallel.low_bits import apply_nf4
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash
+from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, item_bytes
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
 from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, fake_store
 
@@ -63,14 +66,6 @@ def synthetic_batch(rows: int, length: int) -> Batch:
 def log_likelihood(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None]:
     """An objective with the memory of those that are made of tokens' log-probabilities."""
     return -model.token_log_probs(**inputs)[0].sum(), None
-
-
-@dataclass(frozen=True)
-class _Micro:
-    """What `accumulate_gradients` reads of a global batch."""
-
-    micro_batches: list[Any]
-    num_items: int
 
 
 def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable[..., Any]) -> Peaks:
@@ -104,13 +99,20 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
         ):
             materialize(model, device=torch.device("cpu"))
             optimizer = build_optimizer(config.optimizer, model)
-            _make_state(optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # makes its state
+            optimizer.zero_grad()
             _mark_lasting(allocations, model, optimizer)
             fakes = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            allocations.mark(list(fakes.values()), "inputs")
-            count = resolve_accumulation(config.train.global_batch_size, config.train.micro_batch_size, dp=sizes.dp)
-            tokens = config.train.micro_batch_size * config.data.seq_len
-            micro = _Micro([None] * min(count, 2), tokens)
+            allocations.mark(fakes.values(), "inputs")
+            train = config.train
+            count = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
+            # What `accumulate` reads of a global batch.
+            batch = SimpleNamespace(
+                micro_batches=[None] * min(count, 2), num_items=train.micro_batch_size * config.data.seq_len
+            )
             peaks: Peaks = {}
 
             def end(name: str) -> None:
@@ -120,13 +122,15 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
 
             def on_range(name: str) -> None:
                 if name.startswith("FSDP::post_backward_accumulate"):
-                    unit = model.get_submodule(_module_in(name))
-                    allocations.mark([p.grad for p in unit.parameters()], "unsharded gradients")
-                    allocations.mark(list(accumulated_gradients(unit)), "unsharded gradients")
+                    # "FSDP::post_backward_accumulate (model.layers.3)"; the root's has "root" there, or nothing.
+                    module = name.partition("(")[2].rstrip(")")
+                    unit = model if module in ("", "root") else model.get_submodule(module)
+                    gradients = [p.grad for p in unit.parameters()], accumulated_gradients(unit)
+                    allocations.mark(itertools.chain(*gradients), "unsharded gradients")
 
             allocations.on_range = on_range
             allocations.start()
-            accumulate(model, micro, shard=lambda _: dict(fakes), fsdp=config.fsdp, mesh=mesh, end_phase=end)
+            accumulate(model, batch, shard=lambda _: dict(fakes), fsdp=config.fsdp, mesh=mesh, end_phase=end)
             allocations.start("optimizer")
             optimizer.step()
             end("optimizer")
@@ -155,18 +159,6 @@ class _Bounded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Counted(NamedTuple):
-    """Bytes of one layer."""
-
-    kept: int
-    forward: int
-    """More than that at once, in forward."""
-    backward: int
-    """More than at its beginning at once, in backward."""
-    gradients: int
-    """Of its weights, at that moment."""
-
-
 def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) -> list[LayerMemory]:
     """Every decoder layer's memory, counted on one layer of each kind in a pass over fake tensors.
 
@@ -178,7 +170,9 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     layers = decoder_layers(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     # The first that learns has no gradient to hand on, if what is before it is frozen.
-    learns = list(itertools.accumulate([model.get_input_embeddings(), *layers], _or_learns, initial=False))[1:]
+    modules = [model.get_input_embeddings(), *layers]
+    trained = [any(parameter.requires_grad for parameter in module.parameters()) for module in modules]
+    learns = itertools.accumulate(trained, operator.or_)
     kinds = [
         (type(layer).__name__, kind, str([tuple(p.shape) for p in layer.parameters()]), before)
         for layer, kind, before in zip(layers, types, learns, strict=False)
@@ -192,56 +186,41 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         what = f"the memory of {kinds} is not planned: it goes through its tokens in a loop, for lack of a kernel"
         raise UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length") from None
-    item = getattr(torch, plan.fsdp.param_dtype).itemsize
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    text = model.config.get_text_config()
-    hidden = tokens * item * int(text.hidden_size)
-    exchanged = 0
+    text, section = model.config.get_text_config(), plan.activation_checkpointing
+    item = tokens * item_bytes(plan.fsdp.param_dtype)
+    hidden, exchanged = item * int(text.hidden_size), 0
     if plan.attention.method == "ulysses" and is_flash(plan.attention.kernel):
         # What comes back from the exchange is another tensor than what the kernel keeps.
-        exchanged = tokens * item * text.num_attention_heads * head_widths(text)[1]
+        exchanged = item * text.num_attention_heads * head_widths(text)[1]
     found = []
     for number, kind in enumerate(kinds):
         kept, forward, backward, gradients = counted["none"][firsts[kind]]
         kept += exchanged
         recomputed, on_host = 0, 0
-        section = plan.activation_checkpointing
         if section.mode != "none" and number % section.every == 0:
             everything = kept + hidden * (2 if section.mode == "selective" else 1)
             kept, forward, *_ = counted[section.mode][firsts[kind]]
             recomputed = max(0, everything - kept)
             if section.offload and plan.device_type != "cpu":
                 kept, on_host = kept - hidden, hidden
-        found.append(
-            LayerMemory(
-                kept=kept,
-                kept_on_host=on_host,
-                recomputed=recomputed,
-                forward=forward,
-                backward=(
-                    BackwardMemory("begin", kept + recomputed, 0),
-                    # The gradient that it is given was there before.
-                    BackwardMemory("peak", kept + recomputed + backward + hidden, gradients),
-                ),
-                source="counted",
-            )
-        )
+        begin = BackwardMemory("begin", kept + recomputed, 0)
+        # The gradient that it is given was there before.
+        peak = BackwardMemory("peak", kept + recomputed + backward + hidden, gradients)
+        found.append(LayerMemory(kept, on_host, recomputed, forward, (begin, peak)))
     return found
 
 
 def _count(
     config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, depth: int, checkpointed: bool
-) -> list[_Counted]:
-    """Of each of the first ``depth`` layers."""
+) -> list[tuple[int, int, int, int]]:
+    """Bytes of each of the first ``depth`` layers: kept; more than that at once in forward; more than at its beginning
+    at once in backward; gradients of its weights at that moment."""
     small, layers = _first_layers(model, depth + 1)
     inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
-    before, peaks = [], []
+    entries: list[tuple[int, int]] = []
     backwards: list[tuple[Snapshot, Snapshot]] = []
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) as fake,
-        Allocations(fake) as allocations,
-        _Bounded(),
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations, _Bounded():
         materialize(small, device=torch.device("cpu"))
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
@@ -250,8 +229,8 @@ def _count(
                 given = given[0].clone(), *given[1:]
                 if given[0].requires_grad:  # the embeddings' own gradient is none of the first layer's
                     given[0].register_hook(note_backward)
-            peaks.append(by_category(allocations.peak())["activations"])
-            before.append(allocations.alive().get("activations", 0))
+            kept = by_category(allocations.snapshot())["activations"]
+            entries.append((kept, by_category(allocations.peak())["activations"] - kept))
             allocations.start()
             return given
 
@@ -267,23 +246,19 @@ def _count(
         for layer in layers:
             layer.register_forward_pre_hook(enter)
             layer.register_forward_hook(leave)
-        name = backbone_name(small)
         ids = fake.from_tensor(inputs.pop("input_ids"))
-        hidden = getattr(small, name)(input_ids=ids, use_cache=False, **inputs)[0]
+        hidden = getattr(small, backbone_name(small))(input_ids=ids, use_cache=False, **inputs)[0]
         hidden.sum().backward()
         note_backward()
         allocations.mark([parameter.grad for parameter in small.parameters()], "gradients")
     found = []
     for number in range(depth):
-        kept = before[number + 1] - before[number]
-        if depth - number + 1 >= len(backwards):
-            found.append(_Counted(kept, peaks[number + 1] - before[number + 1], 0, 0))
-            continue
-        # Backward comes to the layers last to first; each one's peak is read where the next one begins.
-        begun = by_category(backwards[depth - number][1])
-        highest = by_category(backwards[depth - number + 1][0])
-        more = {key: highest.get(key, 0) - begun.get(key, 0) for key in ("activations", "gradients")}
-        found.append(_Counted(kept, peaks[number + 1] - before[number + 1], more["activations"], more["gradients"]))
+        (before, _), (kept, forward), more = entries[number], entries[number + 1], Counter[str]()
+        if depth - number + 1 < len(backwards):
+            # Backward comes to the layers last to first; each one's peak is read where the next one begins.
+            more = by_category(backwards[depth - number + 1][0])
+            more.subtract(by_category(backwards[depth - number][1]))
+        found.append((kept - before, forward, more["activations"], more["gradients"]))
     return found
 
 
@@ -311,10 +286,6 @@ def _make_ready(
     return {"input_ids": batch.input_ids, **inputs}
 
 
-def _or_learns(before: bool, module: nn.Module) -> bool:
-    return before or any(parameter.requires_grad for parameter in module.parameters())
-
-
 def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Module]]:
     """A copy of a meta model with its first ``count`` decoder layers alone."""
     small: Any = copy.deepcopy(model)
@@ -330,27 +301,11 @@ def _first_layers(model: PreTrainedModel, count: int) -> tuple[Any, list[nn.Modu
     return small, decoder_layers(small)
 
 
-def _module_in(range_name: str) -> str:
-    """``model.layers.3`` of ``FSDP::post_backward_accumulate (model.layers.3)``; "" for the root."""
-    _, _, rest = range_name.partition("(")
-    name = rest.rstrip(")")
-    return "" if name in ("", "root") else name
-
-
-def _make_state(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) -> None:
-    allocations.mark([p for p in model.parameters() if hasattr(p, "device_mesh")], "parameters")
-    allocations.mark(list(model.buffers()), "buffers")
-    allocations.mark([p.grad for p in model.parameters() if hasattr(p.grad, "device_mesh")], "gradients")
-    states = (value for state in optimizer.state.values() for value in state.values())
-    allocations.mark(list(states), "optimizer")
+    allocations.mark((p for p in model.parameters() if hasattr(p, "device_mesh")), "parameters")
+    allocations.mark(model.buffers(), "buffers")
+    allocations.mark((p.grad for p in model.parameters() if hasattr(p.grad, "device_mesh")), "gradients")
+    allocations.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
 
 
 def _inputs(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, mesh: Any) -> dict[str, Any]:

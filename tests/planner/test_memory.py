@@ -19,7 +19,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.planner.allocations import Allocations
+from fsdp2kit.planner.allocations import Allocations, by_category
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import Estimate, plan_memory
 from fsdp2kit.planner.memory import Moment, kv_cache_bytes
@@ -187,15 +187,15 @@ def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
     plan = planned(rl_config(LLAMA_8B, **ROLLOUTS))
     assert plan.peak.bytes["reference"] == pytest.approx(2 * size / 8, rel=1e-4)
     assert plan.peak.bytes["engine"] == 2 * size
-    generate = plan.phase_peak("generate").bytes
+    generate = plan.peaks["generate"].bytes
     assert generate["KV cache"] == 2 * 32 * 8 * 128 * 2 * 512 * generate_rows(plan)
     assert generate["optimizer"] == plan.peak.bytes["optimizer"]
-    sync = plan.phase_peak("sync").bytes
+    sync = plan.peaks["sync"].bytes
     assert sync["weight buckets"] == 2 * 256 * 2**20 + 2 * 128256 * 4096
     turns = planned(rl_config(LLAMA_8B, **{**ROLLOUTS, "rollout": {**ROLLOUTS["rollout"], "sleep": True, "tp": 2}}))
-    assert "engine" not in turns.phase_peak("backward").bytes
-    assert turns.phase_peak("generate").bytes.keys() == {"engine", "KV cache", "activations"}
-    assert turns.phase_peak("generate").bytes["engine"] == size
+    assert "engine" not in turns.peaks["backward"].bytes
+    assert turns.peaks["generate"].bytes.keys() == {"engine", "KV cache", "activations"}
+    assert turns.peaks["generate"].bytes["engine"] == size
     adapters = planned(rl_config(LLAMA_8B, **{**ROLLOUTS, **lora()}))
     assert "reference" not in adapters.peak.bytes  # the model without them
 
@@ -254,7 +254,7 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
 
         def end_phase(name: str) -> None:
             if name == "forward":
-                between.update(allocations.alive())
+                between.update(by_category(allocations.snapshot()))
 
         accumulate_gradients(
             sharded.model,
@@ -281,7 +281,7 @@ def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, poo
     case = Case("smollm2", 2 // cp, cp, micro=ROWS // (2 // cp), checkpointing=mode, attention="varlen", method=method)
     plan = planned(case.config(tmp_path, steps=1, rows=ROWS), ranks=2, device_type="cpu")
     between = next(moment for moment in plan.moments if moment.where == "end").bytes
-    step = plan.phase_peak("optimizer").bytes
+    step = plan.peaks["optimizer"].bytes
     for rank, found in enumerate(pool.run(2, one_real_step, tmp_path, case)):
         for name in ("parameters", "gradients", "optimizer"):
             if rank == 0:  # the other may have fewer rows of what does not divide
@@ -304,13 +304,13 @@ def test_zero_paper_figure_1_and_table_1() -> None:
     # Ours, read off the planner: bfloat16 shards with two moments of 2 bytes are 2 + 2 + 4 bytes a parameter, sharded.
     bf16 = {"fsdp": {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
     plan = planned(config_of(LLAMA2_7B, ranks=ranks, rows=64, **bf16), ranks=ranks)
-    found = plan.phase_peak("optimizer").bytes
+    found = plan.peaks["optimizer"].bytes
     parameters = plan_parameters(LLAMA2_7B)
     assert found["parameters"] == found["gradients"] == pytest.approx(2 * parameters / ranks, rel=1e-3)
     assert found["optimizer"] == pytest.approx(4 * parameters / ranks, rel=1e-3)
     # What ZeRO-2 keeps gathered comes on top of the shards here, which the paper's 2Ψ replaces.
     zero2 = {"fsdp": {"strategy": "shard_grad_op", **bf16["fsdp"]}}
-    kept = planned(config_of(LLAMA2_7B, ranks=ranks, rows=128, **zero2), ranks=ranks).phase_peak("backward").bytes
+    kept = planned(config_of(LLAMA2_7B, ranks=ranks, rows=128, **zero2), ranks=ranks).peaks["backward"].bytes
     assert kept["unsharded parameters"] == pytest.approx(2 * parameters, rel=1e-3)
 
 
@@ -324,16 +324,16 @@ def plan_parameters(model: dict[str, Any]) -> int:
 def test_worked_examples_at_rest(model: dict[str, Any], ranks: int) -> None:
     """16 bytes a parameter over the ranks: 7 B on 4 are 28 GB."""
     plan = planned(config_of(model, ranks=ranks), ranks=ranks)
-    found = plan.phase_peak("optimizer").total
+    found = plan.peaks["optimizer"].total
     assert found == pytest.approx(16 * plan_parameters(model) / ranks, rel=1e-4)
     assert 16 * 7e9 / 4 == 28e9
-    assert plan.phase_peak("save").bytes["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
+    assert plan.peaks["save"].bytes["parameters"] * 3 == pytest.approx(found * 3 / 4, rel=1e-4)
 
 
 @needs_integers
 def test_a_base_in_4_bits_by_hand() -> None:
     """36 bytes for 64 weights of linear layers, bfloat16 for the rest, float32 for adapters and their two moments."""
-    found = planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))).phase_peak("save").bytes
+    found = planned(config_of(LLAMA_8B, data={"seq_len": 1024}, **lora(quantize="nf4"))).peaks["save"].bytes
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     base = linear * 36 / 64 + 2 * (plan_parameters(LLAMA_8B) - linear)
     assert 8 * found["parameters"] == pytest.approx(base + 8 * found["optimizer"] / 2, rel=1e-4)
