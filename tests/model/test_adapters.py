@@ -128,7 +128,7 @@ def test_a_weight_in_4_bits_is_read_in_the_dtype_that_the_model_computes_in(dtyp
     plan = plan_parallel(model, config, MeshSizes(1, 1, 1)).nf4
     assert plan is not None
     before = {name: model.get_submodule(name).weight.shape for name in plan.names}
-    nf4.apply_nf4(plan, model)
+    low_bits.apply_nf4(plan, model)
     for name, shape in before.items():
         weight: Any = model.get_submodule(name).weight
         assert (weight.dtype, weight.shape) == (getattr(torch, dtype), shape)
