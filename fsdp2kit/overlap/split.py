@@ -10,7 +10,7 @@ CUDA, behind).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,14 +152,8 @@ def split_step(trace: RankTrace, step: Step) -> Split:
     total = seen.grid.total
     overlapped = total(seen.computing & seen.communicating)
     idle = ~seen.computing & ~seen.communicating
-    kinds: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
-    units: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
-    for one in seen.collectives:
-        kinds[one.kind, one.scope.phase].append(one)
-    for part in (*seen.work, *seen.collectives):
-        units[part.scope.unit, part.scope.phase].append(part)
-    by_unit = {key: _row(seen, parts) for key, parts in units.items()}
-    hideable = sum(min(row.compute, row.communication) for row in by_unit.values())
+    units = _rows(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit)
+    hideable = sum(min(row.compute, row.communication) for row in units.values())
     is_waiting_known = any(one.transfer is not None for one in seen.collectives)
     return Split(
         duration=step.end - step.start,
@@ -170,11 +164,18 @@ def split_step(trace: RankTrace, step: Step) -> Split:
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
         copies=total(seen.copying),
         host_copies=total(seen.host_copying & idle),
-        ideal=sum(max(row.compute, row.communication) for row in by_unit.values()),
+        ideal=sum(max(row.compute, row.communication) for row in units.values()),
         effective_overlap=min(1.0, overlapped / hideable) if hideable else None,
-        collectives={key: _row(seen, parts) for key, parts in kinds.items()},
-        units=by_unit,
+        collectives=_rows(seen, seen.collectives, lambda one: one.kind),
+        units=units,
     )
+
+
+def _rows(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Rows:
+    by_key: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
+    for part in parts:
+        by_key[name_of(part), part.scope.phase].append(part)
+    return {key: _row(seen, those) for key, those in by_key.items()}
 
 
 def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
