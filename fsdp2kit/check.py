@@ -11,8 +11,8 @@ from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import DistillConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import count_steps
-from fsdp2kit.data.row_sets import ROWS_CHECKED, check_first_rows, first_rows
+from fsdp2kit.data.build import ROWS_CHECKED, check_first_rows, count_steps
+from fsdp2kit.data.rows import first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer

@@ -38,7 +38,7 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
-from fsdp2kit.data.row_sets import first_rows
+from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
@@ -181,11 +181,9 @@ def find_warnings(
     part: Part, statistics: Statistics, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> list[str]:
     """What a person should look at before training; the first `SAMPLE` documents are read for it."""
-    documents = part.documents
+    documents, special, bos = part.documents, special_ids(tokenizer), tokenizer.bos_token_id
     read = [documents[index] for index in range(min(SAMPLE, len(documents)))]
-    special = special_ids(tokenizer)
     open_ended = sum(ending_of(ids, supervised, special) == NO_ENDING for ids, supervised in read)
-    bos = tokenizer.bos_token_id
     twice = sum(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos for ids, _ in read)
     of, largest, share = f"of {len(read):,} documents", documents.largest_id, statistics.supervised_share
     checks = {
@@ -252,16 +250,16 @@ def build_preview(
     """
     rows = [loader.row(0, index) for index in range(min(packs, loader.rows_per_epoch))]
     statistics = {part.name: compute_statistics(part, seq_len=loader.share.seq_len) for part in loader.parts}
-    warnings = list(warnings)
+    found = list(warnings)
     for part in loader.parts:
-        found = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
-        warnings += [f"{part.name}: {text}" if part.name else text for text in found]
+        texts = find_warnings(part, statistics[part.name], tokenizer=tokenizer, vocab_size=vocab_size)
+        found += [f"{part.name}: {text}" if part.name else text for text in texts]
     return Preview(
         title=title,
         packs=[[list(pieces_of(*document, tokenizer)) for document in row.documents] for row in rows],
         padding=[loader.share.seq_len - sum(len(ids) for ids, _ in row.documents) for row in rows],
         statistics=statistics,
-        warnings=warnings,
+        warnings=found,
         rows_per_epoch=loader.rows_per_epoch,
         tokens_per_epoch=loader.tokens_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
@@ -391,9 +389,9 @@ def _preview(options: argparse.Namespace) -> Preview:
     with tempfile.TemporaryDirectory() as folder:
         if config.data.streaming:
             config, title = _beginning_of(config, Path(folder)), f"{title} · its first {STREAM_ROWS:,} rows"
-        config = _changed(config, train={"micro_batch_size": 1, "steps": 1, "epochs": None}, eval={"every": 0})
-        if asked.data.overlong == "error":
-            config = _changed(config, data={"overlong": "truncate"})
+        shown = {"overlong": "truncate"} if asked.data.overlong == "error" else {}
+        train = {"micro_batch_size": 1, "steps": 1, "epochs": None}
+        config = _changed(config, train=train, eval={"every": 0}, data=shown)
         data = _load(config, tokenizer=tokenizer)
         loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
@@ -419,21 +417,21 @@ def _preview(options: argparse.Namespace) -> Preview:
 def _beginning_of(config: Any, folder: Path) -> Any:
     """The config with a stream's first rows, copied to a file, as data that is read whole."""
 
-    def copied(section: Any, name: str) -> Any:
+    def copied(section: Any, name: str) -> dict[str, str]:
         file, rows = folder / f"{name}.jsonl", first_rows(section, "data.path", STREAM_ROWS)
         file.write_text("".join(json.dumps(row.parse(), default=str) + "\n" for row in rows), encoding="utf-8")
-        return section.model_copy(update={"path": str(file), "split": "train"})
+        return {"path": str(file), "split": "train"}
 
-    data = config.data if config.data.path is None else copied(config.data, "data")
-    sources = [copied(source, str(number)) for number, source in enumerate(data.sources)]
-    return config.model_copy(update={"data": data.model_copy(update={"streaming": False, "sources": sources})})
+    data = config.data
+    sources = [one.model_copy(update=copied(one, str(number))) for number, one in enumerate(data.sources)]
+    own = copied(data, "data") if data.path is not None else {}
+    return _changed(config, data={"streaming": False, "sources": sources, **own})
 
 
 def _changed(config: Any, **sections: dict[str, Any]) -> Any:
     """The config with other values in some of its sections."""
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -17,11 +17,11 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Tokenizer
 from fsdp2kit.data.documents import Documents, Tokens, build_documents, read_tokens, require_tokenizer
-from fsdp2kit.data.formats import hold_out_border, key_border
+from fsdp2kit.data.formats import WRAPPED, encode_prompts, encode_rows, hold_out_border, key_border, looks_unwrapped
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
-from fsdp2kit.data.row_sets import RowSet, find_unwrapped, held_out_sets, training_sets
-from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.rows import first_rows
+from fsdp2kit.data.sources import RowSet, find_source, held_out_sets, is_url, training_sets
 from fsdp2kit.data.stream import State, StreamLoader, packed_rows, read_held_out
 from fsdp2kit.data.tokens import cache_key, is_tokenised, start_workers
 from fsdp2kit.distributed import agreement
@@ -29,6 +29,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.progress import Progress
 
+ROWS_CHECKED = 8
 _BYTES_COUNTED = 4 << 20  # tokenised in about three seconds
 _BYTES_DIGESTED = 1 << 30  # read in about as many
 
@@ -195,7 +196,7 @@ def build_data(
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
-    warnings = () if tokenizer is None else find_unwrapped(sets, tokenizer)
+    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
     endings = frozenset().union(*(one.endings for one in documents))
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings)
 
@@ -216,6 +217,44 @@ def _build_mix(
     if section.sources:
         fingerprint = _digest([one.fingerprint for one in documents], loader.mix.counts.tolist())
     return loader, fingerprint
+
+
+def check_first_rows(config: Any) -> list[str]:
+    """Read and, where the tokenizer is on this machine, encode the first rows of every set that is.
+
+    Neither the cache nor the hub nor a process group is needed.
+
+    Returns:
+        What is not here: the tokenizer, and the TOML keys of hub datasets and URLs.
+
+    Raises:
+        UserError: a set is missing or empty, or one of its first rows is malformed.
+    """
+    if config.data.format == "synthetic":
+        return []
+    unchecked, tokenizer = [], None
+    try:
+        tokenizer = build_tokenizer(config.model, local_files_only=True)
+    except UserError:
+        source = config.model.tokenizer or config.model.path
+        if source is None or Path(source).is_absolute():
+            raise
+        unchecked.append("tokenizer")
+    for section, key, _ in (*training_sets(config.data), *held_out_sets(config)):
+        if section.path is None or key == "eval.split":
+            continue
+        if is_url(section.path) or find_source(section, key).kind == "hub":
+            unchecked.append(key)
+            continue
+        rows = first_rows(section, key, ROWS_CHECKED)
+        if tokenizer is None:
+            for row in rows:
+                row.parse()
+        elif section.format == "prompts":
+            encode_prompts(rows, section, tokenizer)
+        else:
+            encode_rows(rows, section, tokenizer)
+    return unchecked
 
 
 def count_steps(config: Any, *, model: Any = None) -> list[str]:
@@ -246,6 +285,19 @@ def count_steps(config: Any, *, model: Any = None) -> list[str]:
         bytes_left -= min(size, bytes_left)
     data = build_data(config, tokenizer=tokenizer, model=model)
     return [*data.describe(), f"train: {counted(data.total_steps, 'step')}"]
+
+
+def _find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A warning of each set whose first row is plain text although the tokenizer has a chat template."""
+    found = []
+    with agreement():
+        for section, key, _ in sets:
+            if section.format in WRAPPED and section.path:
+                [row] = first_rows(section, key, 1, download=not section.streaming)
+                if looks_unwrapped(row, section, tokenizer):
+                    found.append(key)
+    what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
+    return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)
 
 
 def _hold_out(

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import sys
 from collections.abc import Generator, Iterator, Mapping
@@ -21,7 +22,8 @@ from typing import Any, BinaryIO
 import fsspec
 import pyarrow.parquet as pq
 
-from fsdp2kit.data.sources import COMPRESSED, Source, first_line, is_url, suffix_of
+from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
+from fsdp2kit.data.sources import COMPRESSED, Source, find_source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
 
 Position = dict[str, Any]  # what JSON can hold
@@ -104,6 +106,12 @@ class RowReader:
             for number, columns in enumerate(self._table, start=start["offset"]):
                 # Arrow puts None for missing keys.
                 yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
+
+
+def first_rows(section: DataConfig | DataPathConfig, key: str, count: int, *, download: bool = False) -> list[Row]:
+    """The first rows of a set; for ``download`` see `RowReader`."""
+    with contextlib.closing(iter(RowReader(find_source(section, key), download=download))) as rows:
+        return list(itertools.islice(rows, count))
 
 
 def _bounds(source: Source, *, download: bool) -> tuple[int, float]:

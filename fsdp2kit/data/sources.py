@@ -1,4 +1,4 @@
-"""Where rows come from: files on this machine or behind an fsspec URL, a saved dataset, or the hub."""
+"""Where the rows of ``[data]`` and ``[eval]`` are: files here or behind an fsspec URL, a saved dataset, or the hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import fsspec
 
@@ -83,6 +84,45 @@ class Source:
                 while block := content.read(1 << 22):
                     digest.update(block)
         return digest.hexdigest()
+
+
+class RowSet(NamedTuple):
+    """A set of rows that a config names."""
+
+    section: DataConfig
+    """``[data]`` with the set's own path, split, format and columns."""
+    key: str
+    """The TOML key that names it, for errors."""
+    name: str = ""
+
+
+def training_sets(data: DataConfig) -> list[RowSet]:
+    """What is trained on: ``data.path``, or each of ``data.sources``."""
+    sets = []
+    for at, part in enumerate(data.sources):
+        name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
+        sets.append(RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name))
+    return sets or [RowSet(data, "data.path")]
+
+
+def held_out_sets(config: Any) -> list[RowSet]:
+    """What is evaluated on, but for rows held out of the training data."""
+    data, evaluation = config.data, config.eval
+    sets = [
+        RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
+        for name, part in evaluation.sets.items()
+    ]
+    if evaluation.path is not None or (isinstance(evaluation.split, str) and evaluation.split != data.split):
+        sets.append(RowSet(_with_rows(data, evaluation), "eval.path" if evaluation.path else "eval.split"))
+    return sets
+
+
+def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> DataConfig:
+    """``[data]`` with what one of its sources or a held-out set says of its own rows."""
+    own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
+    return data.model_copy(
+        update={"limit": limit, **{name: value for name, value in own.items() if value is not None}}
+    )
 
 
 def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") -> Source:

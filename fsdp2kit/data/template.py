@@ -182,13 +182,13 @@ class MessageFit:
         joined = _joined(content) if parts else None
 
         def probes() -> Iterator[tuple[str, list[Message]]]:
-            value = [*content, {"type": "text", "text": _PROBE}] if parts else f"{content} {_PROBE}"
+            value = [*content, {"type": "text", "text": _PROBE}] if parts else f"{content}. {_PROBE}"
             yield "as it is", _replaced(messages, at, {"content": value})
             if joined is not None:
-                yield "joined", _replaced(messages, at, {"content": f"{joined} {_PROBE}"})
+                yield "joined", _replaced(messages, at, {"content": f"{joined}. {_PROBE}"})
 
         def is_whole(text: str) -> bool:
-            # In quotes: a list of parts as Python or JSON prints it.
+            # In quotes by itself: a list of parts as Python or JSON prints it.
             return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
         beside = " beside its tool_calls" if "tool_calls" in message else ""

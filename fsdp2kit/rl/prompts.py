@@ -16,9 +16,8 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border
 from fsdp2kit.data.loader import permutation
-from fsdp2kit.data.row_sets import RowSet, held_out_sets
 from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.sources import RowSet, find_source, held_out_sets
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import turn_ends

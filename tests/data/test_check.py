@@ -14,7 +14,7 @@ from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
 from fsdp2kit.data import build
-from fsdp2kit.data.row_sets import check_first_rows
+from fsdp2kit.data.build import check_first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data import families, templates
