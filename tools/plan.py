@@ -7,6 +7,7 @@ python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -25,21 +26,20 @@ from fsdp2kit.files import user_path
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 if it does not fit, or 2 after a user's mistake."""
     options = _parse(arguments)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
-    gc.disable()  # modules are no garbage: to look for some took a tenth of the time of all imports
-    from rich.console import Console
-
-    from fsdp2kit.planner import report
-    from fsdp2kit.planner.devices import find_device
-    from fsdp2kit.planner.estimate import estimate, plan_for
-    from fsdp2kit.run import load
-
-    gc.enable()
     _check_numbers_and_files(options)
-    device = find_device(options.device, memory_gib=options.device_memory)
-    _, config = load(options.toml, options.overrides)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub client is imported: a plan never waits for a network
     local = min(options.local_world_size, options.world_size)
-    model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
+    with _without_collector():
+        from rich.console import Console
+
+        from fsdp2kit.planner import report
+        from fsdp2kit.planner.devices import find_device
+        from fsdp2kit.planner.estimate import estimate, plan_for
+        from fsdp2kit.run import load
+
+        device = find_device(options.device, memory_gib=options.device_memory)
+        _, config = load(options.toml, options.overrides)
+        model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
     found = estimate(config, model, plan, device=device, local_world_size=local)
     parts, extra = list(report.renderables(found)), {}
     own = len(parts)
@@ -71,6 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
         for part in parts:
             console.print(part)
     return 1 if found.fits is False else 0
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Imports and models are no garbage; looking for some among them takes a tenth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _write(flag: str, path: Path | None, content: Callable[[], bytes]) -> None:

@@ -128,22 +128,22 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
     kernel_backward = (4 + 2 * c) * (q + kv) if own_kernel else c * (q + kv)
     forward = 3 * c * i + 2 * c * h if kept < everything else c * h
     whole = kept + on_host + recomputed
-    # Last to first, each without what those before it have freed.
-    held = {
-        "MLP": whole + c * (h + 2 * i),
-        "second norm": whole - 4 * c * i + norm_backward(c) * h,
-        "attention": max(0, whole - 4 * c * i - (4 + c) * h + c * q + kernel_backward + exchange_backward),
-        "first norm": (c * h if recomputed else 0) + (4 + 2 * c) * h + norm_backward(c) * h,
-    }
+    # Last to first, each without what those before it have freed, and with the gradients of more weights.
     of_mlp, of_output = 3 * c * h * i, c * h * q
-    gradients = (of_mlp // 3, of_mlp, of_mlp + of_output, of_mlp + of_output + c * h * (q + kv))
-    backward = zip(held.items(), gradients, strict=True)
+    attention = max(0, whole - 4 * c * i - (4 + c) * h + c * q + kernel_backward + exchange_backward)
+    last = (c * h if recomputed else 0) + (4 + 2 * c) * h + norm_backward(c) * h
+    moments = (
+        BackwardMemory("MLP", whole + c * (h + 2 * i), of_mlp // 3),
+        BackwardMemory("second norm", whole - 4 * c * i + norm_backward(c) * h, of_mlp),
+        BackwardMemory("attention", attention, of_mlp + of_output),
+        BackwardMemory("first norm", last, of_mlp + of_output + c * h * (q + kv)),
+    )
     return LayerMemory(
         kept=kept * tokens,
         kept_on_host=on_host * tokens,
         recomputed=recomputed * tokens,
         forward=forward * tokens,
-        backward=tuple(BackwardMemory(where, size * tokens, there) for (where, size), there in backward),
+        backward=tuple(moment._replace(held=moment.held * tokens) for moment in moments),
         attention_forward=(kernel_forward + exchange_forward) * tokens,
     )
 

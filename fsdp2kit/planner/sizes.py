@@ -244,5 +244,5 @@ def at_rest(step: StepMemory, *, gradients: bool = False, state: bool = True) ->
     if state and step.state_on_device:
         found["optimizer"] = step.optimizer
     if gradients and step.on_device:
-        found["gradients"] = sum(unit.trained for unit in step.units) // step.shards * step.storage
+        found["gradients"] = sum(sum(unit.gradient_sizes) for unit in step.units)
     return found

@@ -45,9 +45,6 @@ from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, 
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
 from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, fake_store
 
-Peaks = dict[str, dict[str, int]]
-"""Bytes by category at the peak of each phase."""
-
 
 def synthetic_batch(rows: int, length: int) -> Batch:
     """Rows of one document each, every token a target."""
@@ -68,7 +65,9 @@ def log_likelihood(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None]:
     return -model.token_log_probs(**inputs)[0].sum(), None
 
 
-def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable[..., Any]) -> Peaks:
+def trace_step(
+    config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable[..., Any]
+) -> dict[str, dict[str, int]]:
     """Run one step of rank 0 on fake tensors. No process group may be up.
 
     Args:
@@ -113,7 +112,7 @@ def trace_step(config: TrainingConfig, sizes: MeshSizes, *, accumulate: Callable
             batch = SimpleNamespace(
                 micro_batches=[None] * min(count, 2), num_items=train.micro_batch_size * config.data.seq_len
             )
-            peaks: Peaks = {}
+            peaks: dict[str, dict[str, int]] = {}
 
             def end(name: str) -> None:
                 _mark_lasting(allocations, model, optimizer)
@@ -141,21 +140,17 @@ _MOST_CALLS = 15_000
 """Of torch in a pass over a few layers: some ten seconds."""
 
 
-class _TooManyCalls(Exception):
-    pass
-
-
 class _Bounded(TorchFunctionMode):
     """Ends what calls torch too often. Not where operators are dispatched: an error there may end the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: UserError) -> None:
         super().__init__()
-        self._calls = 0
+        self._refusal, self._calls = refusal, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
         if self._calls > _MOST_CALLS:
-            raise _TooManyCalls
+            raise self._refusal
         return func(*args, **(kwargs or {}))
 
 
@@ -180,12 +175,7 @@ def count_layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelP
     firsts = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     depth = max(firsts.values()) + 1
     modes = {"none": False, plan.activation_checkpointing.mode: True}
-    try:
-        counted = {mode: _count(config, model, plan, depth=depth, checkpointed=on) for mode, on in modes.items()}
-    except _TooManyCalls:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        what = f"the memory of {kinds} is not planned: it goes through its tokens in a loop, for lack of a kernel"
-        raise UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length") from None
+    counted = {mode: _count(config, model, plan, depth=depth, checkpointed=on) for mode, on in modes.items()}
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
     text, section = model.config.get_text_config(), plan.activation_checkpointing
     item = tokens * item_bytes(plan.fsdp.param_dtype)
@@ -216,11 +206,14 @@ def _count(
 ) -> list[tuple[int, int, int, int]]:
     """Bytes of each of the first ``depth`` layers: kept; more than that at once in forward; more than at its beginning
     at once in backward; gradients of its weights at that moment."""
+    names = ", ".join(sorted({type(layer).__name__ for layer in decoder_layers(model)}))
+    what = f"the memory of {names} is not planned: it goes through its tokens in a loop, for lack of a kernel"
+    bounded = _Bounded(UserError("data.seq_len", f"{config.data.seq_len} tokens: {what}", "plan a shorter length"))
     small, layers = _first_layers(model, depth + 1)
     inputs = _make_ready(config, small, plan, checkpointed=layers if checkpointed else [])
     entries: list[tuple[int, int]] = []
     backwards: list[tuple[Snapshot, Snapshot]] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations, _Bounded():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Allocations(fake) as allocations, bounded:
         materialize(small, device=torch.device("cpu"))
         allocations.mark([*small.parameters(), *small.buffers()], "parameters")
 
