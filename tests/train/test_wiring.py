@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,28 @@ def test_the_best_so_far_is_saved_where_it_is_kept(
     sections = {"checkpoint": {"every": 0}, "eval": {"every": 1, "keep_best": keep_best}}
     losses = [3.0, 2.0, 2.5, 1.0, 4.0, 1.0]
     assert pool.run(1, run_by_the_clock, models, 6, sections, (0.5, 0.5, 0.5), losses)[0][0] == saved
+
+
+# An evaluation's metrics
+
+
+def shown_where_nothing_is_trained(folder: Path) -> list[list[str]]:
+    """Which metrics the console shows of a run that only evaluates."""
+    sharded = build(config_of(folder, Case("smollm2"), steps=0))
+
+    def evaluate() -> dict[str, float]:
+        return {"eval_loss": 1.0, "eval_accuracy": 0.5}
+
+    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate.objective = SimpleNamespace(shown=["accuracy"])  # pyright: ignore[reportFunctionMemberAccess]
+    shown: list[list[str]] = []
+    metrics = Recorder(sharded, on_log=lambda record: shown.append([*metrics.shown]))
+    run_loop(sharded, DealtOut(make_batches(1), 1), metrics=metrics, evaluate=evaluate)
+    return shown
+
+
+def test_the_console_shows_an_objectives_metrics_also_where_nothing_is_trained(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(1, shown_where_nothing_is_trained, models) == [[["accuracy"]]]
 
 
 # Random streams
