@@ -144,7 +144,7 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
         return note
 
-    names = ("sleep", "wake", "finish_update", "flush_cache", "generate")
+    names = ("sleep", "wake", "finish_update", "generate")
     with mock.patch.multiple(TransformersEngine, **{name: noted(name) for name in names}):
         assert _run_recipe(toml, overrides) == ""
     return calls
@@ -152,7 +152,7 @@ def _turns(toml: str, overrides: Sequence[str]) -> list[str]:
 
 def test_engine_and_trainer_take_turns(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = [f"run.dir='{tmp_path / 'run'}'", *CP2, "train.steps=2", "rollout.sleep=true"]
-    cycle = ["wake weights", "finish_update", "flush_cache", "wake cache", "generate", "sleep"]
+    cycle = ["wake weights", "finish_update", "wake cache", "generate", "sleep"]
     assert pool.run(2, _turns, str(toml), options) == [["sleep", *cycle, *cycle]] * 2
 
 
