@@ -507,7 +507,7 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     rollouts._generate_awake_or_asleep = note  # pyright: ignore[reportAttributeAccessIssue]
     rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
     with pytest.raises(_EnoughError):
-        rollouts.evaluate()
+        rollouts()
     assert (len(requests), len(asked)) == (9 * 16, 10)
     # As torch and numpy have it, a seed with zeros behind it is the same one.
     assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
