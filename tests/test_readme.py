@@ -35,6 +35,8 @@ def test_the_readme_names_what_is_there() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in re.findall(r"`(\w+)`(?=[^|\n]*\|)", text.split("| TOML |")[1].split("\n\n")[0]):
         assert (ROOT / "toml" / f"{name}.toml").is_file(), name
+    for name in re.findall(r"`(\w+(?:/\w+)+\.py)`", text.split("## Extend it")[1]):
+        assert (ROOT / "fsdp2kit" / name).is_file() or (ROOT / name).is_file(), name
     for target in re.findall(r"\]\(([\w/.]+)\)", text):
         assert (ROOT / target).exists(), target
 
