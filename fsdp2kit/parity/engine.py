@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,11 +39,14 @@ class DealtOut:
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
-    source_names: ClassVar[tuple[str, ...]] = ()
 
     @property
     def steps_per_epoch(self) -> int:
         return len(self.batches)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return ()
 
     def state(self, index: int) -> None:
         """It is not read from a stream."""
