@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Imports and models are no garbage; looking for some among them takes more than a tenth of their time, also afterwards."""
+    """Imports and models are no garbage; looking for some among them takes a tenth of the time, also afterwards."""
     gc.disable()
     try:
         yield
