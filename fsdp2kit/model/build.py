@@ -285,15 +285,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def compute_buffers(model: PreTrainedModel) -> None:
     """Give every non-persistent buffer that is on meta its value, on the CPU, by the model's own initialisation."""
-    for module in model.modules():
+    unfinished: set[str] = set()
+    for path, module in model.named_modules():
         names = module._non_persistent_buffers_set
         if not any(name in names and buffer.is_meta for name, buffer in module.named_buffers(recurse=False)):
             continue
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in names:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-        # Else transformers would skip the module as initialised; its own from_pretrained resets this mark too.
-        setattr(module, "_is_hf_initialized", False)  # noqa: B010 (torch types attributes of modules as tensors)
+        parts = path.split(".")
+        unfinished |= {"", *(".".join(parts[: count + 1]) for count in range(len(parts)))}
+    for path, module in model.named_modules():
+        # transformers skips modules with this mark: all but those, and the ones around them, whose initialisation may
+        # reach into them. Weights are on meta, where drawing them is only slow.
+        setattr(module, "_is_hf_initialized", path not in unfinished)  # noqa: B010 (attributes are typed as tensors)
     model.initialize_weights()
 
 
