@@ -206,10 +206,7 @@ class _Methods:
         index: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        # A cache would be built by default, and with it packed documents would see each other.
-        hidden = getattr(model, self.backbone)(input_ids=input_ids, use_cache=False, **inputs)[0]
-        index = select_supervised(labels) if index is None else index
-        selected = hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
+        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
         if self.tied:
             return self.call(self.head, function, *selected)
         return self.head.on_head(function, *selected)  # FSDP gathers its parameters around that
@@ -220,6 +217,19 @@ class _Methods:
         parameters = dict.fromkeys(p for module in self.read for p in module.parameters() if p.requires_grad)
         # Units may return another dtype than they compute in.
         return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(parameters), weight))
+
+
+def _run_base(
+    base: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The base model's last hidden states ``[N, H]`` of the tokens that have a target, and these targets ``[N]``.
+
+    All tokens' states end with this call: the head need not hold them too.
+    """
+    # A cache would be built by default, and with it packed documents would see each other.
+    hidden = base(input_ids=input_ids, use_cache=False, **inputs)[0]
+    index = select_supervised(labels) if index is None else index
+    return hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
 
 
 def _in_chunks(head: HeadInputs, compute: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
