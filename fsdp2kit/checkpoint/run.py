@@ -20,6 +20,7 @@ from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement, gather_objects, rank
@@ -56,7 +57,8 @@ def build_checkpoints(
     """
     source = source_of(model)
     stops = set(getattr(data, "endings", ()))
-    if tokenizer is not None and config.data.format in ("chat", "prompt_completion"):  # also of streams
+    formats = {config.data.format, *(source.format for source in config.data.sources)}
+    if tokenizer is not None and formats & {*RENDERED}:  # streams do not know what their documents end in
         stops |= turn_ends(tokenizer)
     assets = {"config": source.config, "tokenizer": tokenizer, "source": source.directory, "stops": stops}
     teacher = getattr(getattr(config, "distill", None), "teacher", None)

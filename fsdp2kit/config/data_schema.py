@@ -24,6 +24,9 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "synthetic": (),
 }
 
+# Of sets that are trained on as they are, those whose rows the chat template may render.
+RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
+
 
 class ColumnsConfig(Section):
     """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""

@@ -115,6 +115,8 @@ def encode_rows(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) 
         return _encode([_pair(row, row["prompt"], row["completion"]) for row in named], section, tokenizer)
     if section.format == "tokens":
         return [_tokens(row) for row in named]
+    if section.format != "text":
+        raise ValueError(f"rows of the format {section.format!r} are not encoded here")
     texts = [_text(row) for row in named]
     # Special tokens as the tokenizer adds them. All are supervised.
     encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}

@@ -71,7 +71,7 @@ class Preference:
         if expected is not None:
             metrics["kl"] = (squares[0::2] + squares[1::2]) / (tokens[0::2] + tokens[1::2])
         # All ranks that share a row have the same sums, which count once.
-        share = {name: values.sum() / self.mesh.sizes.cp for name, values in {"loss": losses, **metrics}.items()}
+        share = {name: values.sum() / self.mesh.ranks_per_row for name, values in {"loss": losses, **metrics}.items()}
         return share.pop("loss").float(), None, share
 
     def describe(self) -> list[str]:

@@ -54,12 +54,22 @@ class Mesh:
         return self.batch.get_group("cp")
 
     @property
+    def ranks_per_row(self) -> int:
+        """How many ranks read the same rows, each for a part of them."""
+        return self.sizes.cp
+
+    @property
+    def reads_first_share(self) -> bool:
+        """Whether this rank is in the first group that shares rows: its part counts of a row that all groups are given."""
+        return self.dp_rank == 0
+
+    @property
     def gradient_ranks(self) -> int:
-        """Ranks over which FSDP2 averages gradients: all that hold a part of the loss."""
+        """The factor from FSDP2's average of gradients to their sum: every rank holds a part of the loss."""
         return self.shard.size()
 
     def sum_loss(self, loss: Tensor) -> Tensor:
-        """Sum a device tensor, in place, over all ranks that hold a part of the loss. Collective."""
+        """Sum a device tensor, in place, over all ranks, each of which holds a part of the loss. Collective."""
         if self.batch.size() > 1:
             dist.all_reduce(loss)
         return loss
@@ -84,7 +94,7 @@ class Mesh:
             counts: of this rank's rows, which all ranks of a `cp_group` read.
         """
         sums = reduce_numbers([*flags, *counts])
-        return sums[: len(flags)], [round(value / self.sizes.cp) for value in sums[len(flags) :]]
+        return sums[: len(flags)], [round(value / self.ranks_per_row) for value in sums[len(flags) :]]
 
 
 def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:

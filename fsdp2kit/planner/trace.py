@@ -80,7 +80,7 @@ def trace_step(
     Raises:
         UserError: an optimizer that cannot be traced.
     """
-    if config.optimizer.name not in ("adamw", "muon"):
+    if config.optimizer.name in ("adamw_bf16", "adamw_8bit"):
         what = f"optimizer.name = {config.optimizer.name!r}, which looks at values that a trace does not have"
         raise UserError("--trace", what, "add optimizer.name=adamw")
     with _fake_group(sizes.world_size) as world:

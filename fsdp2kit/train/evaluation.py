@@ -165,7 +165,7 @@ def generate(
         logits = model(**inputs, use_cache=False).logits
         local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)
         last = len(tokens) - 1
-        decides = last in local and mesh.dp_rank == 0
+        decides = last in local and mesh.reads_first_share
         chosen = int(reduce_numbers([float(logits[0, local.index(last)].argmax()) if decides else 0.0])[0])
         tokens.append(chosen)
         if chosen in stops:

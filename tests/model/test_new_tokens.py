@@ -205,6 +205,30 @@ def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) 
     assert np.array_equal(loaded_in_one(section)["model.embed_tokens.weight"], stored.numpy())
 
 
+@pytest.mark.parametrize("row", [{"messages": CHAT}, {"instruction": "Is water wet?", "output": "Yes."}])
+def test_an_export_stops_where_the_turns_of_a_stream_end(
+    row: dict[str, Any], pool: WorkerPool, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path, "smollm2")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    name = "chat" if "messages" in row else "alpaca"
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f"""
+        recipe = "sft"
+        model = {{ path = "{base}", chat_template = "chatml" }}
+        data = {{ path = "{tmp_path / "rows.jsonl"}", format = "{name}", seq_len = 64, streaming = true }}
+        train = {{ steps = 1, global_batch_size = 1 }}
+        run.dir = "{tmp_path / "run"}"
+        wandb.mode = "disabled"
+        """
+    )
+    pool.run(1, _run_recipe, str(toml), [])
+    _, end = new_tokens(build_tokenizer(ModelConfig(path=str(base), chat_template="chatml")))
+    stored = json.loads((tmp_path / "run" / "hf" / "generation_config.json").read_text(encoding="utf-8"))
+    assert stored["eos_token_id"] == [0, end]
+
+
 # Ready templates
 
 TOOL = {"type": "function", "function": {"name": "wet", "parameters": {"type": "object", "properties": {}}}}
