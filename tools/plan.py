@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import gc
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from typing import Any
 
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
+
+_MOST = 2**20  # ranks, GiB
 
 
 @in_one_line
@@ -102,13 +103,16 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
     Raises:
         UserError: a number that is none of ranks, memory or tokens; a picture in a folder that does not exist.
     """
-    numbers = {"--world-size": "ranks", "--local-world-size": "ranks", "--tp": "ranks", "--device-memory": "GiB"}
-    for flag, unit in numbers.items():
-        value = getattr(options, flag[2:].replace("-", "_"))
-        if value is not None and not (1 if unit == "ranks" else 1e-3) <= value < math.inf:
-            raise UserError(flag, f"{value} is no number of {unit}", "give 1 or more")
-    if options.kv_cache and min(options.kv_cache) < 1:
+    for flag in ("--world-size", "--local-world-size", "--tp"):
+        if not 1 <= (ranks := getattr(options, flag[2:].replace("-", "_"))) <= _MOST:
+            raise UserError(flag, f"{ranks} is no number of ranks", f"give 1 to {_MOST:,}")
+    if options.device_memory is not None and not 0 < options.device_memory <= _MOST:
+        raise UserError("--device-memory", f"{options.device_memory} is no number of GiB", f"give up to {_MOST:,}")
+    if options.kv_cache and not 1 <= min(options.kv_cache) <= max(options.kv_cache) <= 2**40:
         raise UserError("--kv-cache", f"{options.kv_cache} are no rows and length", "give two numbers from 1")
+    if (options.fit or options.longest) and options.device is options.device_memory is None:
+        flag = "--fit" if options.fit else "--longest"
+        raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")
     for flag, path in (("--png", options.png), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
@@ -118,9 +122,6 @@ def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> Iter
     """What --fit, --sweep and --longest ask for, each under its name."""
     from fsdp2kit.planner.search import Search
 
-    if device is None and not options.sweep and (options.fit or options.longest):
-        flag = "--fit" if options.fit else "--longest"
-        raise UserError(flag, "needs to know what must fit into", "give --device or --device-memory")
     search = Search(config, options.world_size, device, options.local_world_size)
     if options.fit:
         yield "fit", search.fit()

@@ -60,7 +60,7 @@ class Mesh:
 
     @property
     def reads_first_share(self) -> bool:
-        """Whether this rank is in the first group that shares rows: its part counts of a row that all groups are given."""
+        """Whether this rank is of the first that share rows. Of a row that all are given, these ranks' parts count."""
         return self.dp_rank == 0
 
     @property

@@ -64,7 +64,7 @@ def find_device(name: str | None, *, memory_gib: float | None = None) -> Device 
     """
     if name is None and memory_gib is None:
         return None
-    key = (name or "h100").lower().replace("_", "-").removesuffix("-80gb")
+    key = ("h100" if name is None else name).lower().replace("_", "-").removesuffix("-80gb")
     if key not in DEVICES:
         near = difflib.get_close_matches(key, DEVICES, n=1)
         todo = f"did you mean {near[0]}?" if near else f"name one of {', '.join(DEVICES)}, or give --device-memory"

@@ -15,6 +15,7 @@ from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
+from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import item_bytes, layers_memory
 from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
@@ -68,9 +69,15 @@ class Estimate:
         return None if self.device is None else self.needed <= self.device.memory
 
     @property
+    def parts(self) -> dict[str, int]:
+        """`needed` by category, the largest first."""
+        found = {**self.peak.bytes, "allowance": ALLOWANCE}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
     def blame(self) -> str:
-        """The category that takes most of the peak."""
-        return max(self.peak.bytes, key=lambda name: self.peak.bytes[name])
+        """The category that takes most of what is needed."""
+        return next(iter(self.parts))
 
     @property
     def peaks(self) -> dict[str, Moment]:
@@ -95,8 +102,8 @@ class Estimate:
             return None
         return (
             f"this will probably not fit: {self.needed / GIB:.1f} GiB are needed of "
-            f"{self.device.memory / GIB:.1f}, most of them {self.blame} "
-            f"({self.peak.bytes[self.blame] / GIB:.1f} GiB); python tools/plan.py … --fit says what to change"
+            f"{self.device.memory / GIB:.1f}, the largest part {self.blame} "
+            f"({self.parts[self.blame] / GIB:.1f} GiB); python tools/plan.py … --fit says what to change"
         )
 
 
@@ -166,7 +173,7 @@ def estimate(
         device=device,
         moments=(load, *step_moments(step), *cycle, save, export),
         host=_host(config, model, step),
-        disk=_disk(config, step),
+        disk=_disk(config, model, step),
         collectives=sent,
         speed=None if untimed or device is None else estimate_speed(config, step, sent, device),
         untimed=untimed,
@@ -242,10 +249,12 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
     return found
 
 
-def _disk(config: TrainingConfig, step: StepMemory) -> dict[str, int]:
+def _disk(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
     plan, section, steps = step.plan, config.checkpoint, config.train.steps
     weights = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
-    one = weights * step.storage + step.optimizer * step.shards
+    # As of one rank: what shards are padded with is not written.
+    state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=step.storage))
+    one = weights * step.storage + state
     # An old checkpoint is deleted when a new one is complete.
     most = section.keep + (1 if config.eval.keeps_best else 0) + 1
     if section.keep_every and steps:

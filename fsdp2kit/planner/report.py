@@ -80,11 +80,16 @@ def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
     table = Table("change", "ranks", "peak GiB", "needed GiB", "fits", "tokens/s", "mostly", title=title)
     for one in candidates:
         plan = one.estimate
-        words = ", ".join(f"{key}={value}" for key, value in one.values.items() if value != "auto") or "none"
+        words = " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "none"
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
         speed = "?" if plan.speed is None else f"{plan.speed.tokens_per_second:,.0f}"
         table.add_row(words, str(one.world_size), gib(plan.peak.total), gib(plan.needed), fits, speed, plan.blame)
     return table
+
+
+def _toml(value: Any) -> str:
+    """A value as an override on the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def as_json(plan: Estimate) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.planner.communication import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, place
 from fsdp2kit.planner.devices import find_device
 from fsdp2kit.planner.estimate import Estimate
 from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
-from tests.planner.likeness import LLAMA_8B, config_of, planned
+from tests.planner.likeness import LLAMA_8B, MIXTRAL, config_of, planned, small
 
 H100 = find_device("h100")
 GB = 1e9
@@ -138,3 +139,11 @@ def test_host_memory_that_is_pinned_is_rounded_up() -> None:
 def test_checkpoints_on_disk(sections: dict[str, Any], most: int) -> None:
     disk = planned(config_of({**LLAMA_8B, "num_hidden_layers": 1}, **sections)).disk
     assert disk["checkpoints kept, and one being written"] == most * disk["checkpoint"]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_checkpoint_is_as_large_from_any_number_of_ranks(ranks: int) -> None:
+    """Shards are padded where there are fewer experts than ranks; a file holds none of that."""
+    plan = planned(config_of(small(MIXTRAL), ranks=ranks), ranks=ranks)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small(MIXTRAL)))
+    assert plan.disk["checkpoint"] == 3 * 4 * sum(parameter.numel() for parameter in model.parameters())

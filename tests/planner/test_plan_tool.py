@@ -105,6 +105,20 @@ def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[s
     assert proposed["values"]["mesh.dp_shard"] == "auto"
 
 
+def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = toml(LLAMA_8B)
+    given = ["--world-size", "8", "--device-memory", "32", "mesh.dp_shard=8", "train.micro_batch_size=2"]
+    _, text = run(capsys, path, *given, "--json", "--fit")
+    first, *others = json.loads(text)["fit"]
+    assert not others
+    _, text = run(capsys, path, *given, "--fit")
+    rows = [row.split("│")[1] for row in text.rpartition("needed GiB")[2].splitlines() if "│" in row]
+    words = " ".join(rows).split()
+    assert len(words) == len(first["values"]) > 1
+    code, text = run(capsys, path, *given, "--json", *words)
+    assert (code, json.loads(text)["peak"]) == (0, first["peak"])
+
+
 def test_what_fits_is_left_as_it_is(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "8", "--device", "h100", "--fit")
     code, text = run(capsys, *arguments, "--json")
@@ -183,6 +197,8 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
         (["--tp", "0"], "--tp: 0 is no number of ranks"),
         (["--device-memory", "-3"], "--device-memory: -3.0 is no number of GiB"),
         (["--device-memory", "inf"], "--device-memory: inf is no number of GiB"),
+        (["--device-memory", "1e300"], "--device-memory: 1e+300 is no number of GiB"),
+        (["--device", ""], "--device: '' is not a device that the planner knows"),
         (["--kv-cache", "0", "100"], "--kv-cache: [0, 100] are no rows and length"),
         (["--png", "/nowhere/x.png"], "--png: /nowhere/x.png cannot be written"),
         (["--png", "/proc/x.png"], "--png: /proc/x.png cannot be written: "),
