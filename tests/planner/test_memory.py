@@ -345,6 +345,8 @@ def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
     assert plan.fits is False
     assert plan.blame == "optimizer"
     assert "the largest part optimizer (59.8 GiB)" in str(plan.warning())
+    tiny = planned(config_of(small(LLAMA_8B), data={"seq_len": 2048}), device=find_device(None, memory_gib=1))
+    assert "the largest part allowance (3.0 GiB)" in str(tiny.warning())
     fits = planned(config_of(LLAMA_8B, data={"seq_len": 2048}, **checkpointing("full")), device=device)
     assert fits.fits is True
     assert fits.warning() is None
