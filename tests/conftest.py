@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path, len(order)))
     asked_for_slow = "slow" in (config.getoption("-m") or "")
     for item in items:
-        if "gpu" in item.keywords and not (torch.cuda.is_available() or os.environ.get("TRY_ON_CPU")):
+        if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or os.environ.get("TRY_ON_CPU")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "slow" in item.keywords:
+        if item.get_closest_marker("slow"):
             skip = pytest.mark.skip(reason="slow; run with `pytest -m slow`")
             item.add_marker(pytest.mark.timeout(3600) if asked_for_slow else skip)
 

@@ -200,9 +200,7 @@ def cut_rows(
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
         count = row_lengths[first : first + together].sum()
-        what = f"{count} tokens, more than data.seq_len = {seq_len} ({long} such rows of {len(is_long) // together})"
-        todo = 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"'
-        raise UserError(name(int(chosen[first])), what, todo)
+        raise _too_long(name(int(chosen[first])), count, seq_len, f"{long} such rows of {len(is_long) // together}")
     numbers, starts, stops = _slices(row_lengths, room, is_long, overlong=overlong)
     rows = chosen[numbers]
     targets, is_open = _targets(tokens, rows, starts, stops)
@@ -290,6 +288,11 @@ def _slices(
         rows = np.repeat(rows, pieces)
         starts = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * room[rows]
     return rows, starts, np.minimum(lengths[rows], starts + room[rows])
+
+
+def _too_long(where: str, count: int, seq_len: int, how_many: str) -> UserError:
+    what = f"{count} tokens, more than data.seq_len = {seq_len} ({how_many})"
+    return UserError(where, what, 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"')
 
 
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:

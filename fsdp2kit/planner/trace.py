@@ -15,6 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,21 +120,22 @@ def trace_step(
                 peaks[name] = by_category(allocations.peak())
                 allocations.start()
 
-            def on_range(name: str) -> None:
-                if name.startswith("FSDP::post_backward_accumulate"):
-                    # "FSDP::post_backward_accumulate (model.layers.3)"; the root's has "root" there, or nothing.
-                    module = name.partition("(")[2].rstrip(")")
-                    unit = model if module in ("", "root") else model.get_submodule(module)
-                    gradients = [p.grad for p in unit.parameters()], accumulated_gradients(unit)
-                    allocations.mark(itertools.chain(*gradients), "unsharded gradients")
-
-            allocations.on_range = on_range
+            allocations.on_range = partial(_mark_gradients, allocations, model)
             allocations.start()
             accumulate(model, batch, shard=lambda _: dict(fakes), fsdp=config.fsdp, mesh=mesh, end_phase=end)
             allocations.start("optimizer")
             optimizer.step()
             end("optimizer")
     return peaks
+
+
+def _mark_gradients(allocations: Allocations, model: Any, name: str) -> None:
+    """File a unit's gradients, when FSDP begins to reduce them: ``FSDP::post_backward_accumulate (model.layers.3)``."""
+    if name.startswith("FSDP::post_backward_accumulate"):
+        module = name.partition("(")[2].rstrip(")")
+        unit = model if module in ("", "root") else model.get_submodule(module)  # nothing, in some versions
+        gradients = [p.grad for p in unit.parameters()], accumulated_gradients(unit)
+        allocations.mark(itertools.chain(*gradients), "unsharded gradients")
 
 
 _MOST_CALLS = 15_000
