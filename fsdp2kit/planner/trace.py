@@ -130,7 +130,7 @@ def trace_step(
 
 
 def _mark_gradients(allocations: Allocations, model: Any, name: str) -> None:
-    """File a unit's gradients, when FSDP begins to reduce them: ``FSDP::post_backward_accumulate (model.layers.3)``."""
+    """File a unit's gradients when their reduction begins: ``FSDP::post_backward_accumulate (model.layers.3)``."""
     if name.startswith("FSDP::post_backward_accumulate"):
         module = name.partition("(")[2].rstrip(")")
         unit = model if module in ("", "root") else model.get_submodule(module)  # nothing, in some versions
