@@ -126,7 +126,7 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
     assert random[0]["kl"] == 0
 
 
-@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_adapters_need_no_copy(loss: str, run: Run, toml: Path, tmp_path: Path) -> None:
     options = ("lora.rank=4", "optimizer.lr=1e-2", f"dpo.loss={loss}")
     lines = run(tmp_path / "run", 2, *options)

@@ -135,7 +135,7 @@ def _plain_eval_loss(toml: Path, model_dir: Path, overrides: Sequence[str]) -> f
     return loss / tokens
 
 
-@pytest.mark.parametrize("is_async", ["false", "true"])
+@pytest.mark.parametrize("is_async", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     """Also of a run that was killed before its export, taken up on another mesh, where nothing is left to train."""
     options = [f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=1", "eval.keep_best=true", "checkpoint.every=0"]
@@ -168,7 +168,10 @@ def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, 
     assert _exported_step(directory) == 6, "what was there is not replaced by a damaged one"
 
 
-@pytest.mark.parametrize("mesh", [(), CP2, (*CP2, "context_parallel.method=ring")])
+@pytest.mark.parametrize(
+    "mesh",
+    [(*CP2, "context_parallel.method=ring"), *(pytest.param(each, marks=pytest.mark.slow) for each in ((), CP2))],
+)
 def test_answers_are_those_of_plain_transformers(mesh, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     prompts = ["What is the opposite of wet?", "Tell me the month after June."]
     held_out = (f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=3", "eval.max_new_tokens=6")
@@ -195,7 +198,9 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "stream of a mix" else pytest.mark.slow) for name in DATA]
+)
 def test_resumed_on_another_mesh_the_numbers_agree(name: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     files = {"CHAT": str(DEMO / "chat.jsonl"), "HELD": str(DEMO / "heldout.jsonl")}
     data = [DATA[name].replace("CHAT", files["CHAT"]).replace("HELD", files["HELD"])]

@@ -85,7 +85,7 @@ def test_a_loop_that_ends_early_is_told() -> None:
     [
         {},
         {"cp": 2, "global_batch": 2},
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"peer": "data_parallel", "cp": 2, "set": ["context_parallel.method=ring"]},
     ],
     ids=str,

@@ -83,7 +83,9 @@ def test_a_reader_that_has_left_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("stdout", ["> /dev/full", pytest.param(">&-", marks=pytest.mark.slow), "| head -n 1"])
+@pytest.mark.parametrize(
+    "stdout", ["> /dev/full", *(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "| head -n 1"))]
+)
 def test_a_run_outlives_its_console(stdout: str, tmp_path: Path) -> None:
     keys = "eval.every=0 mesh.cp=1 train.steps=3 checkpoint.export_hf=never"
     run = f"-m fsdp2kit.run {ROOT}/toml/demo_cp2.toml {keys} run.dir={tmp_path}/run"

@@ -219,7 +219,7 @@ def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
     return "it went on"
 
 
-@pytest.mark.parametrize("is_async", ["true", "false"])
+@pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_failed_save_stops_the_run_with_its_cause(
     is_async: str, pool: WorkerPool, toml: Path, straight: dict[str, Path], run: Run, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def _serve(connection: Any) -> None:
     from fsdp2kit.parallel import plan
 
     torch.set_num_threads(1)
+    _stay_on_one_core()
     plan.inspect_model = _inspect_once(plan.inspect_model)
     while True:
         task = connection.recv()
@@ -51,6 +52,16 @@ def _serve(connection: Any) -> None:
                 _forget_groups()
         except BaseException:
             connection.send((False, traceback.format_exc()))
+
+
+def _stay_on_one_core() -> None:
+    """Under `pytest -n` with a worker for each core: on that worker's core, whose caches know the others' data."""
+    count, name = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)), os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not count or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if count >= len(cores):
+        os.sched_setaffinity(0, {cores[int(name.removeprefix("gw")) % len(cores)]})
 
 
 def _inspect_once(inspect_model: Callable) -> Callable:

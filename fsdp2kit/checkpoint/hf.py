@@ -235,11 +235,8 @@ def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None
     """The tensors of `_shapes` in groups that can be converted by themselves."""
     tensors = {name: tensor for name, (_, tensor) in shapes.items()}
     groups = []
-    for names in conversion_groups(model, tensors):
-        converted = to_file_names(model, {name: tensors[name] for name in names})
+    for names, converted, is_copied in conversion_groups(model, tensors):
         forms = {name: one.to(dtype) if one.is_floating_point() else one for name, one in converted.items()}
-        # transformers hands on the very tensor where it does no more than rename it.
-        is_copied = len(names) == len(converted) == 1 and tensors[names[0]] is next(iter(converted.values()))
         groups.append(Group({name: shapes[name][0] for name in names}, forms, is_copied))
     return groups
 

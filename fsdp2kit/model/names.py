@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,18 @@ def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> 
     return tensors if model is None else revert_weight_conversion(model, dict(tensors))
 
 
-def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> list[list[str]]:
+class ConversionGroup(NamedTuple):
+    """Tensors that can be converted by themselves."""
+
+    names: list[str]
+    """The model's."""
+    forms: dict[str, Tensor]
+    """What they become, meta tensors by the files' names."""
+    is_copied: bool
+    """Whether it is one tensor that is at most renamed."""
+
+
+def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> list[ConversionGroup]:
     """The finest of three groupings of ``tensors`` that converts to the same names and shapes as all of them at once.
 
     Tried in turn are every tensor by itself, the tensors of one module, and those of one decoder layer.
@@ -216,20 +227,25 @@ def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor])
     """
     expected = _shapes(to_file_names(model, tensors))
     for group_of in (str, _module_of, _layer_of):
-        groups: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name in tensors:
-            groups.setdefault(group_of(name), []).append(name)
-        converted: dict[str, tuple[int, ...]] = {}
+            names_of.setdefault(group_of(name), []).append(name)
         try:
-            for names in groups.values():
-                converted.update(_shapes(to_file_names(model, {name: tensors[name] for name in names})))
+            groups = [_convert(model, {name: tensors[name] for name in names}) for names in names_of.values()]
         except Exception:  # an incomplete group makes a conversion fail in any way it likes; try a larger one
             continue
-        if converted == expected:
-            return list(groups.values())
+        if expected == {name: shape for group in groups for name, shape in _shapes(group.forms).items()}:
+            return groups
     kind = type(model).__name__
     what = f"the export of {kind} is not supported yet: its tensors cannot be converted a decoder layer at a time"
     raise UserError("export", what, f"load the checkpoint into a {kind} and call save_pretrained")
+
+
+def _convert(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> ConversionGroup:
+    forms = to_file_names(model, tensors)
+    # transformers hands on the very tensor where it does no more than rename it.
+    is_copied = len(tensors) == len(forms) == 1 and next(iter(tensors.values())) is next(iter(forms.values()))
+    return ConversionGroup(list(tensors), forms, is_copied)
 
 
 def _module_of(name: str) -> str:

@@ -163,11 +163,9 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
     metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
     groups = []
-    for names in conversion_groups(skeleton, metas):
-        converted = to_file_names(skeleton, {name: metas[name] for name in names})
-        file_name, form = next(iter(converted.items()))
-        is_copied = len(names) == len(converted) == 1 and form is metas[names[0]]
-        groups.append(_Group(tuple(weights[name] for name in names), skeleton, file_name if is_copied else None))
+    for names, forms, is_copied in conversion_groups(skeleton, metas):
+        file_name = next(iter(forms)) if is_copied else None
+        groups.append(_Group(tuple(weights[name] for name in names), skeleton, file_name))
     return groups
 
 

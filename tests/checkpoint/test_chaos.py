@@ -80,6 +80,7 @@ def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path, capsys: pytest.
         print(f"\n{tally(kills)}")
 
 
+@pytest.mark.slow
 def test_killed_runs_with_adapters_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What they keep is the adapters; the model beside them comes from its own directory at every start."""
     model = demo_model_dir(tmp_path / "model")

@@ -95,7 +95,7 @@ def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str
     return found
 
 
-@pytest.mark.parametrize(("size", "shard"), [(1, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("size", "shard"), [(1, 1), (3, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_new_rows_are_the_mean_of_the_others(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
     for kind in KINDS:
         hf_to_dcp(save_base(tmp_path, kind, dtype=torch.bfloat16), tmp_path / f"{kind}-dcp")

@@ -116,8 +116,8 @@ def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_pa
     tensors = {name: t for name, t in model.state_dict().items() if name not in tied_names(model)}
     groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
     stored: dict[str, Tensor] = {}
-    for names in groups:
-        stored |= to_file_names(model, {name: tensors[name] for name in names})
+    for group in groups:
+        stored |= to_file_names(model, {name: tensors[name] for name in group.names})
     _assert_equal(stored, load_file(tmp_path / "model.safetensors"))
 
     sources, unexpected = find_sources(model, stored)

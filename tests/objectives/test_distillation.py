@@ -203,7 +203,9 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_loss_and_gradients_are_those_of_full_logits(world: int, models: Path, pool: WorkerPool) -> None:
     cases = [case for case in MESHES if case[0].world == world]
     found = pool.run(world, first_steps, models, cases)[0]

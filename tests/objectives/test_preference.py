@@ -152,7 +152,9 @@ def plain_metrics(folder: Path, name: str) -> dict[str, float]:
 VARIANTS = [(name, micro, pack) for name in LOSSES for micro, pack in ((1, True), (2, False))]
 
 
-@pytest.mark.parametrize(("world", "cp"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "cp"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1), (4, 2)))]
+)
 def test_losses_and_gradients_are_trls(
     world: int, cp: int, folder: Path, expected: dict[str, Outcome], pool: WorkerPool
 ) -> None:

@@ -24,7 +24,7 @@ VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight
 OPTIONS = ["muon", "adamw_8bit", "adamw_bf16"]
 EXACT = ["muon", "adamw_8bit"]  # test_rounded_adamw.py has the bounds of the other
 MUON = {"wide.weight", "tall.weight", "same.weight", "odd.weight", "row.weight"}
-LAYOUTS = [(1, 1), (3, 1), (4, 2)]  # ranks, replicas
+LAYOUTS = [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]  # ranks, replicas
 
 
 def section_of(name: str) -> OptimizerConfig:
@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, pool: WorkerPool, tmp_path
     assert all(straight[key].dtype == np.uint8 for key in codes)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*EXACT, pytest.param("adamw_bf16", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_read_on_any_number_of_ranks(name: str, pool: WorkerPool, tmp_path: Path) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("torchao")

@@ -181,7 +181,7 @@ def test_a_second_moment_falls_and_never_becomes_zero() -> None:
     assert not parameter.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_numbers_do_not_depend_on_how_elements_are_cut(dtype: torch.dtype) -> None:
     whole = pair(dtype, 5, rows=12, elements_at_once=10**6)
     for size in (997, 64, 1):  # of 2,304 elements

@@ -134,7 +134,7 @@ def test_the_rows_add_up(traced: tuple[Report, list[dict[str, Any]]]) -> None:
         assert sum(row.compute for row in split.units.values()) == split.compute  # one thread computes at a time
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_writing_a_trace_is_in_no_steps_time(tells: bool, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", RANKS, seq_len=LENGTH)
     for seconds in pool.run(RANKS, run_beside_a_slow_profiler, models, case, tells=tells):

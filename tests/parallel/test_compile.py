@@ -82,7 +82,7 @@ def phases(folder: Path, case: Case) -> list[int]:
     return found
 
 
-CASES = [Case("llama3", attention="varlen", checkpointing="full"), Case("smollm2", cp=2, method="ulysses")]
+CASES = [Case("llama3", attention="varlen", checkpointing="full")]
 THOROUGH = [
     *(
         Case("llama3", attention=attention, checkpointing=mode)

@@ -35,8 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("llama3", 2, 2, frozen=HALF),
-        Case("llama3", 2, 1, 2, frozen=("model.*",)),
+        pytest.param(Case("llama3", 2, 2, frozen=HALF), marks=pytest.mark.slow),
+        pytest.param(Case("llama3", 2, 1, 2, frozen=("model.*",)), marks=pytest.mark.slow),
         Case("smollm2", 2, 1, frozen=("lm_head.*",), checkpointing="selective"),
         Case("smollm2", 4, 1, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2, frozen=HALF, checkpointing=True),
         Case("llama3", 2, 2, fsdp=(("ignored_modules", ["model.layers.0", "*.down_proj"]),), frozen=HALF),

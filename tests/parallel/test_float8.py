@@ -134,7 +134,9 @@ def test_two_ranks_train_as_torchao_does_in_a_plain_loop(
     assert abs(found.loss[0] - expected.loss[0]) < 1e-6 * expected.loss[0]
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}, {"micro": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"cp": 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"dp": 2}, {"micro": 2}))], ids=str
+)
 def test_only_rowwise_with_gw_hp_does_not_depend_on_the_mesh(
     layout: dict[str, int], folder: Path, pool: WorkerPool
 ) -> None:
@@ -176,8 +178,8 @@ def test_checkpoints_and_exports_do_not_know_of_float8(
             assert torch.equal(tensor, torch.from_numpy(state[key]).bfloat16())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_checkpointed_activations_change_nothing(recipe: str, mode: str, folder: Path, pool: WorkerPool) -> None:
     batches = make_batches(2)
     plain, recomputed = (
@@ -188,7 +190,9 @@ def test_checkpointed_activations_change_nothing(recipe: str, mode: str, folder:
     assert all(np.array_equal(recomputed.gradients[name], plain.gradients[name]) for name in plain.gradients)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=() if each == "rowwise" else pytest.mark.slow) for each in RECIPES]
+)
 def test_losses_stay_close_to_those_without(recipe: str, folder: Path, pool: WorkerPool) -> None:
     batches = [batch for _ in range(6) for batch in make_batches()]  # five batches, learnt by heart
     case = Case(jobs.KIND, micro=4, lr=3e-3, fsdp=(("param_dtype", "bfloat16"),))

@@ -38,7 +38,7 @@ def one_step(folder: Path, case: Case, **claimed: Any) -> str:
     return "ok"
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3"])
+@pytest.mark.parametrize("kind", ["smollm2", pytest.param("llama3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir(kind, tmp_path)

@@ -92,8 +92,15 @@ def padded_units(kind: str, shards: int) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.parametrize("reduce_every", [False, True])
-@pytest.mark.parametrize("kind", ["llama3", "smollm2"])
+@pytest.mark.parametrize(
+    ("kind", "reduce_every"),
+    [
+        ("llama3", False),
+        ("smollm2", True),
+        pytest.param("llama3", True, marks=pytest.mark.slow),
+        pytest.param("smollm2", False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_steps_collectives_are_those_of_the_formulae(
     strategy: str, kind: str, reduce_every: bool, pool: WorkerPool, tmp_path: Path

@@ -181,7 +181,9 @@ def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: 
     [
         ("opt", {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0}, {"pack": False}),
         pytest.param("deepseek_v3", {"num_hidden_layers": 3}, {}, marks=pytest.mark.slow),
-        ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4}, {"pack": False}),
+        pytest.param(
+            "gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4}, {"pack": False}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_unusual_models_are_compared_or_refused_in_the_table(

@@ -73,7 +73,9 @@ def _lopsided() -> list[Rows]:
     return batches
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite", "cohere"])
+@pytest.mark.parametrize(
+    "kind", ["llama3", "granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("smollm2", "cohere"))]
+)
 def test_tokens_weigh_the_same_wherever_they_lie(kind: str, pool: WorkerPool, models: Path) -> None:
     batches = _lopsided()
     assert [int((row != IGNORE).sum()) for row in batches[0].labels] == [1, 0, 47, 3]
@@ -249,7 +251,9 @@ def expected_evaluation(models: Path) -> float:
     return total / sum(rows.targets for rows in batches)
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "cp"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1), (1, 2)))]
+)
 def test_evaluation_is_the_mean_and_leaves_no_trace(
     dp: int, cp: int, pool: WorkerPool, models: Path, expected_evaluation: float
 ) -> None:

@@ -23,8 +23,8 @@ from tests.workers import WorkerPool
 PROMPT, NEW = [5, 17, 99, 3, 42], 70  # answers longer than the block of 64 by which rows grow
 CASES = [
     Case("llama3"),
-    Case("llama3", 2, 1),
-    Case("llama3", 1, 2, method="ulysses"),
+    pytest.param(Case("llama3", 2, 1), marks=pytest.mark.slow),
+    pytest.param(Case("llama3", 1, 2, method="ulysses"), marks=pytest.mark.slow),
     Case("llama3", 2, 2, method="ring"),
     Case("llama3", 1, 3, method="allgather"),
 ]

@@ -72,7 +72,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "granite"])
+@pytest.mark.parametrize(
+    "kind", ["granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("smollm2", "llama3"))]
+)
 def test_each_sources_loss_is_that_of_plain_transformers_on_every_mesh(
     kind: str, pool: WorkerPool, models: Path
 ) -> None:
