@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,31 +18,15 @@ from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, k
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
 from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, bench_sync, llama_config
-from fsdp2kit.distributed import end_process
 from tests.reference import needs_integers
-from tests.workers import FORKS, WorkerPool
-from tools.bench import main, report_lines, result_lines
+from tests.workers import WorkerPool, run_command
+from tools.bench import report_lines, result_lines
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 
 
 def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a forked process."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = FORKS.Process(target=_run_tool, args=(arguments, environment, folder))
-        process.start()
-        process.join(300)
-        said, complained = (Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-    assert process.exitcode is not None, "it has not ended"
-    return subprocess.CompletedProcess(arguments, process.exitcode, said, complained)
-
-
-def _run_tool(arguments: tuple[str, ...], environment: dict[str, str], folder: str) -> None:
-    os.environ.update(environment)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
-    sys.orig_argv = [sys.executable, "tools/bench.py", *arguments]
-    end_process(main(list(arguments)))
+    return run_command("tools.bench", *arguments, **environment)
 
 
 def last_result(bench: Callable[..., Any], **options: Any) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -138,3 +141,33 @@ class WorkerPool:
             process.join()
             connection.close()
         self._workers.clear()
+
+
+def run_command(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What ``python -m MODULE ARGUMENT …`` says and ends with."""
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        process = start_command(module, *arguments, stdout=stdout, stderr=stderr, **environment)
+        process.join(300)
+        said, complained = (path.read_text(encoding="utf-8") for path in (stdout, stderr))
+    assert process.exitcode is not None, "it has not ended"
+    return subprocess.CompletedProcess(arguments, process.exitcode, said, complained)
+
+
+def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **environment: str) -> Any:
+    """``python -m MODULE ARGUMENT …`` as a fork of a process that has imported everything."""
+    process = FORKS.Process(target=_be_command, args=(module, arguments, environment, str(stdout), str(stderr)))
+    process.start()
+    return process
+
+
+def _be_command(
+    module: str, arguments: tuple[str, ...], environment: dict[str, str], stdout: str, stderr: str
+) -> None:
+    from fsdp2kit.distributed import end_process
+
+    os.environ.update(environment)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.orig_argv = [sys.executable, f"{module.replace('.', '/')}.py", *arguments]
+    end_process(importlib.import_module(module).main(list(arguments)))

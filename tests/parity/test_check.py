@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +15,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.parity import check
 from fsdp2kit.parity.variants import METHODS, STRATEGIES, Variant, variants
 from tests.reference import tiny_model_dir
-from tests.workers import WorkerPool
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.workers import WorkerPool, run_command
 
 
 def config(path: Path, **sections: Any) -> TrainingConfig:
@@ -128,13 +123,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path)
     toml = tmp_path / "run.toml"
     toml.write_text(f'recipe = "sft"\n[model]\npath = "{path}"\n[fsdp]\nparam_dtype = "float32"\n')
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tools" / "parity.py"), str(toml)]
-    done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_command("tools.parity", str(toml), "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert {row["verdict"] for row in rows} == {"ok"}
-    wrong = subprocess.run([*command, "mesh.cp=x"], env=environment, capture_output=True, text=True, timeout=300)
+    wrong = run_command("tools.parity", str(toml), "mesh.cp=x")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")
     assert "Traceback" not in wrong.stderr
