@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import lock_run_dir
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, start_command
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
@@ -421,9 +422,28 @@ def test_ranks_leave_together_when_one_fails(failing: int, pool: WorkerPool) -> 
     assert pool.run(2, fail_on_one_rank, failing) == ["a row: cannot be read on this rank; mend it"] * 2
 
 
-@pytest.mark.parametrize(
-    "override", [pytest.param("train.stepz=1", marks=pytest.mark.slow), "data.path=/nowhere/x.jsonl"]
-)
+def test_every_process_ends_with_exit_code_2(model_dir: Path, tmp_path: Path) -> None:
+    command = ["fsdp2kit.run", str(toml_for(model_dir, tmp_path)), "data.path=/nowhere/x.jsonl"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    logs = [tmp_path / f"log{rank}" for rank in range(2)]
+    ranks = [
+        start_command(*command, stdout=log, stderr=log, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, log in enumerate(logs)
+    ]
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [2, 2]
+    said = [log.read_text() for log in logs]
+    assert len([line for line in said[0].splitlines() if line.startswith("error: ")]) == 1
+    assert "error: " not in said[1]
+    assert not any("Traceback" in text for text in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["train.stepz=1", "data.path=/nowhere/x.jsonl"])
 def test_torchrun_sees_exit_code_2_from_every_rank(override: str, model_dir: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

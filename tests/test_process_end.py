@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from fsdp2kit.data.tokens import start_workers
-from tests.workers import FORKS
+from tests.workers import FORKS, start_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,12 +83,24 @@ def test_a_reader_that_has_left_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "stdout", ["> /dev/full", *(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "| head -n 1"))]
-)
+KEYS = ("eval.every=0", "mesh.cp=1", "train.steps=3", "checkpoint.export_hf=never")
+
+
+def test_a_run_outlives_a_console_on_a_full_disk(tmp_path: Path) -> None:
+    toml, complained = str(ROOT / "toml/demo_cp2.toml"), tmp_path / "stderr"
+    overrides = [*KEYS, f"run.dir={tmp_path}/run"]
+    process = start_command("fsdp2kit.run", toml, *overrides, stdout=Path("/dev/full"), stderr=complained)
+    process.join(120)
+
+    assert (process.exitcode, complained.read_text(encoding="utf-8")) == (0, "")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stdout", ["> /dev/full", ">&-", "| head -n 1"])
 def test_a_run_outlives_its_console(stdout: str, tmp_path: Path) -> None:
-    keys = "eval.every=0 mesh.cp=1 train.steps=3 checkpoint.export_hf=never"
-    run = f"-m fsdp2kit.run {ROOT}/toml/demo_cp2.toml {keys} run.dir={tmp_path}/run"
+    run = f"-m fsdp2kit.run {ROOT}/toml/demo_cp2.toml {' '.join(KEYS)} run.dir={tmp_path}/run"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} {run} {stdout}"],
         capture_output=True,
