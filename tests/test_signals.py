@@ -104,3 +104,5 @@ def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Sign
             rank.kill()
             rank.join()
     assert codes == [1, 1, 1], logs[0].read_text()
+    for rank in (0, 2, 3):
+        assert "error: another rank has ended, or has not answered" in logs[rank].read_text()

@@ -63,7 +63,7 @@ ADAPTERS = {
 
 
 def _cases() -> Iterator[Case]:
-    for kind, (dp, cp), adapter in pairs_of(KINDS, MESHES[1:], ("lora", "dora", "saved")):
+    for kind, (dp, cp), adapter in pairs_of(KINDS, MESHES, ("lora", "dora", "saved")):
         yield Case(kind, dp, cp, 1, adapter=adapter)
     hybrid = (("strategy", "hybrid_shard"),)
     yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="lora")
