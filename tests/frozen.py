@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 
+import datasets
 import pandas
 import peft
+import rich.console
 from transformers import get_scheduler
 
-IMPORTED_LATER = (pandas, peft, get_scheduler)  # by runs, a second each: pyarrow looks whether rows come from pandas
+# By runs, up to a second each: pyarrow looks whether rows come from pandas.
+IMPORTED_LATER = (datasets, pandas, peft, rich.console, get_scheduler)
 
 gc.freeze()

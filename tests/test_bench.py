@@ -258,7 +258,7 @@ def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
         torch.cat([kept, kept])
 
     assert memory.peak is not None
-    assert 295 * mib < memory.peak < 320 * mib
+    assert 280 * mib < memory.peak < 320 * mib, "what earlier tests leave may go meanwhile"
 
 
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:

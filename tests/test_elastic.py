@@ -116,8 +116,8 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("streaming", "meshes"),
     [
-        pytest.param(False, ("1x1", "4x1"), id="read whole"),
-        pytest.param(False, ("1x4", "2x1"), id="read whole, others", marks=pytest.mark.slow),
+        pytest.param(False, ("1x1",), id="read whole"),
+        pytest.param(False, ("4x1", "1x4", "2x1"), id="read whole, others", marks=pytest.mark.slow),
         pytest.param(True, tuple(MESHES), id="streaming", marks=pytest.mark.slow),
     ],
 )

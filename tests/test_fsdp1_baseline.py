@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
 
 
 # Those that differ from another in one setting only.
-THOROUGH = ("full_shard", "shard_grad_op", "prefetch", "untied", "no_shard", "root", "hybrid_zero2")
+THOROUGH = ("full_shard", "shard_grad_op", "prefetch", "untied", "no_shard", "root", "size", "hybrid_zero2")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in THOROUGH else []) for name in VARIANTS]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing as mp
 import os
 import subprocess
@@ -22,39 +23,37 @@ FORKS.set_forkserver_preload(
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
-# torch 2.11 keeps every mesh, and with it threads of its groups, which wake up a hundred times a second: after some
-# hundreds of tests they take more than a core. Workers with so many are replaced.
+# A group's threads wake up a hundred times a second: after some hundreds of tests that make groups of their own, they
+# take more than a core. Workers with so many are replaced.
 _MOST_THREADS = 100
 
 
-def _serve(connection: Any) -> None:
-    """One worker: run functions sent by the parent, each inside a process group of its own."""
+def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
+    """One worker: run functions sent by the parent, all in one process group, until one ends it or fails."""
     import torch
     import torch.distributed as dist
 
-    from fsdp2kit.parallel import plan
+    from fsdp2kit.parallel import mesh, plan
 
     torch.set_num_threads(1)
     _stay_on_one_core()
     plan.inspect_model = _inspect_once(plan.inspect_model)
-    while True:
-        task = connection.recv()
-        if task is None:
-            return
-        function, args, kwargs, rank, size, store_path = task
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-        try:
-            store = dist.FileStore(store_path, size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    make_group = mesh._group_along
+    for number in itertools.count():
+        store = dist.FileStore(f"{store_path}-{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        mesh._group_along = _make_once(make_group)
+        while dist.is_initialized():  # the runner ends its process group itself
+            function, args, kwargs = connection.recv()
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
             torch.manual_seed(0)
             try:
                 connection.send((True, function(*args, **kwargs)))
-            finally:
-                if dist.is_initialized():  # the runner ends its process group itself
+            except BaseException:
+                if dist.is_initialized():  # the other ranks may wait for this one
                     dist.destroy_process_group()
-                _forget_groups()
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+                connection.send((False, traceback.format_exc()))
+        _forget_groups()
 
 
 def _stay_on_one_core() -> None:
@@ -80,6 +79,21 @@ def _inspect_once(inspect_model: Callable) -> Callable:
     return inspect
 
 
+def _make_once(make_group: Callable) -> Callable:
+    """The groups of a mesh, made once for all meshes that have them: what DTensor plans for one, it plans by mesh."""
+    from torch.distributed import group
+
+    known: dict[tuple, Any] = {}
+
+    def make(ranks: Any, dim: int, *, of_its_own: bool) -> Any:
+        key = group.WORLD, str(ranks.tolist()), dim, of_its_own
+        if key not in known:
+            known[key] = make_group(ranks, dim, of_its_own=of_its_own)
+        return known[key]
+
+    return make
+
+
 def _forget_groups() -> None:
     """DTensor keeps plans and results by mesh, with the names of process groups that are gone after a run."""
     from torch.distributed.tensor import _redistribute, debug
@@ -100,10 +114,12 @@ def _threads_of(pid: int) -> int:
 
 
 class WorkerPool:
-    """Runs a top-level function on ranks 0 … size − 1 of a fresh gloo group and returns every rank's result."""
+    """Runs a top-level function on ranks 0 … size − 1 of a gloo group and returns every rank's result."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Any]] = []
+        self._workers: dict[int, list[tuple[Any, Any]]] = {}
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = itertools.count()
 
     def run(self, size: int, function: Callable, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
         """``[function(*args, **kwargs) for each rank]``.
@@ -111,36 +127,43 @@ class WorkerPool:
         Raises:
             AssertionError: a rank raised; the message holds the traceback of each one that did.
         """
-        if any(_threads_of(process.pid) > _MOST_THREADS for process, _ in self._workers):
-            self.close()
-        while len(self._workers) < size:
-            ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
-        with tempfile.TemporaryDirectory() as folder:
-            store_path = str(Path(folder) / "store")
-            for rank in range(size):
-                self._workers[rank][1].send((function, args, kwargs, rank, size, store_path))
-            replies = []
-            for rank in range(size):
-                connection = self._workers[rank][1]
-                if not connection.poll(timeout):
-                    self.close()
-                    raise AssertionError(f"rank {rank} of {function.__name__} gave no answer in {timeout:.0f} s")
-                replies.append(connection.recv())
+        workers = self._workers.get(size) or self._start(size)
+        for _, connection in workers:
+            connection.send((function, args, kwargs))
+        replies = []
+        for rank, (_, connection) in enumerate(workers):
+            if not connection.poll(timeout):
+                self._stop(size)
+                raise AssertionError(f"rank {rank} of {function.__name__} gave no answer in {timeout:.0f} s")
+            replies.append(connection.recv())
         failures = [f"rank {rank}:\n{reply}" for rank, (good, reply) in enumerate(replies) if not good]
+        if failures or any(_threads_of(process.pid) > _MOST_THREADS for process, _ in workers):
+            self._stop(size)
         if failures:
             raise AssertionError("\n".join(failures))
         return [reply for _, reply in replies]
 
-    def close(self) -> None:
-        """Kill the workers; the next `run` starts new ones."""
-        for process, connection in self._workers:
+    def _start(self, size: int) -> list[tuple[Any, Any]]:
+        store_path = str(Path(self._folder.name, f"store-{next(self._count)}"))
+        workers = self._workers[size] = []
+        for rank in range(size):
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(theirs, rank, size, store_path), daemon=True)
+            process.start()
+            workers.append((process, ours))
+        return workers
+
+    def _stop(self, size: int) -> None:
+        for process, connection in self._workers.pop(size):
             process.kill()
             process.join()
             connection.close()
-        self._workers.clear()
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for size in list(self._workers):
+            self._stop(size)
+        self._folder.cleanup()
 
 
 def run_command(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -67,10 +67,8 @@ def _cases() -> Iterator[Case]:
         yield Case(kind, dp, cp, 1, adapter=adapter)
     hybrid = (("strategy", "hybrid_shard"),)
     yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="lora")
-    yield Case("qwen3", 4, 1, 1, hybrid, dp_replicate=2, adapter="dora")
     yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora")
     yield Case("llama3", 2, 1, 1, checkpointing=True, adapter="saved")
-    yield Case("qwen3", 2, 1, 1, checkpointing="selective", adapter="dora")
     yield Case("llama3", 2, 1, 1, (("reduce_every_micro_batch", True), ("unit", "root")), adapter="lora")
     yield Case("smollm2", 1, 2, 1, (("strategy", "no_shard"),), adapter="saved")
     # A copy with attention in it.
@@ -86,12 +84,17 @@ def _quantized_cases() -> Iterator[Case]:
         yield Case(kind, dp, cp, 1, adapter=adapter, quantize="nf4")
     hybrid = (("strategy", "hybrid_shard"),)
     yield Case("llama3", 2, 2, 1, hybrid, dp_replicate=2, adapter="saved", quantize="nf4")
-    yield Case("smollm2", 2, 1, 2, pack=False, adapter="lora", quantize="nf4")
     yield Case("qwen3", 2, 1, 1, (("unit", "root"),), checkpointing=True, adapter="saved", quantize="nf4")
     yield Case("llama3", 2, 1, 1, checkpointing="selective", adapter="dora", quantize="nf4")
 
 
 CASES = [*_cases(), *(_quantized_cases() if SHARDS_INTEGERS else ())]
+# Each of these options meets adapters in another case, too.
+THOROUGH = [
+    Case("qwen3", 4, 1, 1, (("strategy", "hybrid_shard"),), dp_replicate=2, adapter="dora"),
+    Case("qwen3", 2, 1, 1, checkpointing="selective", adapter="dora"),
+    *([Case("smollm2", 2, 1, 2, pack=False, adapter="lora", quantize="nf4")] if SHARDS_INTEGERS else []),
+]
 
 
 def write_adapter(folder: Path, kind: str, name: str) -> None:
@@ -120,7 +123,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
-    return by_world_size(pool, models, lambda case: CASES, steps=3)
+    return by_world_size(pool, models, lambda case: CASES if case in CASES else THOROUGH, steps=3)
 
 
 def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
@@ -156,7 +159,7 @@ def reference(models: Path) -> Callable[[Case], tuple[Curves, dict[str, float]]]
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH)], ids=str)
 def test_adapters_train_as_peft_trains_them(case: Case, outcome: Callable, reference: Callable) -> None:
     plain, control = reference(case)
     found = outcome(case)

@@ -126,8 +126,17 @@ def test_a_steps_collectives_are_those_of_the_formulae(
     assert found == want  # the planner says so beforehand
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("kind", ["llama3", "smollm2"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("llama3", "full_shard"),
+        ("smollm2", "full_shard"),
+        ("smollm2", "shard_grad_op"),
+        ("llama3", "no_shard"),
+        pytest.param("llama3", "shard_grad_op", marks=pytest.mark.slow),
+        pytest.param("smollm2", "no_shard", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_waits_once_and_never_reduces_two_tables_at_once(
     kind: str, strategy: str, pool: WorkerPool, tmp_path: Path
 ) -> None:
