@@ -126,16 +126,21 @@ class WorkerPool:
 
         Raises:
             AssertionError: a rank raised; the message holds the traceback of each one that did.
+            TimeoutError: a rank gave no answer.
+            EOFError: a rank has died.
         """
         workers = self._workers.get(size) or self._start(size)
         for _, connection in workers:
             connection.send((function, args, kwargs))
         replies = []
         for rank, (_, connection) in enumerate(workers):
-            if not connection.poll(timeout):
+            try:
+                if not connection.poll(timeout):
+                    raise TimeoutError(f"rank {rank} of {function.__name__} gave no answer in {timeout:.0f} s")
+                replies.append(connection.recv())
+            except (TimeoutError, EOFError):
                 self._stop(size)
-                raise AssertionError(f"rank {rank} of {function.__name__} gave no answer in {timeout:.0f} s")
-            replies.append(connection.recv())
+                raise
         failures = [f"rank {rank}:\n{reply}" for rank, (good, reply) in enumerate(replies) if not good]
         if failures or any(_threads_of(process.pid) > _MOST_THREADS for process, _ in workers):
             self._stop(size)
