@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import lock_run_dir
-from tests.workers import WorkerPool, start_command
+from tests.workers import WorkerPool, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
@@ -424,15 +423,7 @@ def test_ranks_leave_together_when_one_fails(failing: int, pool: WorkerPool) -> 
 
 def test_every_process_ends_with_exit_code_2(model_dir: Path, tmp_path: Path) -> None:
     command = ["fsdp2kit.run", str(toml_for(model_dir, tmp_path)), "data.path=/nowhere/x.jsonl"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    logs = [tmp_path / f"log{rank}" for rank in range(2)]
-    ranks = [
-        start_command(*command, stdout=log, stderr=log, **job, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank, log in enumerate(logs)
-    ]
+    ranks, logs = start_ranks(2, tmp_path, *command)
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [2, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
 from tests.checkpoint.test_chaos import TOML
-from tests.workers import start_command
+from tests.workers import start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -80,17 +79,7 @@ def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Sign
     toml.write_text(TOML)
     options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "run.timeout_minutes=0.15"]
     options += ["fsdp.strategy=hybrid_shard", "mesh.dp_replicate=2", "train.global_batch_size=4"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "4"}
-    job["LOCAL_WORLD_SIZE"] = "4"
-    logs = [tmp_path / f"log{rank}" for rank in range(4)]
-    ranks = [
-        start_command(
-            "fsdp2kit.run", str(toml), *options, stdout=log, stderr=log, **job, RANK=str(rank), LOCAL_RANK=str(rank)
-        )
-        for rank, log in enumerate(logs)
-    ]
+    ranks, logs = start_ranks(4, tmp_path, "fsdp2kit.run", str(toml), *options)
     try:
         deadline = time.monotonic() + 240
         while steps_done(run_dir) < 3 and ranks[0].is_alive() and time.monotonic() < deadline:

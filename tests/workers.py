@@ -6,6 +6,7 @@ import importlib
 import itertools
 import multiprocessing as mp
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -187,6 +188,24 @@ def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **en
     process = FORKS.Process(target=_be_command, args=(module, arguments, environment, str(stdout), str(stderr)))
     process.start()
     return process
+
+
+def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[list[Any], list[Path]]:
+    """`start_command` for every rank of a job, as torchrun starts them; each rank's process, and what it says."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    paths = [logs / f"rank-{rank}.log" for rank in range(size)]
+    ranks = [
+        start_command(module, *arguments, stdout=path, stderr=path, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, path in enumerate(paths)
+    ]
+    return ranks, paths
 
 
 def _be_command(
