@@ -249,16 +249,23 @@ def test_shares_are_of_the_steps_time() -> None:
     assert (found["matmul"], found["idle"]) == (0.5, 0.5)
 
 
-def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
-    mib = 2**20
+def peak_of_a_build() -> int | None:
     with PeakMemory(torch.device("cpu")) as memory:
-        torch.ones(400 * mib, dtype=torch.uint8)
-        kept = torch.ones(100 * mib, dtype=torch.uint8)
+        torch.ones(400 * 2**20, dtype=torch.uint8)
+        kept = torch.ones(100 * 2**20, dtype=torch.uint8)
         memory.forget()
         torch.cat([kept, kept])
+    return memory.peak
 
-    assert memory.peak is not None
-    assert 280 * mib < memory.peak < 320 * mib, "what earlier tests leave may go meanwhile"
+
+def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
+    """In a process of its own: what earlier tests left may go meanwhile."""
+    pool = WorkerPool()
+    [peak] = pool.run(1, peak_of_a_build)
+    pool.close()
+
+    assert peak is not None
+    assert 295 * 2**20 < peak < 320 * 2**20
 
 
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:
