@@ -64,16 +64,23 @@ def pytest_runtest_setup() -> None:
         dist.destroy_process_group()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, as `make test-all` does")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `slow` ones unless asked for: an hour each."""
+    """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `full` and `slow` ones unless asked for."""
     import torch
 
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     asked_for_slow = "slow" in (config.getoption("-m") or "")
+    asked_for_full = asked_for_slow or config.getoption("--full")
     for item in items:
         if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or os.environ.get("TRY_ON_CPU")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("full") and not asked_for_full:
+            item.add_marker(pytest.mark.skip(reason="full; run with `pytest --full`"))
         if item.get_closest_marker("slow"):
             skip = pytest.mark.skip(reason="slow; run with `pytest -m slow`")
             item.add_marker(pytest.mark.timeout(3600) if asked_for_slow else skip)
