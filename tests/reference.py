@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
 
@@ -98,6 +99,8 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 
 needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao, of the extra lowbit")
+ADAMW_8BIT = pytest.param("adamw_8bit", marks=needs_torchao)
 
 
 def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:

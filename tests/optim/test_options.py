@@ -18,11 +18,12 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.optim.build import block_size, build_lr_schedule, build_optimizer
 from fsdp2kit.optim.muon import hidden_matrices
 from tests.optim import jobs
+from tests.reference import ADAMW_8BIT, needs_torchao
 from tests.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
-OPTIONS = ["muon", "adamw_8bit", "adamw_bf16"]
-EXACT = ["muon", "adamw_8bit"]  # test_rounded_adamw.py has the bounds of the other
+OPTIONS = ["muon", ADAMW_8BIT, "adamw_bf16"]
+EXACT = ["muon", ADAMW_8BIT]  # test_rounded_adamw.py has the bounds of the other
 MUON = {"wide.weight", "tall.weight", "same.weight", "odd.weight", "row.weight"}
 LAYOUTS = [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]  # ranks, replicas
 
@@ -58,7 +59,8 @@ def muon(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
 
 
 def torchao_8bit(parameters: dict[str, Tensor]) -> list[torch.optim.Optimizer]:
-    optim = pytest.importorskip("torchao.optim")
+    from torchao import optim
+
     large = [parameters.pop(name) for name in ("embed.weight", "wide.weight", "same.weight", "head.weight")]
     tall = [parameters.pop("tall.weight"), parameters.pop("experts")]  # rows of 192 = 3 × 64, and of 64
     return [optim.AdamW8bit(large, **VALUES), optim.AdamW8bit(tall, block_size=64, **VALUES), *adamw(parameters)]
@@ -96,8 +98,6 @@ def test_muon_takes_linear_maps_alone() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
     for straight, resumed in pool.run(2, jobs.interrupted, tmp_path, section_of(name)):
         assert straight.keys() == resumed.keys()
         assert all(np.array_equal(straight[key], resumed[key]) for key in straight)
@@ -108,8 +108,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, pool: WorkerPool, tmp_path
 
 @pytest.mark.parametrize("name", [*EXACT, pytest.param("adamw_bf16", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_read_on_any_number_of_ranks(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
     pool.run(2, jobs.interrupted, tmp_path, section_of(name))
     (expected, *_) = pool.run(2, jobs.restored, tmp_path, section_of(name))
     for ranks in (1, 3):
@@ -118,8 +116,8 @@ def test_a_checkpoint_is_read_on_any_number_of_ranks(name: str, pool: WorkerPool
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
+@needs_torchao
 def test_moments_in_another_format_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
     pool.run(2, jobs.interrupted, tmp_path, section_of("adamw_bf16"))
     with pytest.raises(AssertionError, match=r"UserError: .*exp_avg.* moments are stored in another format"):
         pool.run(2, jobs.restored, tmp_path, section_of("adamw_8bit"))
@@ -132,8 +130,8 @@ def test_blocks_stay_within_rows() -> None:
     assert block_size(torch.empty(8192)) is None
 
 
+@needs_torchao
 def test_low_bit_state_does_not_depend_on_the_mesh(pool: WorkerPool) -> None:
-    pytest.importorskip("torchao")
     one, two = (pool.run(ranks, jobs.trained, section_of("adamw_8bit"))[0] for ranks in (1, 2))
     assert one.keys() == two.keys()
     for key in one:
@@ -143,8 +141,6 @@ def test_low_bit_state_does_not_depend_on_the_mesh(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", *OPTIONS])
 def test_the_ledger_says_what_moments_are(name: str, pool: WorkerPool) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
     kept = {"adamw": "float32", "muon": "float32", "adamw_bf16": "bfloat16"}.get(name, "uint8 or float32")
     assert pool.run(2, jobs.ledger_of_a_step, section_of(name), None) == [kept] * 2
     for said in pool.run(2, jobs.ledger_of_a_step, section_of(name), "float16"):
@@ -156,8 +152,6 @@ def test_the_ledger_says_what_moments_are(name: str, pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_schedule_moves_every_group(name: str) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
     optimizer = build_optimizer(section_of(name), jobs.make_net())
     schedule = build_lr_schedule(LRScheduleConfig(name="linear", warmup_steps=4), optimizer, total_steps=8, step=1)
     rates = []

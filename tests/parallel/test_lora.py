@@ -35,6 +35,7 @@ from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
 from tests.reference import (
+    ADAMW_8BIT,
     beyond,
     make_batches,
     needs_integers,
@@ -349,7 +350,7 @@ def losses_with(folder: Path, case: Case, options: dict[str, dict[str, Any]]) ->
     return Sharded(type(config).model_validate(values), world=distributed.start()).curves(make_batches(1) * 5).loss
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit", "adamw_bf16"])
+@pytest.mark.parametrize("optimizer", ["muon", ADAMW_8BIT, "adamw_bf16"])
 def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, models: Path) -> None:
     options = {"optimizer": {"name": optimizer}}
     alone = pool.run(1, losses_with, models, Case("smollm2", adapter="lora"), options)[0]

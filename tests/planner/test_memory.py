@@ -38,7 +38,7 @@ from tests.planner.likeness import (
     rl_config,
     small,
 )
-from tests.reference import make_batches, needs_integers, tiny_model, tiny_model_dir
+from tests.reference import ADAMW_8BIT, make_batches, needs_integers, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -353,10 +353,8 @@ def test_what_does_not_fit_is_said_with_the_category_to_blame() -> None:
     assert fits.needed - fits.peak.total == 3 * GIB
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", ADAMW_8BIT, "muon"])
 def test_optimizer_state_is_what_a_real_one_keeps(name: str) -> None:
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
     config = config_of(small(LLAMA_8B), ranks=1, optimizer={"name": name})
     model: Any = build_model(config.model)
     model.to_empty(device="cpu")

@@ -14,7 +14,7 @@ from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
 from tests.lagging_copies import LaggingCopies
 from tests.parallel.jobs import Case
 from tests.parallel.test_lora import write_adapter
-from tests.reference import tiny_model_dir
+from tests.reference import needs_torchao, tiny_model_dir
 from tests.rl.jobs import asleep, naps
 from tests.workers import WorkerPool
 
@@ -38,7 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("case", "optimizer"), CASES, ids=[f"{case}-{name}" for case, name in CASES])
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [
+        pytest.param(case, name, id=f"{case}-{name}", marks=needs_torchao if name == "adamw_8bit" else ())
+        for case, name in CASES
+    ],
+)
 def test_steps_after_sleep_are_those_without(case: Case, optimizer: str, models: Path, pool: WorkerPool) -> None:
     section = OptimizerConfig.model_validate({"name": optimizer, "lr": 1e-3})
     for (losses, state), (plain_losses, plain_state) in zip(
