@@ -6,6 +6,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,11 @@ def tiny_model(kind: str) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model
+
+
+def full(*values: Any) -> Any:
+    """A test's parameters that only `make test-all` takes: another case of what the default ones cover."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")

@@ -44,6 +44,7 @@ def assert_has_provenance(result: dict[str, Any], *, ranks: int) -> None:
     json.dumps(result, allow_nan=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("files", "dtype"), [pytest.param(1, "bfloat16", marks=pytest.mark.slow), (3, "float32")])
 def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str) -> None:
     result, _ = pool.run(2, last_result, bench_load, params=1e-3, files=files, dtype=dtype, rounds=2)
@@ -61,6 +62,7 @@ def test_load_measures_memory_and_time(pool: WorkerPool, files: int, dtype: str)
     assert "values equal: yes" in result_lines(result)
 
 
+@pytest.mark.full
 def test_save_measures_both_ways(pool: WorkerPool) -> None:
     result, _ = pool.run(2, last_result, bench_save, params=1e-3, rounds=2, tokens=16)
 
@@ -77,6 +79,7 @@ def test_sync_measures_both_ways(pool: WorkerPool) -> None:
     assert result["checks"] == {"values_equal": True}
 
 
+@pytest.mark.full
 def test_convert_measures_every_way(pool: WorkerPool) -> None:
     (result,) = pool.run(1, last_result, bench_convert, params=1e-3, rounds=1)
 
@@ -85,6 +88,7 @@ def test_convert_measures_every_way(pool: WorkerPool) -> None:
     assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in result["rows"])
 
 
+@pytest.mark.full
 def test_gpu_dry_run_prints_json(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
 
@@ -130,6 +134,7 @@ def _qlora() -> dict[str, Any]:
         return last_result(bench_gpu, groups=("lora_4k",), dry_run=True)
 
 
+@pytest.mark.full
 def test_gpu_profile_and_ring_dry_runs() -> None:
     profile = tool("gpu", "--device", "cpu", "--dry-run", "--profile", "--groups", "small", "--json")
     ring = tool("ring", "--device", "cpu", "--dry-run", "--max-minutes", "0", "--json")
@@ -313,6 +318,7 @@ def test_random_models_have_about_the_size_asked_for(params: float) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(params, rel=0.25)
 
 
+@pytest.mark.full
 def test_the_loss_at_a_large_vocabulary_is_that_of_whole_logits_in_less_memory(pool: WorkerPool) -> None:
     kernels = ("torch",) if hasattr(torch.nn.functional, "linear_cross_entropy") else ()
     options = {"vocabulary": 40_000, "tokens": 2_000, "hidden": 16, "whole": True, "kernels": kernels, "rounds": 1}

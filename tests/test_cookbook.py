@@ -54,6 +54,7 @@ def test_every_toml_loads(text: str, tmp_path: Path) -> None:
     check_config(config, world_size=world_size, local_world_size=min(8, world_size))
 
 
+@pytest.mark.full
 def test_the_notebook_runs(tmp_path: Path) -> None:
     (tmp_path / "toml").symlink_to(ROOT / "toml")
     code = next(text for language, text in FENCES if language == "python")

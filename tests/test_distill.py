@@ -59,6 +59,7 @@ def run(pool: WorkerPool, toml: Path) -> Run:
     return runner(pool, toml)
 
 
+@pytest.mark.full
 def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:
     straight = run(tmp_path / "straight", 2)
     assert f"teacher: {toml.parent / 'teacher'}, " in straight[0]["said"]

@@ -15,7 +15,7 @@ from fsdp2kit.checkpoint.reader import SafeReader
 from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import estimate, plan_for
 from fsdp2kit.run import load
-from tests.reference import demo_model_dir
+from tests.reference import demo_model_dir, full
 from tests.runs import Run, run_all, runner
 from tests.workers import WorkerPool
 
@@ -126,6 +126,7 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
     assert random[0]["kl"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_adapters_need_no_copy(loss: str, run: Run, toml: Path, tmp_path: Path) -> None:
     options = ("lora.rank=4", "optimizer.lr=1e-2", f"dpo.loss={loss}")
@@ -171,7 +172,9 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         assert said.count("; ") >= 1, "where: what; what to do"
 
 
-@pytest.mark.parametrize(("overrides", "has_one"), [([], True), (["dpo.loss=simpo"], False), (["lora.rank=2"], False)])
+@pytest.mark.parametrize(
+    ("overrides", "has_one"), [full([], True), (["dpo.loss=simpo"], False), (["lora.rank=2"], False)]
+)
 def test_its_reference_is_planned(overrides: list[str], has_one: bool, toml: Path) -> None:
     _, config = load(str(toml), overrides)
     found = estimate(config, *plan_for(config, world_size=2, local_world_size=2))

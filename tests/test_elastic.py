@@ -113,6 +113,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("streaming", "meshes"),
     [

@@ -168,6 +168,7 @@ def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, 
     assert _exported_step(directory) == 6, "what was there is not replaced by a damaged one"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     [(*CP2, "context_parallel.method=ring"), *(pytest.param(each, marks=pytest.mark.slow) for each in ((), CP2))],
@@ -198,6 +199,7 @@ DATA = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "stream of a mix" else pytest.mark.slow) for name in DATA]
 )

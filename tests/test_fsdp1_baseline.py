@@ -20,7 +20,7 @@ from fsdp2kit.bench.peers import bench_fsdp1
 from fsdp2kit.config.checks import resolve_mesh
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
-from tests.reference import tiny_model, tiny_model_dir
+from tests.reference import full, tiny_model, tiny_model_dir
 from tests.test_bench import last_result
 from tests.workers import WorkerPool
 from tools.bench import result_lines
@@ -119,7 +119,11 @@ VARIANTS: dict[str, tuple[int, list[str], dict[str, str]]] = {
 
 # Those that differ from another in one setting only.
 THOROUGH = ("full_shard", "shard_grad_op", "prefetch", "untied", "no_shard", "root", "size", "hybrid_zero2")
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in THOROUGH else []) for name in VARIANTS]
+NAMES = [
+    "one_rank",
+    *map(full, ("frozen", "hybrid")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in THOROUGH),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,6 +149,7 @@ def test_losses_agree_in_float32(name: str, pool: WorkerPool, toml: Path, tmp_pa
     assert any(line.startswith("| fsdp1 | **") for line in result_lines(result))
 
 
+@pytest.mark.full
 def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: Path) -> None:
     overrides = ["fsdp.param_dtype=bfloat16", "fsdp.storage_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
 
@@ -155,6 +160,7 @@ def test_in_bfloat16_they_agree_as_far_as_bfloat16_goes(pool: WorkerPool, toml: 
     assert 1e-6 < result["rows"][0]["losses_differ_by"] < 2e-2
 
 
+@pytest.mark.full
 def test_losses_that_differ_are_noticed(pool: WorkerPool, toml: Path) -> None:
     for result in pool.run(2, _other_side_without_decay, [str(toml)]):
         assert not result["checks"]["losses_agree"]  # for which bench.py ends with exit code 1

@@ -191,6 +191,7 @@ def test_schemas_are_current() -> None:
         assert is_current(path, text), f"{path.name}: run `make schema`"
 
 
+@pytest.mark.full
 def test_schemas_accept_the_tomls_and_refuse_unknown_keys() -> None:
     import json
 

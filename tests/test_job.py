@@ -54,6 +54,7 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(tmp_path: Pat
         process.communicate()
 
 
+@pytest.mark.full
 def test_it_is_let_go_at_the_end(tmp_path: Path) -> None:
     with lock_run_dir(tmp_path):
         pass

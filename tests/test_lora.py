@@ -104,6 +104,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(48)[None] * 7 % 1024, use_cache=False).logits
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_adapters_alone_and_resumes_on_another_mesh(
     straight: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def run_uploading(toml: str, overrides: Sequence[str]) -> list[tuple[str, set[st
     return uploaded
 
 
+@pytest.mark.full
 def test_the_best_adapter_is_exported_and_uploaded(
     toml: Path, model_dir: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:

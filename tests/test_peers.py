@@ -80,6 +80,7 @@ def test_a_loop_that_ends_early_is_told() -> None:
         Turns(lambda: None).advance()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -191,6 +192,7 @@ def test_every_rank_needs_a_row(pool: WorkerPool, chat_model: Path) -> None:
         compare(pool, chat_model, "handwritten", global_batch=3, cp=2)
 
 
+@pytest.mark.full
 @needs_accelerate
 def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_model: Path) -> None:
     result, _ = compare(pool, chat_model, "equal_padding", set=["train.micro_batch_size=2"])
@@ -202,6 +204,7 @@ def test_transformers_trainer_agrees_at_equal_padding(pool: WorkerPool, chat_mod
     assert "DistributedDataParallel" in other["ran"], "accelerate drops FSDP on a CPU, and the bench says so"
 
 
+@pytest.mark.full
 @needs_accelerate
 def test_adapters_are_trained_beside_pefts(pool: WorkerPool, chat_model: Path) -> None:
     changes = ["lora.rank=4", "train.micro_batch_size=2"]

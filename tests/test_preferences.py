@@ -114,6 +114,7 @@ def expected_losses(model: Any, tokenizer: Any, rows: list[dict]) -> tuple[float
     return total / len(rows), spent / tokens
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_recipe_of_ones_own_computes_something_of_each_pair(pool: WorkerPool, tmp_path: Path) -> None:
     sft = (ROOT / "recipes" / "sft.py").read_text()

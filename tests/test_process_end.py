@@ -34,6 +34,7 @@ print("error", file=sys.stderr)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -51,6 +52,7 @@ def test_it_ends_as_exit_does_but_for_the_teardown(end: str, words: str) -> None
     assert done.stderr == "error\n"
 
 
+@pytest.mark.full
 def test_an_idle_pool_of_threads_is_not_waited_for() -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +66,7 @@ end_process(3)
     assert (done.returncode, done.stdout) == (3, "worked\n")
 
 
+@pytest.mark.full
 def test_a_reader_that_has_left_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.model.test_weights import UNUSUAL
 from tests.reference import TINY
 
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.full
 def test_the_readme_runs(tmp_path: Path) -> None:
     for name in ("toml", "tools", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)

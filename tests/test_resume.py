@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
-from tests.reference import demo_model_dir
+from tests.reference import demo_model_dir, full
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -133,7 +133,7 @@ def _interrupted(source: Path, target: Path, *, step: int = 5) -> Path:
     return target
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("dp2", DP2), ("cp2", CP2)])
+@pytest.mark.parametrize(("name", "mesh"), [full("dp2", DP2), ("cp2", CP2)])
 def test_resumed_on_the_same_mesh_every_digit_is_the_same(
     name: str, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -154,7 +154,7 @@ def test_losses_move_at_all(straight: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "mesh"),
-    [("dp2", 2, CP2), ("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
+    [full("dp2", 2, CP2), full("cp2", 2, DP2), ("dp2", 1, ()), ("cp2", 4, ("mesh.cp=2", "fsdp.strategy=no_shard"))],
 )
 def test_resumed_on_another_mesh_the_numbers_agree(
     name: str, size: int, mesh: tuple[str, ...], run: Run, straight: dict[str, Path], tmp_path: Path
@@ -188,6 +188,7 @@ def _run_with_late_copies(toml: str, overrides: Sequence[str]) -> None:
         _run_recipe(toml, overrides)
 
 
+@pytest.mark.full
 def test_the_optimizer_waits_for_the_copy_of_an_asynchronous_save(
     pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -358,6 +359,7 @@ def test_no_steps_only_evaluate(run: Run, tmp_path: Path) -> None:
     assert list((one / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.full
 def test_evaluation_does_not_disturb_training(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
     evaluated = run(tmp_path / "run", 2, f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=4", "eval.steps=2", *DP2)
     assert _numbers(evaluated) == _numbers(straight["dp2"])

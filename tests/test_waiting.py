@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 import torch.distributed as dist
 
 from fsdp2kit.distributed import one_per_machine_first
@@ -39,6 +40,7 @@ def waits(fails: bool) -> tuple[str, float]:
         dist.all_reduce = original
 
 
+@pytest.mark.full
 def test_nobody_waits_long_in_a_collective(pool: WorkerPool) -> None:
     results = pool.run(2, waits, False)
     assert [outcome for outcome, _ in results] == ["done by 0", "done by 1"]

@@ -74,6 +74,7 @@ def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()
     return kills
 
 
+@pytest.mark.full
 def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kills = kill_runs(tmp_path, runs=4, seed=1)
     with capsys.disabled():

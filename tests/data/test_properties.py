@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +112,7 @@ def test_a_global_batch_is_the_same_on_every_mesh(corpus, meshes, index, seed) -
     assert all(other == first for other in others)
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(CORPUS, st.lists(st.tuples(st.integers(0, 3), st.sampled_from(MESHES)), min_size=1, max_size=4))
 def test_stopped_anywhere_and_taken_up_on_another_mesh(corpus, legs) -> None:

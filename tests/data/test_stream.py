@@ -18,6 +18,7 @@ from fsdp2kit.data.stream import StreamLoader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
 from tests.data.templates import make_tokenizer
+from tests.reference import full
 
 SEQ_LEN, GLOBAL = 16, 4
 MESHES = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2) if 4 % (dp * micro) == 0]
@@ -215,7 +216,7 @@ def test_a_long_row_is_named(tmp_path: Path) -> None:
         stream(path, overlong="error").loader.batch(0)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, full(1)])
 def test_a_malformed_row_in_the_middle_is_named(workers: int, tmp_path: Path) -> None:
     rows = [json.dumps(row) for row in rows_of([12] * 2000)]
     rows[1500] = '{"input_ids": [1, 2'
@@ -227,6 +228,7 @@ def test_a_malformed_row_in_the_middle_is_named(workers: int, tmp_path: Path) ->
         [loader.batch(index) for index in range(100, 500)]
 
 
+@pytest.mark.full
 def test_workers_change_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": f"water {number}"} for number in range(400)])
     alone, helped = (stream(path, format="text", workers=workers).loader for workers in (0, 2))
@@ -250,6 +252,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
         stream(path).loader.batch(0)
 
 
+@pytest.mark.full
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input_ids": list(range(2, 2 + 2 + row % 14))} for row in range(20000)])
     loader, peaks, index = stream(path).loader, [], 0

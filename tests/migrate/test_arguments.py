@@ -29,6 +29,7 @@ from tests.migrate.jobs import (
     reference_gradients,
     schedule,
 )
+from tests.reference import full
 from tests.workers import WorkerPool
 
 UNITS = LAYERS + 1
@@ -59,11 +60,11 @@ def _strategy(name: str, replicate: int) -> dict[str, Any]:
     ("name", "ranks", "replicate", "share", "sent"),
     [
         ("FULL_SHARD", 2, 1, 1 / 2, {"g": UNITS + LAYERS, "r": UNITS}),
-        ("SHARD_GRAD_OP", 2, 1, 1 / 2, {"g": UNITS, "r": UNITS}),
+        full("SHARD_GRAD_OP", 2, 1, 1 / 2, {"g": UNITS, "r": UNITS}),
         # Every rank holds all of the optimizer's state: this is DDP, and no ZeRO.
         ("NO_SHARD", 2, 2, 1, {"a": UNITS}),
-        ("HYBRID_SHARD", 4, 2, 1 / 2, {"g": UNITS + LAYERS, "r": UNITS, "a": UNITS}),
-        ("_HYBRID_SHARD_ZERO2", 4, 2, 1 / 2, {"g": UNITS, "r": UNITS, "a": UNITS}),
+        full("HYBRID_SHARD", 4, 2, 1 / 2, {"g": UNITS + LAYERS, "r": UNITS, "a": UNITS}),
+        full("_HYBRID_SHARD_ZERO2", 4, 2, 1 / 2, {"g": UNITS, "r": UNITS, "a": UNITS}),
     ],
 )
 def test_a_strategy_sends_the_same_in_the_same_order(

@@ -23,6 +23,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.state_dicts import torch_to_dcp
 from tests.checkpoint import jobs
 from tests.checkpoint.test_convert import tool
+from tests.reference import full
 from tests.workers import WorkerPool
 
 IDS = torch.arange(24)[None] * 7 % jobs.VOCAB
@@ -68,7 +69,7 @@ def save_as_fsdp1(folder: Path, *, use_orig_params: bool, tied: bool) -> None:
         plain.config.save_pretrained(folder / "full")
 
 
-@pytest.mark.parametrize(("use_orig_params", "tied"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("use_orig_params", "tied"), [full(True, True), (False, False)])
 def test_fsdp1_checkpoints_are_taken_over(pool: WorkerPool, tmp_path: Path, use_orig_params: bool, tied: bool) -> None:
     pool.run(2, save_as_fsdp1, tmp_path, use_orig_params=use_orig_params, tied=tied)
     expected = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))

@@ -26,7 +26,7 @@ from fsdp2kit.parity.reference import (
     plain_loop,
 )
 from tests.parallel.jobs import Case, build, run_cases
-from tests.reference import beyond, make_batches, make_rows, tiny_model, tiny_model_dir
+from tests.reference import beyond, full, make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 WIDTH, VOCABULARY = 24, 50
@@ -301,9 +301,10 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("param_dtype", "output_dtype"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+    ("param_dtype", "output_dtype"),
+    [("bfloat16", "float32"), full("bfloat16", "bfloat16"), full("float32", "bfloat16")],
 )
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "cohere"])
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", full("cohere")])
 def test_units_may_return_another_dtype_than_they_compute_in(
     kind: str, param_dtype: str, output_dtype: str, pool: WorkerPool, tmp_path: Path
 ) -> None:

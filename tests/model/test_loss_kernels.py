@@ -28,7 +28,7 @@ from fsdp2kit.model.linear_cross_entropy import (
 from fsdp2kit.model.loss_head import attach_loss, choose_loss, select_supervised
 from fsdp2kit.parity.reference import Curves, Rows, cross_entropy_sum, errors, plain_logits, plain_loop
 from tests.parallel.jobs import Case, run_cases
-from tests.reference import make_batches, make_rows, tiny_model, tiny_model_dir
+from tests.reference import full, make_batches, make_rows, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -102,7 +102,7 @@ def test_without_a_target_head_and_states_have_gradients_of_zero(kernel: Any, dt
 
 
 @needs_torchs
-@pytest.mark.parametrize("kind", ["smollm2", "llama3"])
+@pytest.mark.parametrize("kind", ["smollm2", full("llama3")])
 def test_attached_torchs_kernel_gives_the_models_own_loss(kind: str) -> None:
     rows, plain = make_rows(3), tiny_model(kind)
     model: Any = tiny_model(kind)

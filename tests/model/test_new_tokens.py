@@ -31,7 +31,7 @@ from fsdp2kit.parity.engine import whole
 from fsdp2kit.run import load
 from tests.data.templates import encode_chat
 from tests.model.test_weights import _sharded
-from tests.reference import tiny_model
+from tests.reference import full, tiny_model
 from tests.workers import WorkerPool
 
 KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias
@@ -95,7 +95,7 @@ def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str
     return found
 
 
-@pytest.mark.parametrize(("size", "shard"), [(1, 1), (3, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "shard"), [(1, 1), full(3, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_new_rows_are_the_mean_of_the_others(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
     for kind in KINDS:
         hf_to_dcp(save_base(tmp_path, kind, dtype=torch.bfloat16), tmp_path / f"{kind}-dcp")
@@ -166,6 +166,7 @@ def _run_recipe(toml: str, overrides: Sequence[str]) -> str:
     return console.getvalue()
 
 
+@pytest.mark.full
 def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) -> None:
     """Trained, resumed on another mesh, exported; then plain transformers generates, and stops by itself."""
     base = save_base(tmp_path, "smollm2", dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
 from tests.parallel.test_checkpointing import Alive
-from tests.reference import nf4_rounded
+from tests.reference import needs_torchao, nf4_rounded
 
 
 def weight_like(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,6 +44,7 @@ def test_what_is_left_of_a_weight_is_nf4(shape: tuple[int, int], dtype: torch.dt
     assert layer.nf4.nbytes == -(-blocks // per_row) * per_row * BLOCK_BYTES, "36 bytes a block, in whole rows"
 
 
+@needs_torchao
 def test_codes_and_scales_are_those_of_torchao() -> None:
     """Which rounds its levels to four digits: a value in the middle between two may get the other one."""
     with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
-from tests.reference import TINY, tiny_model, tiny_model_dir
+from tests.reference import TINY, full, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 INDEX = "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def test_fused_experts_are_made_of_single_ones(tmp_path: Path) -> None:
         assert torch.equal(fused[expert], expected)
 
 
-@pytest.mark.parametrize(("size", "shard"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("size", "shard"), [(2, 2), full(3, 3), full(4, 2)])
 def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_path: Path) -> None:
     kinds = ("smollm2", "llama3", "mixtral", "gemma3")
     for kind in kinds:
@@ -264,6 +264,7 @@ def _unusual_config(kind: str) -> PretrainedConfig:
     return AutoConfig.for_model(kind, **sizes, vocab_size=128, pad_token_id=0)
 
 
+@pytest.mark.full
 def test_random_values_do_not_depend_on_the_mesh_for_unusual_architectures(pool: WorkerPool, tmp_path: Path) -> None:
     for kind in UNUSUAL:
         _unusual_config(kind).save_pretrained(tmp_path / kind)

@@ -270,6 +270,7 @@ def _both(model: Any) -> tuple[Any, Any]:
     return Reference(model, is_trained=True).token_log_probs, model.token_log_probs
 
 
+@pytest.mark.full
 def test_compiled_layers_are_switched_without_compiling_again(pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir("llama3", tmp_path)
     write_adapter(tmp_path, "llama3", "lora")

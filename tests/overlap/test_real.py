@@ -89,6 +89,7 @@ def traced(
     return build_report(trace_dir), records[0]
 
 
+@pytest.mark.full
 def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, records = traced
     assert [step.number for step in report.steps] == [3, 4]
@@ -134,6 +135,7 @@ def test_the_rows_add_up(traced: tuple[Report, list[dict[str, Any]]]) -> None:
         assert sum(row.compute for row in split.units.values()) == split.compute  # one thread computes at a time
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_writing_a_trace_is_in_no_steps_time(tells: bool, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", RANKS, seq_len=LENGTH)

@@ -207,15 +207,14 @@ def run_cases(
     return found
 
 
-def by_world_size(
-    pool: WorkerPool, folder: Path, group_of: Callable[[Case], Sequence[Case]], *, steps: int
-) -> Callable[[Case], Curves]:
+def by_world_size(pool: WorkerPool, folder: Path, *groups: Sequence[Case], steps: int) -> Callable[[Case], Curves]:
     """Rank 0's curves of a case; the first one of a world size runs all of its group that share it."""
     known: dict[Case, Curves] = {}
 
     def get(case: Case) -> Curves:
         if case not in known:
-            cases = [other for other in group_of(case) if other.world == case.world]
+            group = next(group for group in groups if case in group)
+            cases = [other for other in group if other.world == case.world]
             found = pool.run(case.world, run_cases, folder, cases, steps=steps, timeout=3600)[0]
             known.update(zip(cases, found, strict=True))
         return known[case]

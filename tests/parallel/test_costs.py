@@ -22,6 +22,7 @@ from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Met
 from fsdp2kit.parallel.context_parallel.segments import plan_segments
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Rows
+from tests.reference import full
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
@@ -124,7 +125,7 @@ def alone() -> int:
     return measure_costs(None, cp=1, seq_len=LENGTH).activation_bytes
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, full(3), full(4)])
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_shared_out_and_traffic_is_as_planned(method: str, cp: int, pool: WorkerPool) -> None:
     whole = pool.run(1, alone)[0]

@@ -17,7 +17,7 @@ from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_cases
-from tests.reference import LENGTH, beyond, make_batches, tiny_model_dir
+from tests.reference import LENGTH, beyond, full, make_batches, tiny_model_dir
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
@@ -38,8 +38,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(Case("llama3", 2, 2, frozen=HALF), marks=pytest.mark.slow),
         pytest.param(Case("llama3", 2, 1, 2, frozen=("model.*",)), marks=pytest.mark.slow),
         Case("smollm2", 2, 1, frozen=("lm_head.*",), checkpointing="selective"),
-        Case("smollm2", 4, 1, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2, frozen=HALF, checkpointing=True),
-        Case("llama3", 2, 2, fsdp=(("ignored_modules", ["model.layers.0", "*.down_proj"]),), frozen=HALF),
+        full(
+            Case(
+                "smollm2", 4, 1, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2, frozen=HALF, checkpointing=True
+            )
+        ),
+        full(Case("llama3", 2, 2, fsdp=(("ignored_modules", ["model.layers.0", "*.down_proj"]),), frozen=HALF)),
         Case("llama3", 2, 1, fsdp=(("ignored_modules", ["model.embed_tokens"]),), frozen=("*.embed_tokens.*",)),
     ],
     ids=str,

@@ -86,6 +86,7 @@ def compiled_step(folder: Path, case: Case, is_watched: bool) -> dict[str, Any]:
     return {**found, "traced": counters["frames"]["total"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir("llama3", tmp_path)

@@ -37,6 +37,7 @@ from tests.parallel.test_traffic import BYTES, one_step
 from tests.reference import (
     ADAMW_8BIT,
     beyond,
+    full,
     make_batches,
     needs_integers,
     nf4_rounded,
@@ -90,6 +91,20 @@ def _quantized_cases() -> Iterator[Case]:
 
 
 CASES = [*_cases(), *(_quantized_cases() if SHARDS_INTEGERS else ())]
+# On two ranks: each kind of adapter, a base in 4 bits, context parallelism.
+DEFAULT = [
+    case
+    for case in CASES
+    if str(case)
+    in (
+        "llama3-dp2-cp1-micro1-dora",
+        "qwen3_moe-dp2-cp1-micro1-saved",
+        "smollm2-dp1-cp2-micro1-lora",
+        "qwen3-dp1-cp2-micro1-layer",
+        "smollm2-dp1-cp2-micro1-lora-nf4",
+    )
+]
+OTHERS = [case for case in CASES if case not in DEFAULT]
 # Each of these options meets adapters in another case, too.
 THOROUGH = [
     Case("qwen3", 4, 1, 1, (("strategy", "hybrid_shard"),), dp_replicate=2, adapter="dora"),
@@ -124,7 +139,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
-    return by_world_size(pool, models, lambda case: CASES if case in CASES else THOROUGH, steps=3)
+    return by_world_size(pool, models, DEFAULT, OTHERS, THOROUGH, steps=3)
 
 
 def peft_loop(models: Path, case: Case, micro_batch_size: int) -> Curves:
@@ -160,7 +175,11 @@ def reference(models: Path) -> Callable[[Case], tuple[Curves, dict[str, float]]]
     return get
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*DEFAULT, *map(full, OTHERS), *(pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH)],
+    ids=str,
+)
 def test_adapters_train_as_peft_trains_them(case: Case, outcome: Callable, reference: Callable) -> None:
     plain, control = reference(case)
     found = outcome(case)
@@ -185,7 +204,7 @@ def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -
 
 @pytest.mark.parametrize(
     ("adapter", "reduced", "quantize"),
-    [("lora", 2, "none"), ("saved", 4, "none"), pytest.param("lora", 2, "nf4", marks=needs_integers)],
+    [("lora", 2, "none"), full("saved", 4, "none"), pytest.param("lora", 2, "nf4", marks=needs_integers)],
 )
 def test_everything_is_gathered_and_adapters_alone_are_reduced(
     adapter: str, reduced: int, quantize: str, pool: WorkerPool, models: Path
@@ -240,7 +259,7 @@ def loaded(folder: Path, case: Case) -> tuple[int, int]:
 
 
 @needs_integers
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, full(2)])
 def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: WorkerPool, tmp_path: Path) -> None:
     """Beside the shards there is never more than a rank's rows of one tensor, as it is quantised."""
     deep = {**tiny_model("llama3").config.to_dict(), "num_hidden_layers": 8, "hidden_size": 144, "head_dim": 16}
@@ -283,6 +302,7 @@ def first_values(folder: Path, case: Case, section: LoraSection, seed: int) -> d
     return {name: whole(p.detach()).clone() for name, p in sharded.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.full
 def test_first_values_are_pefts_by_seed_and_name_on_every_mesh(pool: WorkerPool, models: Path) -> None:
     section = LoraSection(rank=5, dora=True, modules_to_save=["lm_head"])
     alone = pool.run(1, first_values, models, Case("llama3"), section, 0)[0]
@@ -327,6 +347,7 @@ def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
     return {base_name(name) or "": whole(p.detach()).clone() for name, p in sharded.model.named_parameters()}
 
 
+@pytest.mark.full
 @needs_integers
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_what_is_stored_in_4_bits_does_not_depend_on_the_mesh(weights: str, pool: WorkerPool, models: Path) -> None:
@@ -350,7 +371,7 @@ def losses_with(folder: Path, case: Case, options: dict[str, dict[str, Any]]) ->
     return Sharded(type(config).model_validate(values), world=distributed.start()).curves(make_batches(1) * 5).loss
 
 
-@pytest.mark.parametrize("optimizer", ["muon", ADAMW_8BIT, "adamw_bf16"])
+@pytest.mark.parametrize("optimizer", [full("muon"), ADAMW_8BIT, "adamw_bf16"])
 def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, models: Path) -> None:
     options = {"optimizer": {"name": optimizer}}
     alone = pool.run(1, losses_with, models, Case("smollm2", adapter="lora"), options)[0]
@@ -359,6 +380,7 @@ def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, model
     assert sharded == pytest.approx(alone, rel=1e-5 if optimizer == "muon" else 1e-3)
 
 
+@pytest.mark.full
 def test_layers_with_adapters_are_one_graph(pool: WorkerPool, models: Path) -> None:
     """One for the first layer, whose inputs come from a frozen embedding, and one for the others."""
     for quantize in ("none", "nf4") if SHARDS_INTEGERS else ("none",):

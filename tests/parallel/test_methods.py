@@ -19,7 +19,7 @@ from fsdp2kit.parity.variants import METHODS, pairs_of
 from fsdp2kit.train.evaluation import build_evaluation
 from tests.parallel.jobs import Case, by_world_size
 from tests.parallel.test_segments import positions_of
-from tests.reference import LENGTH, VOCABULARY, beyond, make_batches, plain_batches, tiny_model_dir
+from tests.reference import LENGTH, VOCABULARY, beyond, full, make_batches, plain_batches, tiny_model_dir
 from tests.workers import WorkerPool
 
 WINDOWED = ("mistral", "gemma3", "qwen3_windowed")
@@ -43,6 +43,13 @@ PAIRS += [
         strict=False,
     )
 ]
+# Each method once.
+DEFAULT = [
+    Case("llama3", 1, 2, 2, method="ulysses"),
+    Case("qwen3", 1, 2, 2, method="ring", checkpointing=True),
+    Case("smollm2", 1, 2, 2, method="allgather", checkpointing=True),
+]
+OTHERS = [case for case in PAIRS if case not in DEFAULT]
 PRODUCT = [
     case for row in itertools.product(KINDS, METHODS, (2, 3, 4), *OPTIONS[3:]) if (case := _case(row)) not in PAIRS
 ]
@@ -65,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
     """Curves of a case; the first one of a world size runs all that share it."""
-    return by_world_size(pool, models, lambda case: PAIRS if case in PAIRS else PRODUCT, steps=3)
+    return by_world_size(pool, models, DEFAULT, OTHERS, PRODUCT, steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def _compare(case: Case, outcome: Callable, reference: Callable) -> None:
     assert not beyond(differences, control)
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT, *map(full, OTHERS)], ids=str)
 def test_methods_equal_the_plain_loop(case: Case, outcome: Callable, reference: Callable) -> None:
     _compare(case, outcome, reference)
 
@@ -130,7 +137,7 @@ def leaks(folder: Path, case: Case, seeds: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("cp", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", *map(full, METHODS[::2])])
 def test_no_document_sees_another(method: str, cp: int, pool: WorkerPool, models: Path) -> None:
     """23 random packings for each of nine ways to cut them: bit for bit."""
     kinds = ("smollm2", "gemma3")
@@ -150,6 +157,7 @@ def evaluation_loss(folder: Path, case: Case) -> tuple[float, int]:
     return evaluate()["eval_loss"], dealt.steps_per_epoch
 
 
+@pytest.mark.full
 def test_the_evaluation_loss_does_not_depend_on_context_parallelism(pool: WorkerPool, models: Path) -> None:
     expected = pool.run(1, evaluation_loss, models, Case("gemma3"))[0]
     for method, (dp, cp) in zip(METHODS, ((1, 2), (1, 4), (2, 2)), strict=True):
@@ -176,6 +184,7 @@ def compiled(folder: Path, case: Case) -> tuple[Curves, int]:
         torch.nn.Module.compile = original
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[::2])])
 def test_compiled_layers_are_one_graph_and_equal_the_plain_loop(method: str, pool: WorkerPool, models: Path) -> None:
     plain = plain_loop(models / "gemma3", make_batches(3), micro_batch_size=4, lr=1e-3)

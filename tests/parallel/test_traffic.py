@@ -16,7 +16,7 @@ from fsdp2kit.train.step import next_batch
 from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from tests.parallel.jobs import Case, step
 from tests.planner.likeness import planned
-from tests.reference import make_batches, tiny_model, tiny_model_dir
+from tests.reference import full, make_batches, tiny_model, tiny_model_dir
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
@@ -130,9 +130,9 @@ def test_a_steps_collectives_are_those_of_the_formulae(
     ("kind", "strategy"),
     [
         ("llama3", "full_shard"),
-        ("smollm2", "full_shard"),
-        ("smollm2", "shard_grad_op"),
-        ("llama3", "no_shard"),
+        full("smollm2", "full_shard"),
+        full("smollm2", "shard_grad_op"),
+        full("llama3", "no_shard"),
         pytest.param("llama3", "shard_grad_op", marks=pytest.mark.slow),
         pytest.param("smollm2", "no_shard", marks=pytest.mark.slow),
     ],

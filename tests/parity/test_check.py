@@ -47,6 +47,7 @@ def verdicts(path: Path, *, whole: bool = False, **sections: Any) -> list[tuple[
     return [(row.variant.method, row.variant.dtype, row.verdict, row.note) for row in rows]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_right_passes_in_both_dtypes(whole: bool, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir("gemma3", tmp_path)
@@ -74,6 +75,7 @@ def with_a_wrong_window(path: Path) -> list[tuple[str, str, str, str]]:
         batch.plan_segments = original
 
 
+@pytest.mark.full
 def test_a_wrong_mask_is_a_miss_that_names_its_layer(pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir("gemma3", tmp_path)  # layer 0 slides, layer 1 does not
     found = pool.run(2, with_a_wrong_window, path)[0]
@@ -101,6 +103,7 @@ def with_a_wrong_gradient(path: Path) -> list[tuple[str, str, str, str]]:
         Ring.own_gradients = original
 
 
+@pytest.mark.full
 def test_a_wrong_gradient_names_where_backward_first_went_wrong(pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path)
     for method, _, verdict, note in pool.run(2, with_a_wrong_gradient, path)[0]:
@@ -111,6 +114,7 @@ def test_a_wrong_gradient_names_where_backward_first_went_wrong(pool: WorkerPool
             assert "layers.1.self_attn.v_proj.weight" in note
 
 
+@pytest.mark.full
 def test_what_is_refused_is_in_the_table_with_its_reason(pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path)
     found = pool.run(2, verdicts, path, model={"path": str(path), "attention": "eager"})[0]
@@ -148,6 +152,7 @@ def whole_model(path: Path) -> list[str]:
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 
 
+@pytest.mark.full
 def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: WorkerPool, tmp_path: Path) -> None:
     """Frequencies that follow the longest sequence are refused there as they are in the run."""
     model = {
@@ -169,6 +174,7 @@ def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: 
         assert all(("RoPE" in row[3]) == (verdict == "refused") for row in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "sizes", "data"),
     [

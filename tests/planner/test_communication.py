@@ -74,6 +74,7 @@ def test_what_is_computed() -> None:
     assert full.compute - plain.compute == pytest.approx(again / RATE, rel=1e-3)
 
 
+@pytest.mark.full
 def test_a_frozen_model_computes_no_gradients_of_its_weights() -> None:
     """4 FLOPs a parameter and token instead of 6, of which forward is a half: run again, 6."""
     lora = {"data": {"seq_len": 512}, "lora": {"rank": 1}, "checkpoint": {"export_hf": "never"}}

@@ -156,7 +156,15 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_integers if "nf4" in n else ()) for n in CASES])
+DEFAULT = ("llama, full_shard, none", "mixtral, counted, full", "no_shard", "llama, ulysses over 2")
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.full, *([needs_integers] if "nf4" in name else [])])
+    for name in CASES
+    if name not in DEFAULT
+]
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *OTHERS])
 def test_formulae_agree_with_the_trace(name: str) -> None:
     model, ranks, sections = CASES[name]
     compare_with_trace(config_of(model, ranks=ranks, **sections), ranks=ranks)
@@ -166,6 +174,7 @@ REWARDS = {"reward": [{"function": "a:b"}], "data": {"path": "x", "seq_len": 512
 ROLLOUTS = {"rollout": {"n": 4, "max_new_tokens": 64}, "grpo": {"kl": 0.1}, **REWARDS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "dtype", "mode"),
     [("llama8b", "bfloat16", "none"), ("llama8b", "float32", "full"), ("llama1b", "bfloat16", "selective")],

@@ -65,6 +65,7 @@ def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.Capture
 HEAVY = {"accelerate", "datasets", "matplotlib", "pandas", "peft", "torchao", "torchvision", "wandb"}
 
 
+@pytest.mark.full
 def test_a_plan_imports_little_beside_torch_and_transformers(toml: Any) -> None:
     """Of what is imported for a run, the heaviest: most of the command's time is imports."""
     code = "import sys; from tools import plan; plan.main(sys.argv[1:]); print(*sys.modules)"
@@ -88,6 +89,7 @@ def test_fit_proposes_the_cheapest_change(toml: Any, capsys: pytest.CaptureFixtu
     assert proposed[0]["values"] == {"train.micro_batch_size": 1, "activation_checkpointing.mode": "selective"}
 
 
+@pytest.mark.full
 def test_more_ranks_are_proposed_last(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Muon's updates stay on the device, and so must parameters and gradients: 8 bytes a parameter."""
     arguments = ("--world-size", "4", "--device", "h100", "--fit", "--json", "optimizer.name=muon")
@@ -127,6 +129,7 @@ def test_what_fits_is_left_as_it_is(toml: Any, capsys: pytest.CaptureFixture[str
     assert proposed["values"] == {}
 
 
+@pytest.mark.full
 def test_the_plan_is_printed_even_if_nothing_makes_it_fit(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, toml(LLAMA_70B), "--world-size", "2", "--device-memory", "3.5", "--fit")
     assert code == 1
@@ -305,6 +308,7 @@ def test_kv_cache_of_other_architectures(fields: dict[str, Any], a_token: int) -
     assert kv_cache_bytes(model, rows=3, length=10) == 2 * 3 * 10 * a_token
 
 
+@pytest.mark.full
 def test_what_takes_too_long_to_count_is_refused(
     toml: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

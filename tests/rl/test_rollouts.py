@@ -37,7 +37,7 @@ from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
 from tests.data.templates import CHATML, make_tokenizer
-from tests.reference import DEMO, demo_model_dir
+from tests.reference import DEMO, demo_model_dir, full
 from tests.workers import WorkerPool
 
 REWARDS = '''
@@ -101,6 +101,7 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [{key: value for key, value in one.items() if not any(word in key for word in timed)} for one in records]
 
 
+@pytest.mark.full
 def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     # With AdamW's own eps a gradient that is nearly 0 moves a weight by its rounding, and a token may change by that.
     options = ("train.steps=3", "optimizer.eps=1e-2", "optimizer.lr=3e-2", "rollout.temperature=0.7")
@@ -123,6 +124,7 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
     assert best["reward"] > worst["reward"]
 
 
+@pytest.mark.full
 def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     awake = run(pool, toml, tmp_path / "awake", 2, *CP2)
     asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "rollout.sleep=true")
@@ -187,6 +189,7 @@ def _awake_while_generating(toml: str, overrides: Sequence[str]) -> list[list[in
     return found
 
 
+@pytest.mark.full
 def test_model_reference_and_optimizer_sleep_while_responses_are_generated(
     toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -199,7 +202,7 @@ def test_model_reference_and_optimizer_sleep_while_responses_are_generated(
             )
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [full(2), 3])
 def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     step: int, toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -213,6 +216,7 @@ def test_resumed_between_or_within_rollouts_every_digit_is_the_same(
     assert numbers(resumed) == numbers(straight[step:])
 
 
+@pytest.mark.full
 def test_killed_anywhere_in_a_cycle_every_digit_is_the_same(toml: Path, tmp_path: Path) -> None:
     """Each start gets a little further than the one before, and is killed in another phase."""
     harness = Harness(tmp_path / "starts", toml=toml, size=2)
@@ -236,6 +240,7 @@ def _lines_of_recipe(toml: str, overrides: Sequence[str]) -> str:
     return said.getvalue()
 
 
+@pytest.mark.full
 def test_what_updates_change_is_no_gap_of_the_engine(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """Rounding is beyond the smaller limit at step 1; the update is beyond the larger one at step 2."""
     for name, limit, warned in (("drift", 1e-3, []), ("rounding", 1e-12, ["1"])):
@@ -248,6 +253,7 @@ def test_what_updates_change_is_no_gap_of_the_engine(toml: Path, pool: WorkerPoo
         assert 1e-12 < records[0]["log_prob_gap"] < 1e-3 < records[1]["log_prob_gap"]
 
 
+@pytest.mark.full
 def test_held_out_rewards_are_those_of_the_weights_of_now(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(5)))
@@ -303,6 +309,7 @@ def _run_with_a_server(toml: str, overrides: Sequence[str]) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_rollouts_ahead_are_one_batch_old(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     def ahead(name: str, *overrides: str) -> list[dict[str, Any]]:
         directory = tmp_path / name
@@ -477,6 +484,7 @@ def test_what_sleeps_is_not_saved_meanwhile(toml: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = (*CP2, "rollout.tp=4", f"run.dir='{tmp_path}/x'", "data.path=" + str(toml.parent / "prompts.jsonl"))
     said = pool.run(4, _run_recipe, str(toml), options)

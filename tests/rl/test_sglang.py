@@ -24,6 +24,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.engine import Request
 from fsdp2kit.rl.sglang_engine import SGLangEngine, serialize
+from tests.reference import full
 from tests.rl import servers
 from tests.rl.servers import OPTIONS, WEIGHTS, bucket, check_responses, check_weights, update
 from tests.workers import FORKS
@@ -153,8 +154,9 @@ def test_only_one_rank_sends(server: StandIn) -> None:
 @pytest.mark.parametrize(
     "route",
     [
-        *("pause_generation", "update_weight_version", "begin_weight_update", "update_weights_from_tensor"),
-        *("end_weight_update", "flush_cache", "continue_generation"),
+        *("pause_generation", "update_weights_from_tensor"),
+        *map(full, ("update_weight_version", "begin_weight_update", "end_weight_update")),
+        *map(full, ("flush_cache", "continue_generation")),
     ],
 )
 def test_an_update_that_breaks_off_is_not_served_and_is_sent_again(route: str, server: StandIn) -> None:
@@ -215,8 +217,8 @@ def test_sleep_loses_the_weights(server: StandIn) -> None:
     assert ask(engine)
 
 
-@pytest.mark.parametrize("where", ["asleep", "before the update", "after the update", "awake"])
-@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("where", ["asleep", full("before the update"), "after the update", full("awake")])
+@pytest.mark.parametrize("sleeps", [True, full(False)])
 def test_a_run_finds_a_server_as_a_killed_one_left_it(sleeps: bool, where: str, server: StandIn) -> None:
     killed = engine_of(server.url, sleeps=True)
     update(killed, 1)

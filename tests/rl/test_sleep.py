@@ -14,25 +14,27 @@ from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
 from tests.lagging_copies import LaggingCopies
 from tests.parallel.jobs import Case
 from tests.parallel.test_lora import write_adapter
-from tests.reference import needs_torchao, tiny_model_dir
+from tests.reference import full, needs_torchao, tiny_model_dir
 from tests.rl.jobs import asleep, naps
 from tests.workers import WorkerPool
 
 CASES = [
-    (Case("llama3", 1, 1), "adamw"),
     (Case("smollm2", 3, 1, fsdp=(("param_dtype", "bfloat16"),)), "adamw"),  # uneven shards
+    (Case("qwen3", 2, 1, adapter="lora"), "adamw"),
+]
+OTHERS = [
+    (Case("llama3", 1, 1), "adamw"),
     (Case("llama3", 1, 2), "muon"),
     (Case("smollm2", 2, 1, fsdp=(("offload", "optimizer"),)), "adamw_bf16"),
     (Case("llama3", 2, 2, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2), "adamw"),
     (Case("mixtral", 2, 1, fsdp=(("strategy", "shard_grad_op"),), checkpointing=True), "adamw_8bit"),
-    (Case("qwen3", 2, 1, adapter="lora"), "adamw"),
 ]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for kind in {case.kind for case, _ in CASES}:
+    for kind in {case.kind for case, _ in CASES + OTHERS}:
         tiny_model_dir(kind, folder)
     write_adapter(folder, "qwen3", "lora")
     return folder
@@ -41,9 +43,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     [
-        pytest.param(case, name, id=f"{case}-{name}", marks=needs_torchao if name == "adamw_8bit" else ())
-        for case, name in CASES
+        *CASES,
+        *(full(*other) for other in OTHERS[:-1]),
+        pytest.param(*OTHERS[-1], marks=[pytest.mark.full, needs_torchao]),
     ],
+    ids=str,
 )
 def test_steps_after_sleep_are_those_without(case: Case, optimizer: str, models: Path, pool: WorkerPool) -> None:
     section = OptimizerConfig.model_validate({"name": optimizer, "lr": 1e-3})

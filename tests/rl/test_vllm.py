@@ -27,6 +27,7 @@ from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
+from tests.reference import full
 from tests.rl import servers
 from tests.rl.servers import OPTIONS, bucket, check_responses, check_weights, update
 from tests.workers import WorkerPool
@@ -106,7 +107,9 @@ def test_asleep_it_has_no_weights_and_is_sent_all(server: StandIn) -> None:
     check_responses(engine)
 
 
-@pytest.mark.parametrize("route", ["pause", "start_weight_update", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize(
+    "route", ["pause", full("start_weight_update"), "update_weights", full("finish_weight_update")]
+)
 def test_an_update_that_breaks_off_is_not_served_and_is_sent_again(route: str, server: StandIn) -> None:
     engine = engine_of(server.url)
     update(engine, 1)

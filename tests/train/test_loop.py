@@ -232,6 +232,7 @@ def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models:
         assert not {"seconds_to_first_step", "compile_seconds"} & second.keys()
 
 
+@pytest.mark.full
 def test_a_process_knows_when_it_began() -> None:
     program = "import time; time.sleep(1); from fsdp2kit.distributed import seconds_alive; print(seconds_alive())"
     began = time.monotonic()

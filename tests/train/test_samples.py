@@ -17,7 +17,7 @@ from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.train.evaluation import Evaluation, build_evaluation, generate, prompt_ids
 from tests.data.templates import CHATML, LLAMA3, make_tokenizer
 from tests.parallel.jobs import Case
-from tests.reference import tiny_model_dir
+from tests.reference import full, tiny_model_dir
 from tests.workers import WorkerPool
 
 PROMPT, NEW = [5, 17, 99, 3, 42], 70  # answers longer than the block of 64 by which rows grow
@@ -25,7 +25,7 @@ CASES = [
     Case("llama3"),
     pytest.param(Case("llama3", 2, 1), marks=pytest.mark.slow),
     pytest.param(Case("llama3", 1, 2, method="ulysses"), marks=pytest.mark.slow),
-    Case("llama3", 2, 2, method="ring"),
+    full(Case("llama3", 2, 2, method="ring")),
     Case("llama3", 1, 3, method="allgather"),
 ]
 
