@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
@@ -99,9 +100,9 @@ def tiny_model(kind: str) -> PreTrainedModel:
     return model
 
 
-def full(*values: Any) -> Any:
+def full(*values: Any, marks: Sequence[pytest.MarkDecorator] = ()) -> Any:
     """A test's parameters that only `make test-all` takes: another case of what the default ones cover."""
-    return pytest.param(*values, marks=pytest.mark.full)
+    return pytest.param(*values, marks=[pytest.mark.full, *marks])
 
 
 needs_integers = pytest.mark.skipif(not SHARDS_INTEGERS, reason="torch 2.11 shards no weights in 4 bits")

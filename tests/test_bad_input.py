@@ -21,6 +21,7 @@ from fsdp2kit import run
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.job import lock_run_dir
+from tests.reference import full
 from tests.workers import WorkerPool, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -378,10 +379,10 @@ def finished(pool: WorkerPool, model_dir: Path, tmp_path: Path) -> Path:
     ("override", "says"),
     [
         ("run.seed=7", "run.seed"),
-        ("data.seq_len=32", "data.seq_len"),
         (f"data.path={DEMO}/chat.jsonl", "data"),
-        ("model.config.rms_norm_eps=1e-3", "model"),
-        ("train.global_batch_size=4", "train.global_batch_size"),
+        full("data.seq_len=32", "data.seq_len"),
+        full("model.config.rms_norm_eps=1e-3", "model"),
+        full("train.global_batch_size=4", "train.global_batch_size"),
     ],
 )
 def test_the_run_directory_of_another_run_is_refused(

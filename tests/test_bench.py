@@ -256,21 +256,21 @@ def test_shares_are_of_the_steps_time() -> None:
 
 def peak_of_a_build() -> int | None:
     with PeakMemory(torch.device("cpu")) as memory:
-        torch.ones(400 * 2**20, dtype=torch.uint8)
-        kept = torch.ones(100 * 2**20, dtype=torch.uint8)
+        torch.ones(1600 * 2**20, dtype=torch.uint8)
+        kept = torch.ones(400 * 2**20, dtype=torch.uint8)
         memory.forget()
         torch.cat([kept, kept])
     return memory.peak
 
 
 def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
-    """In a process of its own: what earlier tests left may go meanwhile."""
+    """In a process of its own: what earlier tests left may go meanwhile. Large, since the system may drop a few pages."""
     pool = WorkerPool()
     [peak] = pool.run(1, peak_of_a_build)
     pool.close()
 
     assert peak is not None
-    assert 295 * 2**20 < peak < 320 * 2**20
+    assert 4 * 295 * 2**20 < peak < 4 * 320 * 2**20
 
 
 def test_users_mistakes_end_in_one_line(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def plain_margins(model_dir: Path, reference_dir: Path, rows: list[dict]) -> lis
     return margins
 
 
-def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:
+def test_a_run_learns_to_prefer(run: Run, toml: Path, tmp_path: Path) -> None:
     straight = run(tmp_path / "straight", 2)
     assert "preferences: dpo, beta 0.1; reference: a frozen copy of the model as the run began" in straight[0]["said"]
     assert straight[0]["said"].count("\nmemory: ") == 1, "the plan, before anything is loaded"
@@ -108,6 +108,11 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
     )
     assert last["eval_accuracy"] == sum(one > 0 for one in margins) / len(margins)
     assert f"eval_accuracy {last['eval_accuracy']:.4g}" in last["said"]
+
+
+@pytest.mark.full
+def test_a_run_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", 2)
     # Nothing of the reference is kept, and a resumed run still compares with the model as the run began.
     checkpoint = tmp_path / "straight" / "checkpoints" / "step-000002"
     names = {key for key in SafeReader(checkpoint).stored_tensors() if key.startswith("model.")}

@@ -135,6 +135,7 @@ def _plain_eval_loss(toml: Path, model_dir: Path, overrides: Sequence[str]) -> f
     return loss / tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_async", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     """Also of a run that was killed before its export, taken up on another mesh, where nothing is left to train."""

@@ -57,6 +57,7 @@ def test_an_idle_pool_of_threads_is_not_waited_for() -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
 from fsdp2kit.distributed import end_process
+from tests.reference import full
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "worked").result()
 end_process(3)
@@ -136,7 +137,7 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", full("spawn")])
 def test_workers_end_with_a_rank_that_is_killed(method: str) -> None:
     ours, theirs = FORKS.Pipe()
     rank = FORKS.Process(target=_keep_workers, args=(theirs, method))

@@ -127,6 +127,7 @@ def run_counted(folder: Path, cases: Sequence[Case], batches: Sequence[Rows]) ->
     return curves, calls
 
 
+@pytest.mark.full
 @needs_torchs
 @pytest.mark.parametrize("kind", ["smollm2", "llama3"])
 def test_torchs_kernel_trains_as_plain_transformers_on_two_ranks(kind: str, pool: WorkerPool, tmp_path: Path) -> None:

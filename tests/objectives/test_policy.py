@@ -24,7 +24,7 @@ from fsdp2kit.parity.reference import gradient_of, load_plain
 from fsdp2kit.rl.packing import Rollout, pack, token_values
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from tests.parallel.jobs import Case, build
-from tests.reference import tiny_model, tiny_model_dir
+from tests.reference import full, tiny_model, tiny_model_dir
 from tests.rl.made_up import MAX_NEW, REWARDS, TEMPERATURE, make_rollouts, plain_loss
 from tests.workers import WorkerPool
 
@@ -117,11 +117,11 @@ def _on_mesh(
     ("case", "section", "updates"),
     [
         (Case("smollm2", 1, 1), SECTIONS[0], 2),
-        (Case("smollm2", 2, 1), SECTIONS[0], 1),
+        full(Case("smollm2", 2, 1), SECTIONS[0], 1),
         (Case("smollm2", 2, 1, micro=2), SECTIONS[2], 2),
         (Case("llama3", 1, 2, seq_len=64), SECTIONS[1], 1),
-        (Case("smollm2", 1, 2, attention="varlen", seq_len=96), SECTIONS[3], 1),
-        (Case("llama3", 2, 2), SECTIONS[3], 2),
+        full(Case("smollm2", 1, 2, attention="varlen", seq_len=96), SECTIONS[3], 1),
+        full(Case("llama3", 2, 2), SECTIONS[3], 2),
     ],
     ids=lambda value: value.loss if isinstance(value, GRPOConfig) else str(value),
 )

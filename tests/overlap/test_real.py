@@ -102,6 +102,7 @@ def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Rep
     assert parts == pytest.approx(measured, rel=0.05, abs=0.01)
 
 
+@pytest.mark.full
 def test_every_collective_is_found_with_its_unit(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, _ = traced
     for step in report.steps:

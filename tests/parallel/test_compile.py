@@ -93,6 +93,7 @@ THOROUGH = [
 THOROUGH = [pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH if case not in CASES]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *THOROUGH], ids=str)
 def test_a_layer_class_is_compiled_once_for_training(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     tiny_model_dir(case.kind, tmp_path)

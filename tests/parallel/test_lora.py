@@ -204,7 +204,7 @@ def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -
 
 @pytest.mark.parametrize(
     ("adapter", "reduced", "quantize"),
-    [("lora", 2, "none"), full("saved", 4, "none"), pytest.param("lora", 2, "nf4", marks=needs_integers)],
+    [("lora", 2, "none"), full("saved", 4, "none"), full("lora", 2, "nf4", marks=[needs_integers])],
 )
 def test_everything_is_gathered_and_adapters_alone_are_reduced(
     adapter: str, reduced: int, quantize: str, pool: WorkerPool, models: Path
@@ -280,9 +280,7 @@ def test_no_rank_ever_holds_the_model_in_full_precision(ranks: int, pool: Worker
         assert peak < 24 * largest / ranks < sum(p.nbytes for p in frozen.values()) / 4
 
 
-@pytest.mark.parametrize(
-    ("quantize", "packed"), [("none", ""), pytest.param("nf4", ", torch.uint8", marks=needs_integers)]
-)
+@pytest.mark.parametrize(("quantize", "packed"), [("none", ""), full("nf4", ", torch.uint8", marks=[needs_integers])])
 def test_the_frozen_model_is_stored_in_the_dtype_it_computes_in(
     quantize: str, packed: str, pool: WorkerPool, models: Path
 ) -> None:

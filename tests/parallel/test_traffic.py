@@ -21,6 +21,7 @@ from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
 WORLD = 4
+MAIN = ("full_shard", "hybrid_shard")
 STRATEGIES = {  # strategy: ranks that a parameter is sharded over, and whether a unit is freed after forward
     "full_shard": (4, True),
     "shard_grad_op": (4, False),
@@ -96,12 +97,12 @@ def padded_units(kind: str, shards: int) -> dict[str, int]:
     ("kind", "reduce_every"),
     [
         ("llama3", False),
-        ("smollm2", True),
+        full("smollm2", True),
         pytest.param("llama3", True, marks=pytest.mark.slow),
         pytest.param("smollm2", False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*MAIN, *map(full, (name for name in STRATEGIES if name not in MAIN))])
 def test_a_steps_collectives_are_those_of_the_formulae(
     strategy: str, kind: str, reduce_every: bool, pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ from tests.planner.likeness import (
     rl_config,
     small,
 )
-from tests.reference import ADAMW_8BIT, make_batches, needs_integers, tiny_model, tiny_model_dir
+from tests.reference import ADAMW_8BIT, full, make_batches, needs_integers, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
 
 INVISIBLE = "attention and exchange"
@@ -157,11 +157,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 
 DEFAULT = ("llama, full_shard, none", "mixtral, counted, full", "no_shard", "llama, ulysses over 2")
-OTHERS = [
-    pytest.param(name, marks=[pytest.mark.full, *([needs_integers] if "nf4" in name else [])])
-    for name in CASES
-    if name not in DEFAULT
-]
+OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name in CASES if name not in DEFAULT]
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *OTHERS])

@@ -408,12 +408,14 @@ def test_what_is_not_there_is_refused_before_a_directory_is_made(toml: Path, tmp
         server.shutdown()
 
 
+@pytest.mark.full
 def test_a_run_that_learns_nothing_is_warned_of_once(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     options = [f"run.dir='{tmp_path}/x'", f"reward=[{{function='{toml.parent}/mine.py:same'}}]", "train.steps=2"]
     [said] = pool.run(1, _lines_of_recipe, str(toml), options)
     assert re.findall(r"warning: step (\d+): no group has a signal", said) == ["1"]
 
 
+@pytest.mark.full
 def test_groups_without_signal_and_masked_responses_change_nothing(
     toml: Path, pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -20,9 +20,9 @@ from tests.workers import WorkerPool
 
 CASES = [
     (Case("smollm2", 3, 1, fsdp=(("param_dtype", "bfloat16"),)), "adamw"),  # uneven shards
-    (Case("qwen3", 2, 1, adapter="lora"), "adamw"),
 ]
 OTHERS = [
+    (Case("qwen3", 2, 1, adapter="lora"), "adamw"),
     (Case("llama3", 1, 1), "adamw"),
     (Case("llama3", 1, 2), "muon"),
     (Case("smollm2", 2, 1, fsdp=(("offload", "optimizer"),)), "adamw_bf16"),
@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         *CASES,
         *(full(*other) for other in OTHERS[:-1]),
-        pytest.param(*OTHERS[-1], marks=[pytest.mark.full, needs_torchao]),
+        full(*OTHERS[-1], marks=[needs_torchao]),
     ],
     ids=str,
 )

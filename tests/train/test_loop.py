@@ -39,7 +39,7 @@ from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.loop import StopRequest, is_due, stream_seed
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_norm, next_batch
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
-from tests.reference import VOCABULARY, beyond, make_batches, tiny_model, tiny_model_dir
+from tests.reference import VOCABULARY, beyond, full, make_batches, tiny_model, tiny_model_dir
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
@@ -74,7 +74,8 @@ def _lopsided() -> list[Rows]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama3", "granite", *(pytest.param(each, marks=pytest.mark.slow) for each in ("smollm2", "cohere"))]
+    "kind",
+    ["llama3", full("granite"), *(pytest.param(each, marks=pytest.mark.slow) for each in ("smollm2", "cohere"))],
 )
 def test_tokens_weigh_the_same_wherever_they_lie(kind: str, pool: WorkerPool, models: Path) -> None:
     batches = _lopsided()

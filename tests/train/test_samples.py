@@ -26,7 +26,7 @@ CASES = [
     pytest.param(Case("llama3", 2, 1), marks=pytest.mark.slow),
     pytest.param(Case("llama3", 1, 2, method="ulysses"), marks=pytest.mark.slow),
     full(Case("llama3", 2, 2, method="ring")),
-    Case("llama3", 1, 3, method="allgather"),
+    full(Case("llama3", 1, 3, method="allgather")),
 ]
 
 
