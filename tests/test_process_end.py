@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from fsdp2kit.data.tokens import start_workers
+from tests.reference import full
 from tests.workers import FORKS, start_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +58,6 @@ def test_an_idle_pool_of_threads_is_not_waited_for() -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
 from fsdp2kit.distributed import end_process
-from tests.reference import full
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "worked").result()
 end_process(3)
