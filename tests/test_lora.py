@@ -218,6 +218,7 @@ def test_it_merges_into_the_model_a_tensor_at_a_time(
         dcp_to_hf(plain_checkpoint(merged, tmp_path), tmp_path / "x", merge=True)
 
 
+@pytest.mark.full
 @needs_integers
 def test_a_base_in_4_bits_resumes_on_another_mesh_and_merges_into_its_own_weights(
     run: Run, straight: Path, model_dir: Path, tmp_path: Path

@@ -23,6 +23,8 @@ MICRO_BATCHES = ROWS // RANKS
 SLOW = 3.0
 UNITS = {"(root)", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1"}
 
+pytestmark = pytest.mark.full
+
 
 def run_and_trace(models: Path, trace_dir: Path, case: Case) -> list[dict[str, Any]]:
     """Train five steps, of which the third and fourth are traced; every rank returns the metrics records."""
@@ -89,7 +91,6 @@ def traced(
     return build_report(trace_dir), records[0]
 
 
-@pytest.mark.full
 def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, records = traced
     assert [step.number for step in report.steps] == [3, 4]
@@ -102,7 +103,6 @@ def test_the_steps_are_those_asked_for_and_as_long_as_measured(traced: tuple[Rep
     assert parts == pytest.approx(measured, rel=0.05, abs=0.01)
 
 
-@pytest.mark.full
 def test_every_collective_is_found_with_its_unit(traced: tuple[Report, list[dict[str, Any]]]) -> None:
     report, _ = traced
     for step in report.steps:
@@ -136,7 +136,6 @@ def test_the_rows_add_up(traced: tuple[Report, list[dict[str, Any]]]) -> None:
         assert sum(row.compute for row in split.units.values()) == split.compute  # one thread computes at a time
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_writing_a_trace_is_in_no_steps_time(tells: bool, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", RANKS, seq_len=LENGTH)

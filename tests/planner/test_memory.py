@@ -278,8 +278,8 @@ def one_real_step(folder: Path, case: Case) -> dict[str, dict[str, int]]:
     return {"between": between, "rest": rest}
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize(("cp", "method"), [(1, "auto"), (2, "allgather"), (2, "ulysses")])
+@pytest.mark.parametrize("mode", ["none", full("full"), "selective"])
+@pytest.mark.parametrize(("cp", "method"), [(1, "auto"), full(2, "allgather"), (2, "ulysses")])
 def test_the_plan_is_what_real_tensors_take(cp: int, method: str, mode: str, pool: WorkerPool, tmp_path: Path) -> None:
     """A likeness of SmolLM2 (9 heads, 3 of keys, tied) on two ranks."""
     tiny_model_dir("smollm2", tmp_path)

@@ -165,6 +165,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (seen["group"], seen["tags"]) == ("g", ["t"])
 
 
+@pytest.mark.full
 def test_offline_run_resumes_under_its_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The real client, twice; nothing reaches the console but our own lines."""
     wandb_id = None
