@@ -35,6 +35,9 @@ CASES = [
     Case("qwen3", 2, 1, fsdp=(("param_dtype", "bfloat16"),), adapter="lora"),
     Case("llama3", 3, 1, adapter="saved"),
     Case("qwen3_moe", 1, 2, adapter="dora"),
+    # What is ignored is whole on every rank, beside an adapter that is sharded.
+    Case("qwen3", 2, 1, fsdp=(("ignored_modules", ["*.base_layer"]),), adapter="lora"),
+    Case("llama3", 2, 1, fsdp=(("ignored_modules", ["*.0.*.base_layer", "*.v_proj.base_layer"]),), adapter="dora"),
 ]
 
 
