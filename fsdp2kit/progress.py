@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ class Progress:
     """The lowest held-out loss so far."""
     best_step: int | None = None
     """The step that it was measured after."""
+    best_by: dict[str, str] | None = None
+    """What it was measured by (held-out rows, reward functions, …); None: not known, or nothing was measured."""
     stale_evaluations: int = 0
     """Evaluations since then."""
     nonfinite_steps: int = 0
@@ -42,16 +45,32 @@ class Progress:
             self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total, nonfinite_steps=nonfinite
         )
 
-    def after_evaluation(self, eval_loss: float, *, min_delta: float) -> Progress:
+    def after_evaluation(self, eval_loss: float, *, min_delta: float, by: Mapping[str, str] | None = None) -> Progress:
         """The progress with an evaluation's loss: the best so far, or one more that was not.
 
         Args:
             min_delta: by how much a loss must be lower to be better.
+            by: what it was measured by.
         """
         is_better = self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta
         if is_better and math.isfinite(eval_loss):
-            return replace(self, best_eval_loss=eval_loss, best_step=self.step, stale_evaluations=0)
+            by = None if by is None else dict(by)
+            return replace(self, best_eval_loss=eval_loss, best_step=self.step, best_by=by, stale_evaluations=0)
         return replace(self, stale_evaluations=self.stale_evaluations + 1)
+
+    def compared_by(self, by: Mapping[str, str]) -> tuple[Progress, list[str]]:
+        """The progress of a run whose evaluations measure by ``by`` from here on, and what of that is new.
+
+        The best, and the count of evaluations since, begin again where it was measured by anything else. Where that is
+        not known (checkpoints of earlier versions) it is taken to be the same.
+        """
+        if self.best_step is None:
+            return self, []
+        before = by if self.best_by is None else self.best_by
+        differing = [name for name in dict.fromkeys([*by, *before]) if by.get(name) != before.get(name)]
+        if not differing:
+            return replace(self, best_by=dict(by)), []
+        return replace(self, best_eval_loss=None, best_step=None, best_by=None, stale_evaluations=0), differing
 
     def is_over(self, total_steps: int, *, patience: int | None) -> bool:
         """Whether all steps are done, or the last ``patience`` evaluations (None: any number) did not improve."""

@@ -45,7 +45,8 @@ def main(config: Config) -> None:
         # The sharded model with its weights, and where the loss compares with it, the model as the run began.
         parallelize_model(model, plan, mesh=job.mesh)
         optimizer = build_optimizer(config.optimizer, model, state_on_host=config.fsdp.offload == "optimizer")
-        checkpoints = build_checkpoints(config, model, optimizer, job=job, data=prompts, tokenizer=tokenizer)
+        read = {"data": prompts, "contents": rewards.contents, "tokenizer": tokenizer}
+        checkpoints = build_checkpoints(config, model, optimizer, job=job, **read)
         progress = checkpoints.start()
         objective = build_policy_loss(config, model, plan=plan, mesh=job.mesh)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=prompts.total_steps)

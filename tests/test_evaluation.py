@@ -83,6 +83,52 @@ def test_the_best_evaluation_is_remembered_and_patience_ends() -> None:
     assert progress.is_over(4, patience=None)
 
 
+def test_losses_by_other_rows_are_not_compared() -> None:
+    progress = replace(Progress(), step=3).after_evaluation(2.0, min_delta=0.0, by={"held-out rows": "a"})
+    progress = replace(progress, step=4).after_evaluation(3.0, min_delta=0.0, by={"held-out rows": "a"})
+    assert progress.compared_by({"held-out rows": "a"}) == (progress, [])
+    anew, differing = progress.compared_by({"held-out rows": "b", "held-out rows code": "c"})
+    assert differing == ["held-out rows", "held-out rows code"]
+    assert (anew.best_step, anew.best_eval_loss, anew.stale_evaluations, anew.step) == (None, None, 0, 4)
+    assert anew.after_evaluation(2.5, min_delta=0.0).best_eval_loss == 2.5
+    # Of a checkpoint that does not say it, it is taken to be the same, and known from then on.
+    known, differing = replace(progress, best_by=None).compared_by({"held-out rows": "b"})
+    assert (known.best_step, known.best_by, differing) == (3, {"held-out rows": "b"}, [])
+
+
+def test_a_resume_says_which_rows_changed(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
+    """Held-out ones are listed, and their losses begin anew; training rows are refused: which file, how many rows."""
+    lines = (DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for name, rows in (("train/a.jsonl", lines[:6]), ("train/b.jsonl", lines[6:]), ("code.jsonl", lines[:3])):
+        (tmp_path / name).write_text("".join(rows))
+    (tmp_path / "text.jsonl").write_text("".join(lines[3:6]))
+    options = [f"run.dir='{tmp_path / 'run'}'", "eval.every=1", "eval.keep_best=true", "lr_schedule.name=constant"]
+    options += [f"data.path='{folder}'", "optimizer.lr=1e-9", "checkpoint.every=1", "checkpoint.export_hf=every"]
+    sets = [
+        f'eval.sets={{{", ".join(f"""{name}={{path="{tmp_path}/{name}.jsonl"}}""" for name in ("code", "text"))}}}'
+    ]
+
+    def start(steps: int, *overrides: str) -> str:
+        return pool.run(1, _said, str(toml), [*options, *(overrides or sets), f"train.steps={steps}"])[0]
+
+    start(1)
+    (tmp_path / "code.jsonl").write_text("".join(lines[:5]))
+    said = start(2)
+    assert "changed since: train.steps 1 → 2, eval.sets.code.path (code.jsonl changed, 3 → 5 rows)\n" in said
+    assert "\nheld-out rows code: changed since step 1 was the best, so eval_loss is compared from step 1 on" in said
+    assert _exported_step(tmp_path / "run") == 2
+    assert "compared from" not in start(3)
+    assert "eval.steps: changed since step " in start(4, *sets, "eval.steps=1")
+    (folder / "b.jsonl").write_text("".join(lines[6:8]))
+    with pytest.raises(AssertionError, match=r"other data: data\.path \(b\.jsonl changed, \d+ → 8 rows\); undo that"):
+        start(5)
+    (folder / "b.jsonl").write_text("".join([*lines[6:-1], lines[-1].replace("the", "The")]))
+    with pytest.raises(AssertionError, match=r"other data: data\.path \(\d+ rows as before, with other tokens\)"):
+        start(5)
+
+
 def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
     # Nothing gets lower by so much, so the first evaluation stays the best.

@@ -271,7 +271,7 @@ def test_a_run_may_be_resumed_with_other_settings_and_says_so(
         ("data.seq_len=128", "data"),
         ("data.pack=false", "data.pack"),
         ("data.shuffle=false", "data.shuffle"),
-        (f"data.path='{DEMO / 'heldout.jsonl'}'", "data"),
+        (f"data.path='{DEMO / 'heldout.jsonl'}'", "other data: data.path (chat.jsonl is gone, heldout.jsonl is new, "),
         ("model.config.rms_norm_eps=0.5", "model"),
         ("model.weights=random", "model.weights"),
         ("train.global_batch_size=8", "train.global_batch_size"),

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
+from fsdp2kit.checkpoint.identity import check_same_run
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import (
@@ -40,7 +41,6 @@ from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.assets import same_weights
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
 from fsdp2kit.torch_compat import STAGER_WORKS_ONCE
@@ -49,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Tensor]]
 
-RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
-"""Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
-WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
-"""Of the identity, those that say which weights; see `same_weights`."""
-_LATER = {"nonfinite_steps"}  # of `Progress`: not in checkpoints of earlier versions
+_LATER = {"nonfinite_steps", "best_by"}  # of `Progress`: not in checkpoints of earlier versions
 
 
 class CheckpointManager:
@@ -255,7 +251,9 @@ class CheckpointManager:
         with in_use(path):
             with agreement():
                 manifest = read_manifest(path)
-                _check_same_run(path, saved=manifest.identity, current=self.identity)
+                contents = {"contents_saved": manifest.environment.get("contents")}
+                contents["contents"] = self.environment.get("contents")
+                check_same_run(path, saved=manifest.identity, current=self.identity, **contents)
                 progress = _read_progress(path, manifest)
             parts = self.stage(model, optimizer).items()
             load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
@@ -363,23 +361,6 @@ def _build_stager() -> DefaultStager:
             use_non_blocking_copy=on_device,
         )
     )
-
-
-def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str]) -> None:
-    """Refuse a checkpoint of another run, naming the first field that differs, and both values."""
-    for field in [*current, *(field for field in saved if field not in current)]:
-        before, now = saved.get(field), current.get(field)
-        if before is None and field in RECIPE_FIELDS:  # written before they were recorded
-            continue
-        is_same = before == now
-        if before and now and field in WEIGHTS_FIELDS:
-            is_same = same_weights(before, now)
-        if not is_same:
-            anew = f"start from the weights alone with model.weights = '{path}'"
-            if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
-                anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
-            what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
-            raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
 def _read_progress(path: Path, manifest: Manifest) -> Progress:

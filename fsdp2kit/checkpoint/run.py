@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import RECORD, check_same_base, describe_base
-from fsdp2kit.checkpoint.manager import RECIPE_FIELDS, CheckpointManager
-from fsdp2kit.checkpoint.manifest import MANIFEST, read_manifest
+from fsdp2kit.checkpoint.identity import describe_changes, run_identity
+from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.state import load_weights
-from fsdp2kit.checkpoint.store import is_complete, to_path
-from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.checkpoint.store import to_path
+from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
+from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement, gather_objects, rank
-from fsdp2kit.files import sha256
-from fsdp2kit.model.adapters import Adapter, adapter_of
-from fsdp2kit.model.assets import config_digest, find_hf_dir, generation_config, save_assets, weights_digest
-from fsdp2kit.model.build import ModelSource, source_of
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
+from fsdp2kit.model.build import source_of
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.model.weights import fill_adapter, initialize, load_pretrained
 from fsdp2kit.progress import Progress
@@ -41,6 +42,7 @@ def build_checkpoints(
     job: Any,
     data: Any,
     tokenizer: PreTrainedTokenizerBase | None,
+    contents: Mapping[str, Content] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a run. Collective.
 
@@ -48,8 +50,10 @@ def build_checkpoints(
         model: materialised (and sharded), its values still anything.
         job: has ``run_dir``, and ``environment`` (versions, mesh, …), which is kept with each checkpoint.
         data: has a ``fingerprint``, which is part of what may not change when the run is resumed, and may have
-            ``endings``, the tokens that its documents end in, where an export's generation stops.
+            ``contents``, by which a resumed run says what of it changed, and ``endings``, the tokens that its
+            documents end in, where an export's generation stops.
         tokenizer: is part of an export; None: the export has none.
+        contents: what else the run reads, by TOML key, whose changes a resumed run lists.
 
     Raises:
         UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace; the
@@ -71,6 +75,8 @@ def build_checkpoints(
             check_same_base(adapter.directory, identity["model.weights"])
     # `fully_shard` puts a class of its own in front of the model's.
     architecture = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
+    read = {**getattr(data, "contents", {}), **(contents or {})}
+    recorded = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
     manager = CheckpointManager(
         config.checkpoint,
         run_dir=job.run_dir,
@@ -78,7 +84,7 @@ def build_checkpoints(
         write_assets=partial(save_assets, architecture=architecture, adapter=adapter, **assets),
         export_dtype=source.dtype,
         read=[source.directory, teacher, None if adapter is None else adapter.directory],
-        environment=job.environment,
+        environment={**job.environment, **recorded},
         tell=say,
     )
     notes = _notes(**assets)
@@ -141,16 +147,8 @@ class Checkpoints:
             return [*self.notes]
         manifest, saved = read_manifest(self.resumed), self.resumed / "config.toml"
         settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
-        before = _compared(settings, manifest.environment)
-        now = _compared(tomli.loads(dump_toml(self.config)), self.manager.environment)
-        if not settings:  # nothing to compare with
-            now = {name: value for name, value in now.items() if name in before}
-        changed = [
-            f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
-            for name in dict.fromkeys([*now, *before])
-            if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
-        ]
-        return [*self.notes, f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"]
+        changed = describe_changes(manifest, settings, self.config, self.manager.environment)
+        return [*self.notes, f"resumed from step {manifest.step}; changed since: {changed}"]
 
     def describe_end(self, *, is_over: bool) -> list[str]:
         """What the run leaves behind: the newest checkpoint, the export, and how to try it. On one rank only.
@@ -290,66 +288,3 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
         load_weights(path, model)
     with agreement():
         fill_adapter(model, seed=seed)
-
-
-def run_identity(
-    config: TrainingConfig,
-    source: ModelSource,
-    *,
-    data: str,
-    adapter: Adapter | None = None,
-    teacher: Path | None = None,
-) -> dict[str, str]:
-    """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
-
-    Args:
-        source: where the model comes from.
-        data: digest of the data.
-        adapter: the adapters that are trained, if any are.
-        teacher: the directory of the model that is learnt from, if one is.
-    """
-    weights = config.model.weights
-    if weights == "pretrained" and source.directory is not None:
-        weights = f"pretrained {weights_digest(source.directory)}"
-    elif weights not in ("pretrained", "random") and is_complete(path := to_path(weights)):
-        weights = f"{weights} {sha256(path / MANIFEST)[:16]}"
-    of_adapter = {} if adapter is None else adapter.identity()
-    if adapter is not None and adapter.directory is not None:
-        of_adapter["model.adapter"] = weights_digest(adapter.directory)
-    return {
-        "model": config_digest(source.config),
-        "model.weights": weights,
-        **of_adapter,
-        "optimizer.name": config.optimizer.name,
-        "run.seed": str(config.run.seed),
-        # Before the data's digest, which depends on where documents were cut.
-        "data.seq_len": str(config.data.seq_len),
-        "data.pack": str(config.data.pack).lower(),
-        "data.shuffle": str(config.data.shuffle).lower(),
-        "train.global_batch_size": str(config.train.global_batch_size),
-        **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
-        **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
-        **_of_recipe(config, teacher),
-        "data": data,
-    }
-
-
-def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
-    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
-    parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
-    found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
-    if teacher is not None:
-        found["distill.teacher"] = weights_digest(teacher)
-    return {name: str(value) for name, value in found.items() if value is not None}
-
-
-def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
-    facts = {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
-    return {**_flat(settings), **_flat(facts)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found

@@ -87,6 +87,16 @@ class RolloutConfig(Section):
     samples_every: NonNegativeInt = 10
     """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What an engine is asked to sample with: the keys by which responses are others.
+
+        Rollouts of a checkpoint that were sampled with another value are made again. Of the other keys, `n` and
+        `updates` may not change, `ahead` decides how old rollouts may be, and the rest how and where they are made:
+        the log-probabilities that come with a response are right for whatever engine sampled it.
+        """
+        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+
 
 class WeightSyncConfig(Section):
     """How the trained weights reach the rollout engine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Tokenizer
+from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.documents import Documents, Tokens, build_documents, read_tokens, require_tokenizer
 from fsdp2kit.data.formats import WRAPPED, encode_prompts, encode_rows, hold_out_border, key_border, looks_unwrapped
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
@@ -99,6 +100,8 @@ class Data:
     """What a person should look at before training."""
     endings: frozenset[int] = frozenset()
     """Special tokens that documents end in, of the first ones; empty for a stream."""
+    contents: Mapping[str, Content] = field(default_factory=dict)
+    """By TOML key, the rows of each set that was read whole."""
 
     def batches(self, progress: Progress | None = None) -> Prefetch:
         """Global batches from ``progress.step`` (default: the first) to the last, made ahead in the background.
@@ -187,18 +190,25 @@ def build_data(
         else:
             documents, held_out = _hold_out(sets, config.eval.split, read=read, tokenizer=tokenizer)
         loader, fingerprint = _build_mix(section, sets, documents, build=build)
+    whole = list(zip(sets, documents, strict=False))
     for one in held_out_sets(config) if config.evaluates else []:
         if one.name in held_out:
             raise UserError(one.key, f"{one.name!r} is also the name of a part of data.sources", "choose another name")
         # Another seed: of synthetic tokens, a split by another name would else be the training data itself.
         held_out[one.name] = read(one.section, key=one.key, seed=seed + 1)
+        whole.append((one, held_out[one.name]))
     evaluated = {name: build([one], shuffle=False) for name, one in held_out.items() if config.evaluates}
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
     warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
     endings = frozenset().union(*(one.endings for one in documents))
-    return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings)
+    with agreement():
+        contents = {
+            one.key: content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
+            for one, found in whole
+        }
+    return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
 
 
 def _build_mix(

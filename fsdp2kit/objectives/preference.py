@@ -74,6 +74,14 @@ class Preference:
         share = {name: values.sum() / self.mesh.ranks_per_row for name, values in {"loss": losses, **metrics}.items()}
         return share.pop("loss").float(), None, share
 
+    @property
+    def measured_by(self) -> dict[str, str]:
+        """What a held-out loss depends on, by the TOML's keys: `fsdp2kit.train.evaluation.Evaluation.measured_by`."""
+        section = self.section
+        found = {"dpo.beta": section.strength, "dpo.label_smoothing": section.label_smoothing}
+        found |= {"dpo.gamma": section.margin} if section.loss == "simpo" else {}
+        return {name: str(value) for name, value in found.items()}
+
     def describe(self) -> list[str]:
         """What is trained for, as a line for the start of a run."""
         section = self.section

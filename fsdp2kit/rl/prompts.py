@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
+from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader
@@ -43,6 +44,8 @@ class Prompts:
     dropped: int = 0
     held_out: Sequence[Prompt] = ()
     """What an evaluation asks, and training never."""
+    contents: Mapping[str, Content] = field(default_factory=dict)
+    """By TOML key, each set of rows that was read."""
 
     @property
     def columns(self) -> Collection[str]:
@@ -92,20 +95,21 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     per_step = train.global_batch_size // rollout.n
     if section.path is None:
         raise UserError("data.path", "is required", "name a file, folder, URL or hub id with prompts")
-    prompts, dropped = _read_set(RowSet(section, "data.path"), config, tokenizer)
+    trained_on = RowSet(section, "data.path")
+    prompts, dropped = _read_set(trained_on, config, tokenizer)
+    contents = {trained_on.key: _content_of(trained_on, prompts, dropped)}
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
         prompts, held_out = _hold_out(prompts, evaluation.split)
     for one in held_out_sets(config) if config.evaluates else []:
-        held_out += _read_set(one, config, tokenizer)[0]
+        found, long = _read_set(one, config, tokenizer)
+        held_out += found
+        contents[one.key] = _content_of(one, found, long)
     most = evaluation.steps * train.global_batch_size if evaluation.steps else None
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
     steps = math.ceil((train.epochs or 0) * len(prompts) / per_step) if train.steps is None else train.steps
     return Prompts(
         prompts,
-        fingerprint=digest.hexdigest(),
+        fingerprint=digest_of(prompts),
         per_round=per_step * rollout.updates,
         updates=rollout.updates,
         seed=config.run.seed,
@@ -114,7 +118,20 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         endings=frozenset(turn_ends(tokenizer)),
         dropped=dropped,
         held_out=held_out[:most] if config.evaluates else [],
+        contents=contents,
     )
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Digest of the prompts' rows and of their tokens."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps([dict(prompt.row), list(prompt.ids)], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _content_of(one: RowSet, prompts: Sequence[Prompt], dropped: int) -> Content:
+    return content_of(one.section, one.key, rows=len(prompts) + dropped, digest=digest_of(prompts))
 
 
 def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt], list[Prompt]]:

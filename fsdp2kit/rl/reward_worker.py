@@ -14,10 +14,13 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+MOST_SHOWN = 80  # characters of a prompt or completion in a message
 
 
 def load_function(text: str) -> Callable[..., Any]:
@@ -68,6 +71,44 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {reason}{where}" if reason else f"{type(error).__name__}{where}"
 
 
+def at_fault(error: BaseException, request: Mapping[str, Sequence[Any]]) -> str:
+    """The beginnings of the prompt and the completion that a function was at when it raised.
+
+    The completion is the one that a local variable of its calls, the innermost first, holds. Where none does, and
+    there are several, the first one is named as such.
+    """
+    completions = request["completions"]
+    of_each = [(one, text_of(one), ids) for one, ids in zip(completions, request["completion_ids"], strict=True)]
+    # Python has one object of each text of one character, so that such a text tells nothing.
+    parts = [(part, at) for at, of_one in enumerate(of_each) for part in of_one]
+    known = {id(part): at for part, at in parts if not (isinstance(part, str) and len(part) < 2) and part is not None}
+    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
+        if frame.f_code.co_filename != __file__:
+            found = {known[id(value)] for value in frame.f_locals.values() if id(value) in known}
+            if len(found) == 1:
+                [at] = found
+                return f"response {at + 1} of {len(completions)}: {excerpt(request, at)}"
+    which = "one response" if len(completions) == 1 else f"{len(completions)} responses, the first of them"
+    return f"{which}: {excerpt(request, 0)}"
+
+
+def excerpt(request: Mapping[str, Sequence[Any]], number: int) -> str:
+    """The beginnings of a prompt, from its last message, and of its completion, quoted."""
+    named = (("prompt", "prompts"), ("completion", "completions"))
+    return ", ".join(f"{name} {shortened(text_of(request[key][number]))}" for name, key in named)
+
+
+def text_of(messages: Any) -> Any:
+    """A text, or that of the last message."""
+    return messages if isinstance(messages, str) else messages[-1].get("content")
+
+
+def shortened(text: Any) -> str:
+    """At most so many characters of a text, as JSON quotes it, in one line."""
+    text = str(text)
+    return json.dumps(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…", ensure_ascii=False)
+
+
 def plain(rewards: Any) -> list[float | None]:
     """What a function returned as Python's own numbers: numpy's and torch's arrays become lists."""
     values = rewards.tolist() if hasattr(rewards, "tolist") else rewards
@@ -92,7 +133,10 @@ def main() -> None:
         try:
             connection.send((True, plain(function(**request))))
         except BaseException as error:  # a function may call sys.exit
-            connection.send((False, describe(error)))
+            where = ""
+            with suppress(Exception):  # it may have changed what it was given
+                where = f", given {at_fault(error, request)}"
+            connection.send((False, f"{describe(error)}{where}"))
 
 
 if __name__ == "__main__":

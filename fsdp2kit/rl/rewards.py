@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -15,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from fsdp2kit.config.rl_schema import RewardConfig
-from fsdp2kit.distributed import agreement
+from fsdp2kit.data.contents import Content
+from fsdp2kit.distributed import agreement, gather_objects
 from fsdp2kit.errors import UserError
+from fsdp2kit.rl.reward_code import code_digests
+from fsdp2kit.rl.reward_worker import excerpt
 
 _WORKER = Path(__file__).with_name("reward_worker.py")
 _IMPORT_SECONDS = 120.0
@@ -39,6 +43,8 @@ class Rewards(ExitStack):
         """What the metrics call each function."""
         self.weights = np.array([section.weight for section in sections])
         """Each function's weight in the sum, float64."""
+        self.contents: dict[str, Content] = {}
+        """Each function's source, by the name that a message has for it."""
         self._columns, self._workers = columns, list[_Worker]()
         with agreement(), ExitStack() as started:
             if twice := next((name for name in self.names if self.names.count(name) > 1), None):
@@ -48,7 +54,13 @@ class Rewards(ExitStack):
                 started.callback(self._workers[-1].end)
             for worker in self._workers:
                 worker.receive(_IMPORT_SECONDS)
+            code = [code_digests(section.function) for section in sections]
             self.push(started.pop_all())
+        code = gather_objects(code)[0]  # ranks that each read a file of their own would go on apart
+        for name, section, files in zip(self.names, sections, code, strict=True):
+            function = f"{Path(section.function.rpartition(':')[0]).name}:{section.function.rpartition(':')[2]}"
+            digest = hashlib.blake2b(repr([function, files]).encode(), digest_size=8).hexdigest()
+            self.contents[f"reward.{name}"] = Content(digest, files=files)
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Each response's reward by each function, float64 ``[responses, functions]``; all of them work at once.
@@ -67,7 +79,7 @@ class Rewards(ExitStack):
         absent = {name: [None] * count for name in self._columns if name not in arguments}
         for worker in self._workers:
             worker.send({**arguments, **absent})
-        columns = [worker.rewards(count) for worker in self._workers]
+        columns = [worker.rewards(arguments) for worker in self._workers]
         return np.stack(columns, axis=1)
 
 
@@ -104,15 +116,16 @@ class _Worker:
             raise UserError(self._where, value, "mend the function")
         return value
 
-    def rewards(self, count: int) -> np.ndarray:
-        """The answer to a request with ``count`` responses."""
+    def rewards(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
+        """The answer to a request with these arguments."""
+        count = len(arguments["completions"])
         values = self.receive(self._section.timeout_seconds)
         if len(values) != count:
             what = f"returned {len(values)} rewards for {count} responses"
             raise UserError(self._where, what, "return one for each completion")
         for number, value in enumerate(values, start=1):
             if value is not None and not math.isfinite(value):
-                what = f"returned {value} for response {number} of {count}"
+                what = f"returned {value} for response {number} of {count}: {excerpt(arguments, number - 1)}"
                 raise UserError(self._where, what, "return finite numbers, or None where it does not apply")
         return np.array([value or 0.0 for value in values])
 

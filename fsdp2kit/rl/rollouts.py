@@ -10,9 +10,8 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,9 @@ from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Engine, Request, Response
 from fsdp2kit.rl.packing import Rollout, pack, token_values
-from fsdp2kit.rl.prompts import Prompts, arguments_of
+from fsdp2kit.rl.prompts import Prompts, arguments_of, digest_of
 from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.rl.rounds import Asked, Round, kept_rounds, round_state
 from fsdp2kit.rl.sglang_engine import SGLangEngine
 from fsdp2kit.rl.sleep import give_back_memory, sleep, wake_up
 from fsdp2kit.rl.transformers_engine import TransformersEngine
@@ -84,28 +84,6 @@ def rest_until_asked(engine: Engine, config: RLConfig) -> None:
             engine.sleep()
 
 
-@dataclass(frozen=True)
-class Round:
-    """A batch of rollouts."""
-
-    number: int
-    version: int
-    """Of the weights that sampled: so many steps."""
-    rollouts: list[Rollout]
-
-
-@dataclass
-class _Asked:
-    """A round whose responses may be still under way."""
-
-    number: int
-    version: int
-    responses: Future[list[Response]] = field(default_factory=Future)
-    """Those that this rank asked for."""
-    seconds: float | None = None
-    """That generating took, once it is done; None as well where they come from a checkpoint."""
-
-
 class Rollouts:
     """Batches of rollouts of the model that is trained (`fsdp2kit.train.step.Batches`); called, it evaluates.
 
@@ -141,7 +119,8 @@ class Rollouts:
         self._sleepers = [(model, optimizer), *((frozen, None) for frozen in objective.frozen_models)]
         self._step = progress.step  # that are done, once the batch that was asked for last is learnt from
         self._round: Round | None = None
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
+        self._notes: list[str] = []
         self._figures: dict[str, float] = {}
         self._held_out_samples: list[dict[str, Any]] = []
         self._seconds: dict[str, float] = {}
@@ -159,7 +138,23 @@ class Rollouts:
         """What the user should know of the rollouts before training, a line each."""
         pairs = zip(self._rewards.weights, self._rewards.names, strict=True)
         rewards = ", ".join(f"{weight:g} × {name}" for weight, name in pairs)
-        return [self._engine.describe(), f"reward: {rewards}"]
+        return [self._engine.describe(), f"reward: {rewards}", *self._notes]
+
+    @cached_property
+    def measured_by(self) -> dict[str, str]:
+        """What held-out rewards depend on besides the weights: those by the same are comparable."""
+        weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
+        return {
+            "held-out prompts": digest_of(self._prompts.held_out),
+            **{name: str(value) for name, value in self._made_by.items()},
+            **{f"reward.{name}.weight": str(weight) for name, weight in weights},
+        }
+
+    @property
+    def _made_by(self) -> dict[str, Any]:
+        """What decides rollouts and their rewards, besides what may not change: for each, what it is known by."""
+        sampling = {f"rollout.{name}": value for name, value in self._config.rollout.sampling.items()}
+        return sampling | {name: content.digest for name, content in self._rewards.contents.items()}
 
     def batch(self, index: int, /) -> Sequence[Batch]:
         """This data-parallel rank's micro-batches of step ``index`` (0-based). Collective.
@@ -200,31 +195,22 @@ class Rollouts:
         It waits for the responses under way.
         """
         number, part = divmod(index, self._config.rollout.updates)
-        found: dict[str, Any] = {}
-        now = self._round
-        if now is not None and now.number == number and (part or now.version < index):
-            found |= {"round": number, "version": now.version, "rewards": self._rewards.names}
-            found["rollouts"] = [asdict(rollout) for rollout in now.rollouts]
-        if (asked := self._asked) is not None:
-            responses = [asdict(response) for response in self._responses(asked)]
-            found["ahead"] = {"round": asked.number, "version": asked.version, "responses": responses}
-        return found or None
+        now, asked = self._round, self._asked
+        if now is not None and (now.number != number or (not part and now.version == index)):
+            now = None
+        found = round_state(now, None if asked is None else (asked, self._responses(asked)))
+        return {**found, "made_by": self._made_by} if found else None
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` returned, but for what this config would not have made."""
-        section, names = self._config.rollout, self._rewards.names
-        count, saved = self._prompts.per_round * section.n, state.get("rollouts", ())
-        made = [Rollout(one["prompt"], Response(**one["response"]), tuple(one["rewards"])) for one in saved]
-        first = state.get("round", 0) * section.updates
-        version = state.get("version", first)
-        is_young = version >= first - section.ahead * section.updates
-        if len(made) == count and is_young and state.get("rewards", names) == names:
-            self._round = Round(state["round"], version, made)
-        ahead = state.get("ahead", {})
-        responses = [Response(**one) for one in ahead.get("responses", ())]
-        if len(responses) == count and section.ahead:
-            self._asked = _Asked(ahead["round"], ahead["version"])
+        section = self._config.rollout
+        kept = kept_rounds(state, section, count=self._prompts.per_round * section.n, made_by=self._made_by)
+        self._round = kept.now
+        if kept.ahead is not None:
+            self._asked, responses = kept.ahead
             self._asked.responses.set_result(list(self._mine(responses)))
+        if kept.dropped:
+            self._notes.append(f"rollouts in progress are made again ({kept.dropped})")
 
     def __call__(self) -> dict[str, float]:
         """Rewards of one response to each held-out prompt, with the weights of now. Collective.
@@ -349,9 +335,9 @@ class Rollouts:
         with self._asleep() if self._config.rollout.sleep else nullcontext(), self._phase("generate"), agreement():
             return self._generate(requests, version)
 
-    def _begin(self, number: int, version: int) -> _Asked:
+    def _begin(self, number: int, version: int) -> Asked:
         """Send the weights of now, and let the engine generate a round with them while the trainer goes on."""
-        asked = _Asked(number, version)
+        asked = Asked(number, version)
         self._sync(version)
 
         def work() -> None:
@@ -366,7 +352,7 @@ class Rollouts:
         threading.Thread(target=work, daemon=True).start()  # a pool's would keep the process from ending
         return asked
 
-    def _responses(self, asked: _Asked) -> list[Response]:
+    def _responses(self, asked: Asked) -> list[Response]:
         """All responses of a round, on every rank, once they have come. Collective."""
         with self._phase("wait"), agreement():
             mine = asked.responses.result()
@@ -387,9 +373,7 @@ class Rollouts:
     def _generate(self, requests: Sequence[Request], version: int) -> list[Response]:
         """This rank's part of the responses."""
         self._engine.require(version)
-        section = self._config.rollout
-        options = {"max_new_tokens": section.max_new_tokens, "temperature": section.temperature}
-        return self._engine.generate(self._mine(requests), **options)
+        return self._engine.generate(self._mine(requests), **self._config.rollout.sampling)
 
     def _mine(self, items: Sequence[Any]) -> Sequence[Any]:
         """Of what all ranks have alike, those that this one deals with."""

@@ -54,7 +54,7 @@ def sync_weights(
     everything = not engine.takes_parts or None in gather_objects(engine.version)
     with agreement():
         groups = [group for group in _plan(model, dtype) if everything or group.changes]
-        shards = _Shards.of([weight.tensor for weight in _weights_of(groups)])
+        shards = _Shards.of([tensor for one in _weights_of(groups) for tensor in (one.tensor, *one.adapter)])
         engine.begin_update(version)
     problem: Exception | None = None
     loaded = 0
@@ -253,11 +253,14 @@ class _Gather:
         adapters = iter(self._adapters(shards))
         self._gathered = self._take(0, shards.ranks * size).view(shards.ranks, size)
         mine = self._gathered[shards.rank]
+        # The adapters of tensors that are whole on every rank (`fsdp.ignored_modules`): `finish` merges these.
+        self._to_merge: dict[_Weight, list[Tensor]] = {}
         for weight, place, most in zip(weights, self._places, self._sizes, strict=True):
+            parts = [next(adapters) for _ in weight.adapter]
+            if parts and not most:
+                self._to_merge[weight] = parts
             if most:
-                local = local_part(weight.tensor)
-                if weight.adapter:
-                    local = _merged_shard(weight, [next(adapters) for _ in weight.adapter])
+                local = _merged_shard(weight, parts) if parts else local_part(weight.tensor)
                 end = place + local.numel() * weight.dtype.itemsize
                 mine[place:end].view(weight.dtype).copy_(local.reshape(-1))
         self._work = None
@@ -291,7 +294,9 @@ class _Gather:
         for weight, place, shard, offset in zip(self._weights, self._places, self._sizes, offsets, strict=True):
             whole = weight.within(data, offset).view(-1)
             if not shard:
-                whole.copy_(weight.tensor.reshape(-1))
+                parts = self._to_merge.pop(weight, None)
+                local = _merged_shard(weight, parts) if parts else weight.tensor
+                whole.copy_(local.reshape(-1))
                 continue
             shards = gathered[:, place : place + shard].view(weight.dtype)
             full, rest = divmod(len(whole), shards.shape[1])

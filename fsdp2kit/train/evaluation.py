@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -55,7 +55,9 @@ def build_evaluation(
     if not held_out:
         return None
     measured = None if objective is None else Measured(objective)
-    return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, measured)
+    digests = {f"held-out rows {name}".strip(): getattr(one, "fingerprint", "") for name, one in held_out.items()}
+    measured_by = {**digests, "eval.steps": str(section.steps), **getattr(objective, "measured_by", {})}
+    return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, measured, measured_by)
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Evaluation:
     mesh: Mesh
     tokenizer: Any
     objective: Measured | None = None
+    measured_by: Mapping[str, str] = field(default_factory=dict)
+    """What an evaluation's loss depends on besides the weights: losses by the same are comparable."""
 
     def __call__(self) -> dict[str, float]:
         """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.

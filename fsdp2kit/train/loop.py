@@ -56,7 +56,10 @@ class Checkpoints(Protocol):
 
 
 class Evaluates(Protocol):
-    """What the loop calls of `fsdp2kit.train.evaluation.Evaluation`, or of a recipe's own."""
+    """What the loop calls of `fsdp2kit.train.evaluation.Evaluation`, or of a recipe's own.
+
+    It may have ``measured_by``, texts by name: losses with the same ones are compared, for the best step.
+    """
 
     def __call__(self) -> Mapping[str, float]: ...
     def answers(self) -> Sequence[Mapping[str, Any]]: ...
@@ -171,6 +174,7 @@ class _Run:
 
     def begin(self) -> None:
         """What comes before the first step."""
+        self._compare_best()
         self.checkpoints.export_resumed(self.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
             self._log({"step": self.progress.step}, evaluates=True)
@@ -179,6 +183,19 @@ class _Run:
             done = f"{step} is done" if self.progress.step >= self.total else f"the run stopped early, after {step}"
             self.metrics.message(f"nothing left to train: {done}")
         self.metrics.throughput.restart()
+
+    def _compare_best(self) -> None:
+        """Forget the best step where evaluations measure by something else from here on."""
+        if self.evaluate is None:
+            return
+        forgotten = self.progress.best_step
+        self.progress, differing = self.progress.compared_by(self._measured_by())
+        if differing:
+            what = f"{', '.join(differing)}: changed since step {forgotten} was the best"
+            self.metrics.message(f"{what}, so eval_loss is compared from step {self.progress.step} on, anew")
+
+    def _measured_by(self) -> Mapping[str, str]:
+        return getattr(self.evaluate, "measured_by", {})  # a recipe's own may be any function
 
     def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
@@ -266,7 +283,8 @@ class _Run:
             self.metrics.shown = objective.shown
         self.metrics.log(line)
         self.metrics.log_samples(self.progress.step, self.evaluate.answers())
-        self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=self.config.eval.min_delta)
+        min_delta, by = self.config.eval.min_delta, self._measured_by()
+        self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=min_delta, by=by)
         self.metrics.throughput.restart()
 
     def _save(self) -> None:

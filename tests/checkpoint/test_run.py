@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from fsdp2kit.checkpoint.adapter import describe_base
 from fsdp2kit.checkpoint.hf import check_replaceable
-from fsdp2kit.checkpoint.manager import _check_same_run
+from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints, run_identity
+from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, DPOConfig, ModelConfig, RunConfig
@@ -190,9 +190,9 @@ def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_
     assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
     assert identity(grpo={"clip_low": 0.1}, dpo={"beta": 0.5}) == plain
     with pytest.raises(UserError, match=f"was made with {key} = .*, and this run has {key} = '{value}'; undo that"):
-        _check_same_run(tmp_path, saved=plain, current=changed)
+        check_same_run(tmp_path, saved=plain, current=changed)
     older = {name: text for name, text in plain.items() if name != key}
-    _check_same_run(tmp_path, saved=older, current=changed)  # it cannot tell
+    check_same_run(tmp_path, saved=older, current=changed)  # it cannot tell
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
         for before, now in pairs:
             assert {name for name in before if before[name] != now[name]} == {key}
             with pytest.raises(UserError, match=f"was made with {key} = "):
-                _check_same_run(tmp_path, saved=before, current=now)
+                check_same_run(tmp_path, saved=before, current=now)
             earlier = {**before, key: before[key].rpartition(" ")[0]}
-            _check_same_run(tmp_path, saved=earlier, current=before)  # which recorded less
+            check_same_run(tmp_path, saved=earlier, current=before)  # which recorded less
 
 
 def test_an_export_does_not_replace_what_the_run_reads(tmp_path: Path) -> None:

@@ -37,7 +37,16 @@ def lengths(completion_ids, **_):
     return [len(ids) or None for ids in completion_ids]
 
 def raises(completions, **_):
-    return [1 / 0 for _ in completions]
+    return [1 / (one[0]["content"] != "b") for one in completions]
+
+def _inverse(text):
+    return 1 / (text != "bad\\nanswer")
+
+def raises_within(prompts, completions, **_):
+    return [_inverse(completions[at][0]["content"]) for at in range(len(prompts))]
+
+def raises_at_all(**_):
+    raise KeyError("weights")
 
 def hangs(**_):
     time.sleep(60)
@@ -93,9 +102,9 @@ def test_a_column_that_few_rows_have_is_a_keyword_of_every_call(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"ZeroDivisionError: division by zero \(.*mine\.py:18\); mend"),
+        ("raises", r'by zero \(.*mine\.py:18\), given response 2 of 3: prompt "Say a", completion "b"; mend'),
         ("hangs", r"did not answer within 0\.5 s; mend it, or give it more time"),
-        ("is_nan", r"returned nan for response 3 of 3; return finite"),
+        ("is_nan", r'returned nan for response 3 of 3: prompt "Say a", completion "a"; return finite'),
         ("too_few", r"returned 1 rewards for 3 responses; return one"),
         ("ends", r"its process ended with exit code 3; "),
         ("leaves", r"SystemExit: enough"),
@@ -109,6 +118,22 @@ def test_a_fault_is_one_line(name: str, message: str, tmp_path: Path) -> None:
             rewards(arguments())
         assert "\n" not in str(error.value)
     assert time.monotonic() - started < 20
+
+
+def test_the_completion_that_a_function_raises_at_is_shown(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "Say " + "it " * 99}]
+    prompts = [Prompt({"prompt": asked}, asked, [1]) for _ in range(3)]
+    given = arguments_of(prompts, ["good", "bad\nanswer", "good"], [[5], [6], [7]], [False] * 3)
+    for name, message in (
+        ("raises_within", r'given response 2 of 3: prompt "Say (it )+i?t?…", completion "bad\\nanswer"; mend'),
+        (
+            "raises_at_all",
+            r'KeyError: \S+ \(.*\), given 3 responses, the first of them: prompt .*, completion "good"; mend',
+        ),
+    ):
+        with functions(tmp_path, name) as rewards, pytest.raises(UserError, match=message) as error:
+            rewards(given)
+        assert len(str(error.value).partition("prompt")[2]) < 200
 
 
 def test_a_function_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.config.rl_schema import PromptDataConfig
+from fsdp2kit.data.contents import Content
 from fsdp2kit.data.formats import Prompt, encode_prompts
 from fsdp2kit.data.rows import Row
 from fsdp2kit.distributed import local_part
@@ -32,7 +34,8 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_rows
 from fsdp2kit.rl.prompts import Prompts, build_prompts
-from fsdp2kit.rl.rollouts import Rollouts, Round
+from fsdp2kit.rl.rollouts import Rollouts
+from fsdp2kit.rl.rounds import Asked, Round, round_state
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
@@ -341,10 +344,15 @@ class _Engine:
 
 class _Rewards:
     def __init__(self, *names: str) -> None:
-        self.names = list(names)
+        self.names = [name.partition(" ")[0] for name in names]
+        self.contents = {f"reward.{own}": Content(name) for own, name in zip(self.names, names, strict=True)}
 
 
 def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "same")) -> Rollouts:
+    """
+    Args:
+        rewards: of each function its name, and anything that stands for its code.
+    """
     _, config = load(str(toml), list(overrides))
     prompts = SimpleNamespace(per_round=4, total_steps=8)
     none: Any = None
@@ -368,15 +376,93 @@ def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
     state = running.state(4)
     assert state is not None
     ahead = ["rollout.updates=2", "rollout.ahead=1", "rollout.engine='vllm'"]
-    for overrides, rewards, is_taken in (
-        (ahead, ["spread", "same"], True),
-        (ahead[:1], ["spread", "same"], False),  # too old where none is made ahead
-        (ahead, ["spread"], False),
-        (ahead, ["same", "spread"], False),
+    state = json.loads(json.dumps(state))
+    for overrides, rewards, why in (
+        (ahead, ["spread", "same"], ""),
+        ([*ahead, "rollout.batch_size=1", "rollout.dtype=bfloat16"], ["spread", "same"], ""),
+        (ahead[:1], ["spread", "same"], "changed since: rollout.ahead"),  # too old where none is made ahead
+        (ahead, ["spread"], "changed since: reward.same"),
+        (ahead, ["same", "spread"], "changed since: order of the rewards"),
+        (ahead, ["spread", "same mended"], "changed since: reward.same"),
+        ([*ahead, "rollout.temperature=0.5"], ["spread", "same"], "changed since: rollout.temperature"),
+        ([*ahead, "rollout.max_new_tokens=9"], ["spread", "same"], "changed since: rollout.max_new_tokens"),
     ):
         resumed = _rollouts(toml, *overrides, rewards=rewards)
         resumed.resume(state)
-        assert (resumed._round is not None) is is_taken, (overrides, rewards)
+        assert (resumed._round is None) is bool(why), (overrides, rewards)
+        assert resumed._notes == ([f"rollouts in progress are made again ({why})"] if why else [])
+    # Responses under way have no rewards yet, but were sampled.
+    made = [response for response in responses if response]
+    state = {**round_state(None, (Asked(3, 4), made)), "made_by": running._made_by}
+    for overrides, rewards, is_taken in (
+        (ahead, ["spread", "same mended"], True),
+        ([*ahead, "rollout.temperature=0.5"], ["spread", "same"], False),
+    ):
+        resumed = _rollouts(toml, *overrides, rewards=rewards)
+        resumed.resume(state)
+        assert (resumed._asked is not None) is is_taken
+    resumed = _rollouts(toml, *ahead)
+    resumed.resume({name: value for name, value in state.items() if name != "made_by"})
+    assert resumed._notes == ["rollouts in progress are made again (the checkpoint does not say how they were made)"]
+
+
+def test_another_temperature_samples_anew(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """In the middle of a batch of rollouts; the trainer's own log-probabilities are the reference."""
+    options = (
+        *DP2,
+        "rollout.updates=2",
+        "optimizer.lr=1e-6",
+        "grpo.kl=0.0",
+        "train.steps=2",
+        "rollout.samples_every=0",
+    )
+    directory = tmp_path / "run"
+    first = run(pool, toml, directory, 2, *options, "train.steps=1", "lr_schedule.name=constant")
+    [said, _] = pool.run(
+        2, _lines_of_recipe, str(toml), [f"run.dir='{directory}'", *options, "rollout.temperature=0.5"]
+    )
+    assert "\nrollouts in progress are made again (changed since: rollout.temperature)\n" in said
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in records] == [1, 2]
+    assert max(one["log_prob_gap"] for one in (*first, *records)) < 1e-3, "each step's are of its own temperature"
+    assert records[1]["rollout/weight_version"] == 1
+
+
+def test_rewards_by_another_function_are_not_compared(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    """A function that is rewritten between two starts, and gives less: its best is its own."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from scale import factor\n\ndef f(level, **_):\n    return [factor * float(one) for one in level]\n"
+    )
+    (tmp_path / "scale.py").write_text("factor = 4.0\n")
+    rows = tmp_path / "held_out.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": str(at)}) + "\n" for at in range(3)))
+    options = (f"reward=[{{function='{mine}:f'}}]", "grpo.kl=0.0", "rollout.samples_every=0", "optimizer.lr=1e-6")
+    options = (*options, f"eval={{every=1, path='{rows}', keep_best=true}}", "checkpoint.export_hf=every")
+    options = (*options, "lr_schedule.name=constant", f"run.dir='{tmp_path / 'run'}'", "checkpoint.keep=1")
+
+    def start(steps: int) -> tuple[str, dict[str, Any]]:
+        [said] = pool.run(1, _lines_of_recipe, str(toml), [*options, f"train.steps={steps}"])
+        newest = read_manifest(tmp_path / "run" / "checkpoints" / f"step-{steps:06d}")
+        return said, {"exported": json.loads((tmp_path / "run/hf/.fsdp2kit-export.json").read_text())["step"]} | {
+            name: newest.progress[name] for name in ("best_step", "best_eval_loss")
+        }
+
+    _, found = start(2)
+    assert found == {"best_step": 1, "best_eval_loss": -4.0, "exported": 1}, "later ones are not better"
+    (tmp_path / "scale.py").write_text("factor = 1.0\n")
+    said, found = start(4)
+    assert "changed since: train.steps 2 → 4, reward.f (scale.py changed)\n" in said
+    assert "reward.f: changed since step 1 was the best, so eval_loss is compared from step 2 on, anew\n" in said
+    assert found == {"best_step": 3, "best_eval_loss": -1.0, "exported": 3}
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "Tell more.", "level": "5"}) + "\n")
+    said, found = start(5)
+    assert "changed since: train.steps 4 → 5, eval.path (held_out.jsonl changed, 3 → 4 rows)\n" in said
+    assert "held-out prompts: changed since step 3 was the best, so eval_loss" in said
+    assert found == {"best_step": 5, "best_eval_loss": -2.0, "exported": 5}
+    said, found = start(6)
+    assert "compared from" not in said
+    assert found == {"best_step": 5, "best_eval_loss": -2.0, "exported": 5}
 
 
 def test_ranks_may_have_no_group(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:

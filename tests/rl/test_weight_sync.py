@@ -30,6 +30,9 @@ CASES = [
     Case("llama3", 2, 1, fsdp=(("ignored_modules", ["model.embed_tokens"]),), frozen=("model.embed_tokens.*",)),
     Case("qwen3", 2, 1, fsdp=(("param_dtype", "bfloat16"),), adapter="lora"),
     Case("qwen3_moe", 1, 2, adapter="dora"),
+    # What is ignored is whole on every rank, beside an adapter that is sharded.
+    Case("qwen3", 2, 1, fsdp=(("ignored_modules", ["*.base_layer"]),), adapter="lora"),
+    Case("llama3", 2, 1, fsdp=(("ignored_modules", ["*.0.*.base_layer", "*.v_proj.base_layer"]),), adapter="dora"),
 ]
 OTHERS = [
     Case("smollm2", 1, 1),

@@ -1,0 +1,140 @@
+"""What makes two starts the same run, and what of it may change in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest
+from fsdp2kit.checkpoint.store import is_complete, to_path
+from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.data.contents import changes
+from fsdp2kit.errors import UserError
+from fsdp2kit.files import sha256
+from fsdp2kit.model.adapters import Adapter
+from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
+from fsdp2kit.model.build import ModelSource
+
+RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
+"""Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
+WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
+"""Of the identity, those that say which weights; see `same_weights`."""
+
+
+def run_identity(
+    config: TrainingConfig,
+    source: ModelSource,
+    *,
+    data: str,
+    adapter: Adapter | None = None,
+    teacher: Path | None = None,
+) -> dict[str, str]:
+    """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
+
+    Args:
+        source: where the model comes from.
+        data: digest of the data.
+        adapter: the adapters that are trained, if any are.
+        teacher: the directory of the model that is learnt from, if one is.
+    """
+    weights = config.model.weights
+    if weights == "pretrained" and source.directory is not None:
+        weights = f"pretrained {weights_digest(source.directory)}"
+    elif weights not in ("pretrained", "random") and is_complete(path := to_path(weights)):
+        weights = f"{weights} {sha256(path / MANIFEST)[:16]}"
+    of_adapter = {} if adapter is None else adapter.identity()
+    if adapter is not None and adapter.directory is not None:
+        of_adapter["model.adapter"] = weights_digest(adapter.directory)
+    return {
+        "model": config_digest(source.config),
+        "model.weights": weights,
+        **of_adapter,
+        "optimizer.name": config.optimizer.name,
+        "run.seed": str(config.run.seed),
+        # Before the data's digest, which depends on where documents were cut.
+        "data.seq_len": str(config.data.seq_len),
+        "data.pack": str(config.data.pack).lower(),
+        "data.shuffle": str(config.data.shuffle).lower(),
+        "train.global_batch_size": str(config.train.global_batch_size),
+        **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
+        **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
+        **_of_recipe(config, teacher),
+        "data": data,
+    }
+
+
+def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
+    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
+    parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
+    found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
+    if teacher is not None:
+        found["distill.teacher"] = weights_digest(teacher)
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def check_same_run(
+    path: Path,
+    *,
+    saved: dict[str, str],
+    current: dict[str, str],
+    contents_saved: Mapping[str, Any] | None = None,
+    contents: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse a checkpoint of another run, naming the first field that differs, and both values.
+
+    Args:
+        saved, current: what `run_identity` returned when the checkpoint was saved, and now.
+        contents_saved, contents: what was read then and now (`fsdp2kit.data.contents`), to say which rows differ.
+
+    Raises:
+        UserError: a field differs.
+    """
+    for field in [*current, *(field for field in saved if field not in current)]:
+        before, now = saved.get(field), current.get(field)
+        if before is None and field in RECIPE_FIELDS:  # written before they were recorded
+            continue
+        is_same = before == now
+        if before and now and field in WEIGHTS_FIELDS:
+            is_same = same_weights(before, now)
+        if not is_same:
+            anew = f"start from the weights alone with model.weights = '{path}'"
+            if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
+                anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
+            what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
+            if field == "data" and (differing := changes(contents_saved or {}, contents or {})):
+                what = f"was made with other data: {'; '.join(differing)}"
+            raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
+
+
+def describe_changes(manifest: Manifest, settings: dict[str, Any], config: TrainingConfig, environment: Any) -> str:
+    """What has changed since a checkpoint was saved, of what may change; "nothing" where nothing has.
+
+    Args:
+        settings: the TOML that it was saved with; empty where there is none.
+        config, environment: those of this start.
+    """
+    before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
+    if not settings:  # nothing to compare with
+        now = {name: value for name, value in now.items() if name in before}
+    changed = [
+        f"{name} {before.get(name, 'default')} → {now.get(name, 'default')}"
+        for name in dict.fromkeys([*now, *before])
+        if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
+    ]
+    changed += changes(manifest.environment.get("contents", {}), environment.get("contents", {}))
+    return ", ".join(changed) or "nothing"
+
+
+def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+    facts = {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
+    return {**_flat(settings), **_flat(facts)}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,71 @@
+"""What a run reads beside its TOML (rows, code), as far as a later start needs it to say what has changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data.sources import find_source, is_url
+
+_NAMED, _RECORDED = 3, 1000  # files in a message, and in a manifest
+
+
+@dataclass(frozen=True)
+class Content:
+    """A set of rows, or a function's source files."""
+
+    digest: str
+    """Of all of it."""
+    rows: int | None = None
+    """How many there are; None of code."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By name, what tells whether a file changed: its size or a digest; empty for what has no files here."""
+
+
+def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Content:
+    """The content of a set of rows that was read.
+
+    Args:
+        section: names the set, which `key` is the TOML key of.
+        digest: of the rows as they are trained or evaluated on.
+    """
+    files = find_source(section, key).files if section.path is not None else ()
+    if not files or is_url(files[0]):
+        return Content(digest, rows)
+    folder = os.path.commonpath([Path(file).parent for file in files])
+    sizes = {str(Path(file).relative_to(folder)): Path(file).stat().st_size for file in files}
+    if len(sizes) > _RECORDED:
+        return Content(digest, rows, {f"one of {len(sizes)} files": f"{sum(sizes.values())} bytes"})
+    return Content(digest, rows, {name: f"{size} bytes" for name, size in sizes.items()})
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between the contents of two starts, a text for each TOML key that both have.
+
+    Args:
+        before, now: the fields of a `Content` by TOML key.
+    """
+    found = []
+    for key in (key for key in now if key in before and before[key] != now[key]):
+        one, other = before[key], now[key]
+        parts = _of_files(one["files"], other["files"])
+        if one["rows"] != other["rows"]:
+            parts.append(f"{one['rows']} → {other['rows']} rows")
+        elif one["digest"] != other["digest"] and other["rows"] is not None:
+            parts.append(f"{other['rows']} rows as before, with other tokens")
+        found.append(f"{key} ({', '.join(parts) or 'another function'})")
+    return found
+
+
+def _of_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    states = {
+        name: "is new" if name not in before else "is gone" if name not in now else "changed"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    }
+    named = [f"{name} {state}" for name, state in list(states.items())[:_NAMED]]
+    return named + ([f"and {len(states) - _NAMED} more files"] if len(states) > _NAMED else [])
