@@ -50,8 +50,8 @@ def collectives(
 ) -> list[Collective]:
     """Everything that a rank sends in a step that is not logged, of rank 0 where ranks differ (uneven heads)."""
     fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
-    replicas = world // shards
-    reduces = count if fsdp.reduce_every_micro_batch else 1
+    replicas = step.replicas
+    reduces = count if fsdp.accumulates_shards else 1
     found: list[Collective] = []
 
     def add(kind: str, dim: str, phase: str, unit: str, calls: int, sent: int, *, ranks: int) -> None:
@@ -74,8 +74,8 @@ def collectives(
             reduced = unit.trained * step.reduce
             sent = reduces * ((shards - 1) * reduced // shards)
             add("reduce_scatter", "shard", "backward", unit.name, reduces, sent, ranks=shards)
-            sent = reduces * (2 * (replicas - 1) * (reduced // shards) // replicas)
-            add("all_reduce", "replicate", "backward", unit.name, reduces, sent, ranks=replicas)
+            sent = 2 * (replicas - 1) * (reduced // shards) // replicas
+            add("all_reduce", "replicate", "backward", unit.name, 1, sent, ranks=replicas)
     for exchange in _exchanges(model, step):
         add(*exchange, ranks=step.plan.sizes.cp)
     # The few numbers of every step: what the batch is made of, the loss, the norms of the gradients.

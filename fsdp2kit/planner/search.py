@@ -49,7 +49,7 @@ def options(config: TrainingConfig) -> list[Option]:
         add("activations", {"activation_checkpointing.mode": "selective"}, note=', then "full"')
     if section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger):
         add("activations", {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1})
-    if not fsdp.reduce_every_micro_batch:
+    if not fsdp.accumulates_shards and fsdp.strategy != "no_shard":
         add("activations", {"fsdp.reduce_every_micro_batch": True}, note=", if gradients are accumulated")
     if fsdp.backward_prefetch > 0:
         add("activations", {"fsdp.backward_prefetch": 0})
