@@ -318,7 +318,9 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     # The model's own head computes a chunk of logits again, and their gradients.
     after, loss = before + gradient - waits, (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
-        hidden, after, loss = step.hidden_states, before, _log_probs_backward(step)
+        # Where nothing is cast or added to, what chunks add up to is the gradient.
+        own = gradient if step.head and step.compute == 4 and not before else 0
+        hidden, after, loss = step.hidden_states, before + own, _log_probs_backward(step) - own
     first = {
         **now,
         "activations": kept + hidden,
