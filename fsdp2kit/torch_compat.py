@@ -63,6 +63,15 @@ def accumulated_gradients(unit: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def accumulated_shards(unit: Any) -> list[Tensor]:
+    """The reduced gradients that an FSDP unit keeps between micro-batches; no public name shows them in a forward."""
+    found = []
+    for group in parameter_groups(unit):
+        found += [parameter.sharded_param.grad for parameter in group.fsdp_params]
+        found.append(group._partial_reduce_output)  # of replicas, before they are reduced with one another
+    return [gradient for gradient in found if gradient is not None]
+
+
 def inner_tensors(tensor: Any) -> list[Tensor]:
     """The plain tensors that a tensor subclass (sharded, quantised, both) is made of; a plain tensor is its own."""
     if not is_traceable_wrapper_subclass(tensor):

@@ -1,7 +1,8 @@
 """Plan a run before a device is rented: memory by phase, bytes sent, time, and what to change so that it fits.
 
 python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
-    [--fit | --sweep | --longest] [--trace] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE] [--json]
+    [--fit | --sweep | --longest] [--mfu 0.4] [--verbose] [--trace] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE]
+    [--json]
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
         from fsdp2kit.planner import report
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
+        from fsdp2kit.planner.speed import own_share
         from fsdp2kit.run import load
 
         device = find_device(options.device, memory_gib=options.device_memory)
         _, config = load(options.toml, options.overrides)
         model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
-    found = estimate(config, model, plan, device=device, local_world_size=local)
-    parts, extra = list(report.renderables(found)), {}
-    own = len(parts)
-    for title, candidates in _alternatives(options, config, device):
-        nothing = f"{title}: nothing that was tried fits; use a larger device, or shorter sequences"
-        parts.append(report.candidates_table(candidates, title=title) if candidates else nothing)
+        share = None if options.mfu is None else own_share(plan, options.mfu)
+    found = estimate(config, model, plan, device=device, local_world_size=local, share=share)
+    answers, parts, extra = [], [], {}
+    for title, candidates in _alternatives(options, config, device, share):
+        answers.append(report.answer(title, candidates, config=config, world_size=options.world_size))
+        answers += [report.candidates_table(candidates, title=title)] if candidates and title != "longest" else []
         extra[title] = [report.candidate_json(one) for one in candidates]
+    own = [*report.summary(found)] if answers and not options.verbose else [*report.renderables(found)]
     if options.kv_cache:
         from fsdp2kit.planner.memory import kv_cache_bytes
 
@@ -64,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
     _write("--png", options.png, lambda: report.draw(found, title=title))
-    _write("--html", options.html, lambda: report.page(found, title=title, extra=parts[own:]).encode())
+    _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *parts]).encode())
     if options.json:
         print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
-        for part in parts:
+        for part in [*answers, *own, *parts]:
             console.print(part)
     return 1 if found.fits is False else 0
 
@@ -108,6 +111,8 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
             raise UserError(flag, f"{ranks} is no number of ranks", f"give 1 to {_MOST:,}")
     if options.device_memory is not None and not 0 < options.device_memory <= _MOST:
         raise UserError("--device-memory", f"{options.device_memory} is no number of GiB", f"give up to {_MOST:,}")
+    if options.mfu is not None and not 0 < options.mfu < 1:
+        raise UserError("--mfu", f"{options.mfu} is no share of a device's peak", "give one between 0 and 1, as 0.4")
     if options.kv_cache and not 1 <= min(options.kv_cache) <= max(options.kv_cache) <= 2**40:
         raise UserError("--kv-cache", f"{options.kv_cache} are no rows and length", "give two numbers from 1")
     if (options.fit or options.longest) and options.device is options.device_memory is None:
@@ -118,11 +123,13 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
             raise UserError(flag, f"{path} cannot be written", "name a file in a folder that exists")
 
 
-def _alternatives(options: argparse.Namespace, config: Any, device: Any) -> Iterator[tuple[str, list[Any]]]:
+def _alternatives(
+    options: argparse.Namespace, config: Any, device: Any, share: Any
+) -> Iterator[tuple[str, list[Any]]]:
     """What --fit, --sweep and --longest ask for, each under its name."""
     from fsdp2kit.planner.search import Search
 
-    search = Search(config, options.world_size, device, options.local_world_size)
+    search = Search(config, options.world_size, device, options.local_world_size, share)
     if options.fit:
         yield "fit", search.fit()
     if options.sweep:
@@ -152,6 +159,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fit", action="store_true", help="the cheapest changes that fit")
     parser.add_argument("--sweep", action="store_true", help="a table of cp × checkpointing × micro-batch")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
+    parser.add_argument(
+        "--mfu", type=float, metavar="SHARE", help="what this TOML's runs reach, instead of published figures"
+    )
+    parser.add_argument("--verbose", action="store_true", help="the plan's tables as well, below those answers")
     parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")

@@ -157,7 +157,7 @@ class FSDP1Loop(PlainLoop):
             module.to(device)
         # Without clipping there is still a norm to compare, as on our side.
         super().__init__(wrapped, optimizer, max_grad_norm=config.train.max_grad_norm or float("inf"), device=device)
-        self.reduce_every = config.fsdp.reduce_every_micro_batch
+        self.reduce_every = config.fsdp.accumulates_shards
         self.schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=config.train.total_steps(0))
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:

@@ -95,20 +95,31 @@ def shard_ranks(fsdp: FSDPConfig, sizes: MeshSizes) -> int:
     return 1 if fsdp.strategy == "no_shard" else sizes.dp_shard * sizes.cp
 
 
-def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: int) -> int:
+def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: int, group: int = 1) -> int:
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
+    Args:
+        group: rows that belong together; a global batch holds whole groups.
+
     Raises:
-        UserError: it is not a whole number; the message says which global batch sizes would fit.
+        UserError: the global batch does not consist of whole micro-batches and groups; the message says which sizes
+            would fit.
     """
     per_round = dp * micro_batch_size
-    accumulation, rest = divmod(global_batch_size, per_round)
-    if rest:
-        near = sorted({max(1, accumulation) * per_round, (accumulation + 1) * per_round})
+    near = _multiples_near(global_batch_size, math.lcm(per_round, group))
+    if global_batch_size % per_round:
         what = f"{global_batch_size} is not a multiple of dp {dp} × micro_batch_size {micro_batch_size}"
-        todo = f"use {' or '.join(map(str, near))}, or another micro_batch_size"
-        raise UserError("train.global_batch_size", what, todo)
-    return accumulation
+        raise UserError("train.global_batch_size", what, f"use {near}, or another micro_batch_size")
+    if global_batch_size % group:
+        what = f"{global_batch_size} responses are not whole groups of rollout.n = {group}"
+        raise UserError("train.global_batch_size", what, f"use {near}, or another rollout.n")
+    return global_batch_size // per_round
+
+
+def _multiples_near(number: int, divisor: int, *, above: int = 0) -> str:
+    """The multiples of ``divisor`` around a number, in words; those that are larger than ``above``."""
+    below = max(number, above) // divisor * divisor
+    return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple > above)
 
 
 def resolve_warmup(section: LRScheduleConfig, total_steps: int) -> int:
@@ -141,7 +152,10 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     """
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
     train = config.train
-    resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
+    group, longest_response = 1, 0
+    if isinstance(config, RLConfig):
+        group, longest_response = config.rollout.n, config.rollout.max_new_tokens
+    resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp, group=group)
     if (train.steps is None) == (train.epochs is None):
         what = "neither steps nor epochs is given" if train.steps is None else "both steps and epochs are given"
         raise UserError("train", what, "give exactly one of train.steps and train.epochs")
@@ -155,9 +169,9 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     check_data(config)
     _check_upload(config.checkpoint)
     if config.data.seq_len % sizes.cp:
-        below = config.data.seq_len // sizes.cp * sizes.cp
         what = f"{config.data.seq_len} is not divisible by mesh.cp {sizes.cp}"
-        raise UserError("data.seq_len", what, f"use {below} or {below + sizes.cp}")
+        near = _multiples_near(config.data.seq_len, sizes.cp, above=longest_response)
+        raise UserError("data.seq_len", what, f"use {near}")
     _check_model(config)
     _check_lora(config)
     _check_fsdp(config.fsdp, sizes)

@@ -162,17 +162,12 @@ class RLConfig(TrainingConfig):
 
 
 def check_rollouts(config: RLConfig, *, world_size: int) -> None:
-    """Check the sizes of rollouts against ``[train]``, ``[data]`` and the number of ranks.
+    """Check rollouts against ``[data]`` and the number of ranks.
 
     Raises:
         UserError: they do not go together.
     """
-    rollout, size, seq_len = config.rollout, config.train.global_batch_size, config.data.seq_len
-    groups, rest = divmod(size, rollout.n)
-    if rest:
-        what = f"{size} responses are not whole groups of rollout.n = {rollout.n}"
-        todo = f"use {max(1, groups) * rollout.n} or {(groups + 1) * rollout.n}, or another rollout.n"
-        raise UserError("train.global_batch_size", what, todo)
+    rollout, seq_len = config.rollout, config.data.seq_len
     if rollout.max_new_tokens >= seq_len:
         what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
         raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")

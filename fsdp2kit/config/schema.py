@@ -131,8 +131,20 @@ class FSDPConfig(Section):
     the next all-gather early anyway."""
     backward_prefetch: NonNegativeInt = 1
     """Units gathered ahead in backward: n keeps n + 1 units whole in memory. 1 is FSDP1's BACKWARD_PRE."""
-    reduce_every_micro_batch: bool = False
-    """Reduce gradients after every micro-batch (less memory) instead of once a step (less communication)."""
+    reduce_every_micro_batch: Literal["auto"] | bool = "auto"
+    """true: reduce gradients after every micro-batch, so that a rank keeps only its shards of them. false: keep whole
+    gradients, in `reduce_dtype`, until the last micro-batch, and send them once a step: for slow networks, where there
+    is memory. "auto": true, but false under no_shard, and where `storage_dtype` is coarser than `reduce_dtype`.
+    Replicas of hybrid strategies are reduced once a step in any case."""
+
+    @property
+    def accumulates_shards(self) -> bool:
+        """`reduce_every_micro_batch`, resolved: whether a rank keeps shards of gradients between micro-batches."""
+        if self.reduce_every_micro_batch != "auto":
+            return self.reduce_every_micro_batch
+        # Reduced gradients add up in the shards' dtype.
+        is_coarser = self.storage_dtype == "bfloat16" and self.reduce_dtype != "bfloat16"
+        return self.strategy != "no_shard" and not is_coarser
 
 
 class ContextParallelConfig(Section):

@@ -155,7 +155,7 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     Row("fsdp.backward_prefetch", _as_prefetch),
     Row("fsdp.forward_prefetch", lambda field: field.value if type(field.value) is int else int(as_bool(field))),
     Row("fsdp.reduce_every_micro_batch", as_bool),
-    Row("fsdp.reduce_every_micro_batch", switch(False, True), slot="no_sync"),
+    Row("fsdp.reduce_every_micro_batch", lambda field: not as_bool(field), slot="no_sync"),
     Row("activation_checkpointing.mode", _as_selective, slot="activation_checkpointing.every"),
     Row("activation_checkpointing.mode", _as_mode),
     Row("activation_checkpointing.every", lambda field: field.value if type(field.value) is int else None),

@@ -143,6 +143,11 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
     return dense + routed * visited / experts
 
 
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Whether a model's config names experts, of which a token visits some."""
+    return (_first(config.get_text_config(), _EXPERT_COUNT) or 1) > 1
+
+
 def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
     """What each layer with softmax attention is configured by, by number; in Gemma 4, for one, their heads differ.
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
+from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.overlap.events import BACKWARD, FORWARD
 from fsdp2kit.overlap.split import MS, TIMES, Split, mean_of, split_step
 from fsdp2kit.overlap.trace import RankTrace, read_traces
 
+# The keys that say how often gradients are reduced.
+_REDUCTION = ("strategy", "storage_dtype", "reduce_dtype", "reduce_every_micro_batch")
 # Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
 # than it saves time. Between them nothing is said.
 VISIBLE, HIDDEN = 0.03, 0.01
@@ -31,8 +35,10 @@ class Settings:
     forward_prefetch: int = 0
     backward_prefetch: int = 1
     reshard_after_forward: bool | int = True
-    reduce_every_micro_batch: bool = False
+    reduce_every_micro_batch: bool = True
     micro_batch_size: int = 1
+    micro_batches: int = 1
+    """In a step, on a rank."""
     offload: str = "none"
 
 
@@ -155,8 +161,8 @@ def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Repor
         rank: mean_of([step.ranks[rank] for step in complete if rank in step.ranks]).waiting for rank in ranks
     }
     waiting_by_rank = {} if None in waits.values() else waits
-    settings, device = read_settings(path), traces[0].device
     world_size = max(trace.world_size for trace in traces)
+    settings, device = read_settings(path, world_size=world_size), traces[0].device
     return Report(
         path=str(path),
         device=device,
@@ -184,7 +190,7 @@ def _measured(path: Path) -> dict[int, float]:
     return {record["step"]: record["step_seconds"] for record in records if "step_seconds" in record}
 
 
-def read_settings(path: Path) -> Settings:
+def read_settings(path: Path, *, world_size: int = 1) -> Settings:
     """The settings of the run that a trace belongs to."""
     try:
         config = tomli.loads(_read_beside(path, "config.toml"))
@@ -194,7 +200,14 @@ def read_settings(path: Path) -> Settings:
     fsdp, train = config.get("fsdp", {}), config.get("train", {})
     keeps_whole = fsdp.get("strategy") in ("shard_grad_op", "hybrid_shard_zero2", "no_shard")
     given = {"reshard_after_forward": not keeps_whole, **fsdp, "micro_batch_size": train.get("micro_batch_size")}
-    return Settings(**{k: given[k] for k, v in vars(Settings()).items() if isinstance(given.get(k), type(v))})
+    with contextlib.suppress(ValueError):
+        section = FSDPConfig.model_validate({name: fsdp[name] for name in _REDUCTION if name in fsdp})
+        given["reduce_every_micro_batch"] = section.accumulates_shards
+    known = Settings(**{k: given[k] for k, v in vars(Settings()).items() if isinstance(given.get(k), type(v))})
+    rows, cp = train.get("global_batch_size"), config.get("mesh", {}).get("cp", 1)
+    if not (isinstance(rows, int) and isinstance(cp, int)):
+        return known
+    return replace(known, micro_batches=max(1, rows * cp // (world_size * known.micro_batch_size)))
 
 
 def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Mapping[int, float]) -> list[Advice]:
@@ -245,8 +258,11 @@ def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]
     if gathers >= visible and settings.reshard_after_forward is not False:
         why = "backward then gathers nothing; every unit stays whole from forward to backward, so memory must allow it"
         yield Advice("fsdp.reshard_after_forward", "false", why)
-    if reductions >= visible and settings.reduce_every_micro_batch:
-        why = f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough"
+    if reductions >= visible and settings.reduce_every_micro_batch and settings.micro_batches > 1:
+        why = (
+            f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough, where every rank has "
+            "memory for whole gradients: 4 bytes a parameter in float32"
+        )
         yield Advice("fsdp.reduce_every_micro_batch", "false", why)
     why = ""
     if mean.communication > mean.compute:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.torch_compat import accumulated_gradients
+from fsdp2kit.torch_compat import accumulated_gradients, accumulated_shards
 
 # What torchao's recipes cast inputs, weights and gradients of outputs to.
 _FLOAT8_MATMULS = {
@@ -41,7 +41,7 @@ class DtypeLedger:
     compute_by_class: dict[str, str]
     """Modules that compute in another dtype."""
     accumulation: str
-    """Gradients between micro-batches."""
+    """Gradients between micro-batches: shards of them, or whole ones that are not reduced yet."""
     reduction: str
     """Gradients while they are reduced."""
     gradients: str
@@ -74,20 +74,22 @@ class DtypeLedger:
         return line
 
 
-def dtype_ledger(config: TrainingConfig, *, export: str) -> DtypeLedger:
+def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1) -> DtypeLedger:
     """The ledger that ``[fsdp]``, ``[optimizer]`` and ``[float8]`` ask for.
 
     Args:
         export: dtype of the Hugging Face directory.
+        replicas: how many ranks hold the same shard; their gradients are reduced with the last micro-batch.
     """
     section = config.fsdp
+    is_reduced = section.accumulates_shards and replicas == 1
     packed = ["uint8"] if config.lora.quantize == "nf4" else []
     moments, rounding = _MOMENTS.get(config.optimizer.name, (section.storage_dtype, "nearest"))
     return DtypeLedger(
         storage=section.storage_dtype,
         compute=section.param_dtype,
         compute_by_class={name: str(dtype) for name, dtype in section.class_dtypes.items()},
-        accumulation=section.reduce_dtype,
+        accumulation=section.storage_dtype if is_reduced else section.reduce_dtype,
         reduction=section.reduce_dtype,
         gradients=section.storage_dtype,
         optimizer=moments,
@@ -124,7 +126,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
             if parameters:  # `fully_shard` puts "FSDP" in front of a unit's class
                 floating = (p for p in parameters if p.is_floating_point())  # others are unpacked as they are used
                 note(f"compute of {type(module).__name__.removeprefix('FSDP')}", floating)
-        note("accumulation", accumulated_gradients(unit))
+        note("accumulation", [*accumulated_gradients(unit), *accumulated_shards(unit)])
 
     def watch_update(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         note("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))

@@ -99,7 +99,8 @@ class ParallelPlan:
         lines = [
             f"parameters: {self.parameters:,}",
             f"fsdp: {section.strategy} over {counted(shard_ranks(section, self.sizes), 'rank')}; units: {units}; "
-            f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward",
+            f"gathered ahead: {section.forward_prefetch} in forward, {section.backward_prefetch} in backward; "
+            f"gradients are reduced {'after every micro-batch' if section.accumulates_shards else 'once a step'}",
         ]
         if self.adapter is not None:
             lines.append(self._describe_adapter(self.adapter))
@@ -169,7 +170,11 @@ def plan_parallel(
             units=plan_units(config.fsdp, model, traits=traits),
             float8=plan_float8(config, model, traits=traits, device=device),
             nf4=plan_nf4(config, model, traits=traits),
-            ledger=dtype_ledger(config, export=config.checkpoint.export_dtype or source_of(model).dtype),
+            ledger=dtype_ledger(
+                config,
+                export=config.checkpoint.export_dtype or source_of(model).dtype,
+                replicas=sizes.world_size // shard_ranks(config.fsdp, sizes),
+            ),
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -18,15 +18,38 @@ from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import item_bytes, layers_memory
-from fsdp2kit.planner.communication import Collective, Speed, collectives, estimate_speed, why_untimed
+from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
+from fsdp2kit.planner.speed import Share, Speed, estimate_speed, published_share, why_untimed
 
 logger = logging.getLogger(__name__)
 
 ALLOWANCE = 3 * GIB
 """For what is no tensor of ours: the CUDA context, buffers of NCCL, cuBLAS and compiled code, fragmentation."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How often gradients are reduced, and what a step takes with the other value of the key than the config's."""
+
+    every_micro_batch: bool
+    micro_batches: int
+    other_peak: int
+    """More bytes at a step's peak with the other value; less than 0: fewer."""
+    other_sent: int
+    """More bytes that a rank sends in a step."""
+
+    def __str__(self) -> str:
+        now = f"after each of {self.micro_batches} micro-batches" if self.every_micro_batch else "once a step"
+        value = str(not self.every_micro_batch).lower()
+        peak, sent = (
+            f"{abs(size) / GIB:.1f} GiB {'more' if size > 0 else 'less'}"
+            for size in (self.other_peak, self.other_sent)
+        )
+        key = f"fsdp.reduce_every_micro_batch = {value}"
+        return f"gradients are reduced {now}; {key} takes {peak} at a step's peak and sends {sent}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,8 @@ class Estimate:
     disk: dict[str, int]
     """Bytes of a checkpoint, of all that are kept, of the export."""
     collectives: tuple[Collective, ...]
+    reduction: Reduction | None
+    """None: there is one micro-batch, or nothing is sharded."""
     speed: Speed | None
     untimed: str | None
     """Why there is no speed."""
@@ -146,11 +171,13 @@ def estimate(
     *,
     device: Device | None = None,
     local_world_size: int = 8,
+    share: Share | None = None,
 ) -> Estimate:
     """What a run of ``config`` needs.
 
     Args:
         model: on meta, before it is made parallel.
+        share: of the device's peak that is reached; by default that of published runs.
     """
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
     known = layers_memory(model, plan, tokens=tokens)
@@ -163,6 +190,9 @@ def estimate(
     step = step_memory(config, model, plan, layers)
     sent = () if step.log_probs else tuple(collectives(config, model, step, local_world_size=local_world_size))
     untimed = why_untimed(config, step, device)
+    speed = None
+    if device is not None and untimed is None:
+        speed = estimate_speed(config, step, sent, device, share or published_share(config, model, device))
     cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
     load = Moment("load", "weights", at_rest(step, state=False))
     save = Moment("save", "checkpoint", at_rest(step))
@@ -175,10 +205,26 @@ def estimate(
         host=_host(config, model, step),
         disk=_disk(config, model, step),
         collectives=sent,
-        speed=None if untimed or device is None else estimate_speed(config, step, sent, device),
+        reduction=_reduction(config, model, step, local_world_size=local_world_size),
+        speed=speed,
         untimed=untimed,
         activations_from="counted on one layer of each kind" if is_counted else "formula",
     )
+
+
+def _reduction(
+    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
+) -> Reduction | None:
+    if step.micro_batches == 1 or step.shards == 1:
+        return None
+    each = step.plan.fsdp.accumulates_shards
+    section = step.plan.fsdp.model_copy(update={"reduce_every_micro_batch": not each})
+    other = replace(step, plan=replace(step.plan, fsdp=section))
+    peaks, sent = [], []
+    for one in (step, other):
+        peaks.append(max(moment.total for moment in step_moments(one)))
+        sent.append(sum(each.sent for each in collectives(config, model, one, local_world_size=local_world_size)))
+    return Reduction(each, step.micro_batches, peaks[1] - peaks[0], sent[1] - sent[0])
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,36 @@ def reserved(moments: Iterable[Moment]) -> int:
 
 def _base(step: StepMemory) -> dict[str, int]:
     """What is there all through the last micro-batch, before its own gradients."""
-    base = at_rest(step)
-    if step.micro_batches > 1 and not step.plan.fsdp.reduce_every_micro_batch:
-        base["unsharded gradients"] = sum(unit.unpadded for unit in step.units) * step.reduce
-    elif step.micro_batches > 1:
-        base = at_rest(step, gradients=True)
-        # The buffer of the last reduction lives until this micro-batch's first one.
-        base["reduction buffers"] = step.by_name.get(_stops(step)[0][0], step.by_name[""]).trained * step.reduce
+    if step.micro_batches == 1:
+        return at_rest(step)
+    if not step.plan.fsdp.accumulates_shards:
+        return {**at_rest(step), "unsharded gradients": sum(unit.unpadded for unit in step.units) * step.reduce}
+    base = at_rest(step, gradients=step.replicas == 1)
+    if step.replicas > 1:
+        base["gradients"] = sum(_before_replicas(step, unit) for unit in step.units)
+    # The buffer of the last reduction lives until this micro-batch's first one.
+    base["reduction buffers"] = _reduced_last(step).trained * step.reduce
     return base
+
+
+def _reduced_last(step: StepMemory) -> UnitSize:
+    """The unit whose gradients are reduced last in a backward.
+
+    A unit whose inputs have no gradient is reduced when backward is over, the root first: the first that is trained,
+    but where the root has a trained embedding, the root alone.
+    """
+    units = [step.by_name[name] for name, _ in _stops(step) if name in step.by_name]
+    trained = [unit for unit in units if unit.trained]
+    return step.by_name[""] if not trained or (not step.head and step.head_trained) else trained[0]
+
+
+def _before_replicas(step: StepMemory, unit: UnitSize) -> int:
+    """Bytes of a unit's shards of gradients that add up until replicas are reduced with the last micro-batch.
+
+    They are on the device, whatever is offloaded.
+    """
+    adds_up = step.micro_batches > 1 and step.replicas > 1 and step.plan.fsdp.accumulates_shards
+    return unit.trained // step.shards * step.reduce if adds_up else 0
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
@@ -193,7 +215,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     base, fsdp = _base(step), step.plan.fsdp
     accumulated = base.pop("unsharded gradients", 0)
     gradients = base.pop("gradients", 0)
-    sums_up = gradients > 0  # into shards of gradients that are there already
+    sums_up = gradients > 0 and step.replicas == 1  # into shards of gradients that are there already
     stops = _stops(step)[::-1]
     kept = step.rotary + sum(layer.kept for _, layer in step.layers)
     kept_whole = {unit.name: unit.kept_after_forward for unit in step.units}
@@ -237,10 +259,12 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
             yield Moment("backward", name, dict(now))
         now["unsharded parameters"] -= unit.whole
         # Gradients of head and embedding are still held when they are reduced: that is not after a layer's backward.
-        yield from _reduction(step, now, unit, sums_up=sums_up, freed=accumulated > 0 or layer is not None)
+        freed = layer is not None or (accumulated > 0 and step.shards == 1)
+        yield from _reduction(step, now, unit, sums_up=sums_up, freed=freed)
         reduced = unit.trained * step.reduce
         accumulated -= unit.unpadded * step.reduce if accumulated else 0
         gradients += 0 if sums_up or not step.on_device else unit.trained // step.shards * step.storage
+        gradients -= _before_replicas(step, unit)
     root = step.by_name[""]
     now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
     now["unsharded gradients"] = accumulated or root.unpadded * root.item
@@ -294,7 +318,9 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     # The model's own head computes a chunk of logits again, and their gradients.
     after, loss = before + gradient - waits, (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
-        hidden, after, loss = step.hidden_states, before, _log_probs_backward(step)
+        # Where nothing is cast or added to, what chunks add up to is the gradient.
+        own = gradient if step.head and step.compute == 4 and not before else 0
+        hidden, after, loss = step.hidden_states, before + own, _log_probs_backward(step) - own
     first = {
         **now,
         "activations": kept + hidden,

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.estimate import ALLOWANCE, Estimate
@@ -24,11 +25,47 @@ def gib(size: float) -> str:
 
 
 def renderables(plan: Estimate) -> Iterator[RenderableType]:
-    """Tables for a console: memory by phase, host and disk, communication, time."""
+    """Everything for a console: the summary, and tables of memory by phase, host and disk, communication."""
+    yield from summary(plan)
+    yield from tables(plan)
+
+
+def summary(plan: Estimate) -> Iterator[str]:
+    """Lines: the mesh, the peak, whether it fits, what reductions cost, the time of a step."""
     yield str(plan.sizes)
     yield plan.line()
     if warning := plan.warning():
         yield warning
+    if plan.reduction is not None:
+        yield str(plan.reduction)
+    if plan.untimed:
+        yield plan.untimed
+    if plan.speed is not None:
+        slow, fast = plan.speed.low, plan.speed.high
+        yield (
+            f"a step: {_range(fast.overlapped, slow.overlapped, '.2f')} s overlapped, "
+            f"{_range(fast.serial, slow.serial, '.2f')} s one after the other (compute "
+            f"{_range(fast.compute, slow.compute, '.2f')}, communication {plan.speed.communication:.2f}); "
+            f"{tokens_per_second(plan)} tokens/s, MFU {_range(slow.mfu, fast.mfu, '.0%')}"
+        )
+        yield "assumed: " + "; ".join(plan.speed.assumptions)
+
+
+def _range(low: float, high: float, form: str) -> str:
+    """Two numbers, or one where both read the same."""
+    words = dict.fromkeys((format(low, form), format(high, form)))
+    return " to ".join(words)
+
+
+def tokens_per_second(plan: Estimate) -> str:
+    """Of the whole job; "?" where no time is planned."""
+    if plan.speed is None:
+        return "?"
+    return _range(plan.speed.low.tokens_per_second, plan.speed.high.tokens_per_second, ",.0f")
+
+
+def tables(plan: Estimate) -> Iterator[RenderableType]:
+    """Memory by phase, host and disk, communication."""
     peaks = plan.peaks
     columns = [Column(phase, justify="right") for phase in peaks]
     table = Table("GiB of a rank's device", *columns, title="peak of each phase", title_justify="left")
@@ -51,16 +88,6 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
         yield table
     if plan.collectives:
         yield _communication(plan)
-    if plan.untimed:
-        yield plan.untimed
-    if plan.speed is not None:
-        speed = plan.speed
-        yield (
-            f"a step: {speed.overlapped:.2f} s overlapped, {speed.serial:.2f} s one after the other (compute "
-            f"{speed.compute:.2f}, communication {speed.communication:.2f}); {speed.tokens_per_second:,.0f} tokens/s, "
-            f"MFU {speed.mfu:.0%}"
-        )
-        yield "assumed: " + "; ".join(speed.assumptions)
 
 
 def _communication(plan: Estimate) -> Table:
@@ -80,11 +107,49 @@ def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
     table = Table("change", "ranks", "peak GiB", "needed GiB", "fits", "tokens/s", "mostly", title=title)
     for one in candidates:
         plan = one.estimate
-        words = " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "none"
         fits = {True: "yes", False: "no", None: "?"}[plan.fits]
-        speed = "?" if plan.speed is None else f"{plan.speed.tokens_per_second:,.0f}"
-        table.add_row(words, str(one.world_size), gib(plan.peak.total), gib(plan.needed), fits, speed, plan.blame)
+        numbers = str(one.world_size), gib(plan.peak.total), gib(plan.needed)
+        table.add_row(as_overrides(one), *numbers, fits, tokens_per_second(plan), plan.blame)
     return table
+
+
+def answer(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig, world_size: int) -> str:
+    """The answer to --fit, --sweep or --longest in a line.
+
+    Args:
+        config: what was asked about.
+        world_size: on how many ranks.
+    """
+    fitting = [one for one in candidates if one.estimate.fits is not False]
+    if not fitting:
+        return f"{name}: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"
+    best = fitting[0]
+    if name == "longest":
+        length = best.values.get("data.seq_len", config.data.seq_len)
+        return f"longest: {length:,} tokens a row fit; {best.estimate.line()}"
+    if name == "fit" and not best.values and best.world_size == world_size:
+        return f"fit: it fits as it is; {best.estimate.line()}"
+    if name == "fit":
+        more = "" if best.world_size == world_size else f" on {best.world_size} ranks"
+        others = f" ({len(fitting) - 1} more are below)" if len(fitting) > 1 else ""
+        return f"fit: {as_overrides(best)}{more}{others}"
+    timed = [one for one in fitting if one.estimate.speed is not None]
+    if not timed:
+        smallest = min(fitting, key=lambda one: one.estimate.peak.total)
+        return f"sweep: least memory, {gib(smallest.estimate.needed)} GiB: {as_overrides(smallest)}"
+    fastest = max(timed, key=_pace)
+    return f"sweep: fastest of what fits, {tokens_per_second(fastest.estimate)} tokens/s: {as_overrides(fastest)}"
+
+
+def _pace(one: Candidate) -> tuple[float, int]:
+    """Tokens a second in a slow run, and with as many the one of less memory."""
+    speed = one.estimate.speed
+    return 0.0 if speed is None else speed.low.tokens_per_second, -one.estimate.peak.total
+
+
+def as_overrides(one: Candidate) -> str:
+    """A candidate's changes as the command line has them."""
+    return " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "none"
 
 
 def _toml(value: Any) -> str:
@@ -109,6 +174,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "host": plan.host,
         "disk": plan.disk,
         "collectives": [asdict(one) for one in plan.collectives],
+        "reduction": None if plan.reduction is None else asdict(plan.reduction),
         "speed": None if plan.speed is None else asdict(plan.speed),
         "activations_from": plan.activations_from,
     }

@@ -18,6 +18,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.estimate import Estimate, Known, estimate, plan_for
+from fsdp2kit.planner.speed import Share
 
 Values = dict[str, Any]
 """Values by ``section.key``."""
@@ -49,7 +50,7 @@ def options(config: TrainingConfig) -> list[Option]:
         add("activations", {"activation_checkpointing.mode": "selective"}, note=', then "full"')
     if section.mode == "selective" or section.every > 1 or (section.mode == "none" and config.model.liger):
         add("activations", {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1})
-    if not fsdp.reduce_every_micro_batch:
+    if not fsdp.accumulates_shards and fsdp.strategy != "no_shard":
         add("activations", {"fsdp.reduce_every_micro_batch": True}, note=", if gradients are accumulated")
     if fsdp.backward_prefetch > 0:
         add("activations", {"fsdp.backward_prefetch": 0})
@@ -131,6 +132,8 @@ class Search:
     world_size: int
     device: Device | None
     local_world_size: int
+    share: Share | None = None
+    """Of the device's peak that is reached; by default that of published runs."""
     _known: Known = field(default_factory=dict, init=False)
 
     def fit(self, *, most: int = 4) -> list[Candidate]:
@@ -180,12 +183,23 @@ class Search:
                 yield candidate
 
     def longest(self) -> Candidate | None:
-        """The longest sequence that fits, in steps of 2,048 tokens a context-parallel rank; None: not even that fits.
+        """The longest sequence that fits; None: none that was tried does.
 
-        It is looked for from the config's own length on. Shorter ones may be refused for another reason than memory,
-        a prompt and its answer that must fit into them for one, and say nothing of longer ones.
+        In steps of 2,048 tokens a context-parallel rank, or, where not even that fits, of 64; the config's own length
+        is tried in any case.
         """
-        step, most = 1024 * max(1, 2 * self.config.mesh.cp), 2**26
+        found = self._longest(step=2048 * self.config.mesh.cp) or self._longest(step=64 * self.config.mesh.cp)
+        own = self._try({"data.seq_len": self.config.data.seq_len})
+        fitting = [one for one in (found, own) if one is not None and one.estimate.fits]
+        return max(fitting, key=lambda one: one.values["data.seq_len"], default=None)
+
+    def _longest(self, *, step: int) -> Candidate | None:
+        """The longest that fits among multiples of ``step``, looked for from the config's own length on.
+
+        Shorter ones may be refused for another reason than memory, a prompt and its answer that must fit into them for
+        one, and say nothing of longer ones.
+        """
+        most = 2**26
 
         def at(length: int) -> Candidate | None:
             return self._try({"data.seq_len": length * step})
@@ -242,7 +256,7 @@ class Search:
     def _evaluate(self, config: TrainingConfig, ranks: int) -> Estimate:
         local = min(self.local_world_size, ranks)
         model, plan = plan_for(config, world_size=ranks, local_world_size=local, known=self._known)
-        return estimate(config, model, plan, device=self.device, local_world_size=local)
+        return estimate(config, model, plan, device=self.device, local_world_size=local, share=self.share)
 
 
 def _merged(changes: Sequence[Option]) -> Values:

@@ -154,6 +154,11 @@ class StepMemory:
         return shard_ranks(self.plan.fsdp, self.plan.sizes)
 
     @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.plan.sizes.world_size // self.shards
+
+    @property
     def on_device(self) -> bool:
         """Whether shards and gradients are on the device."""
         return self.plan.fsdp.offload != "params" or self.plan.device_type == "cpu"

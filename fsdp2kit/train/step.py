@@ -243,8 +243,8 @@ def accumulate_gradients(
 ) -> Tensor:
     """Forward and backward over this rank's micro-batches, one at a time on the device.
 
-    Gradients are reduced once, with the last micro-batch, unless ``fsdp.reduce_every_micro_batch``. Units that are not
-    freed after forward stay gathered until then: their parameters do not change within a step.
+    Units that are not freed after forward stay gathered until the last micro-batch: their parameters do not change
+    within a step.
 
     Args:
         model: a sharded model.
@@ -262,7 +262,10 @@ def accumulate_gradients(
     for number, micro in enumerate(batch.micro_batches, start=1):
         last = number == len(batch.micro_batches)
         model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last or fsdp.reduce_every_micro_batch)
+        # What is reduced adds up in shards, in `storage_dtype`; gradients that are held back add up whole, in
+        # `reduce_dtype`. Replicas need only the sum: their shards add up in `reduce_dtype` until the last micro-batch.
+        model.set_requires_gradient_sync(last or fsdp.accumulates_shards)
+        model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or not keeps_units)
         loss, parts, *_ = objective(model, shard(micro))
         end_phase("forward")

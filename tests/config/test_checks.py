@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh, resolve_warmup
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import FSDPConfig, LRScheduleConfig, MeshConfig
+
 from fsdp2kit.errors import UserError
+from fsdp2kit.planner.search import changed
 
 FULL, ZERO2, NONE, HYBRID, HYBRID2 = "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
 
@@ -108,6 +112,57 @@ def test_accumulation_that_does_not_divide_says_what_would(batch: int, micro: in
 def config_with(**sections: dict[str, Any]) -> TrainingConfig:
     values: dict[str, Any] = {"recipe": "sft", "model": {"path": "gpt2"}, "train": {"steps": 1}}
     return TrainingConfig.model_validate({**values, **sections})
+
+
+def remedies(config: TrainingConfig, *, ranks: int) -> list[tuple[str, list[int]]]:
+    """Refusals that name numbers, the key and the numbers of each, until the first number of each is accepted."""
+    found: list[tuple[str, list[int]]] = []
+    for _ in range(5):
+        try:
+            check_config(config, world_size=ranks, local_world_size=ranks)
+            return found
+        except UserError as error:
+            numbers = re.match(r"use (\d+)(?: or (\d+))?\b", error.todo)
+            assert numbers, error
+            found.append((error.where, [int(number) for number in numbers.groups() if number]))
+            config = changed(config, {error.where: found[-1][1][0]})
+    raise AssertionError(f"no end of refusals: {found}")
+
+
+@pytest.mark.parametrize(
+    ("n", "micro", "size", "expected"),
+    [
+        (8, 1, 12, [8, 16]),
+        (8, 2, 4, [8]),
+        (8, 1, 8, None),
+        (3, 2, 25, [24, 48]),
+        (5, 1, 22, [20, 40]),
+        (5, 1, 16, [20]),
+        (16, 1, 8, [16]),
+    ],
+)
+def test_a_batch_of_rewards_that_is_advised_is_accepted(n: int, micro: int, size: int, expected: Any) -> None:
+    """Whole groups, and whole micro-batches on each of four ranks, at once."""
+    reward = {"reward": [{"function": "a:b"}], "data": {"path": "x"}, "rollout": {"n": n}}
+    train = {"steps": 1, "global_batch_size": size, "micro_batch_size": micro}
+    config = RLConfig.model_validate({"recipe": "grpo", "model": {"path": "gpt2"}, "train": train, **reward})
+    found = remedies(config, ranks=4)
+    assert found == ([] if expected is None else [("train.global_batch_size", expected)])
+    for number in expected or []:
+        assert remedies(changed(config, {"train.global_batch_size": number}), ranks=4) == []
+
+
+@pytest.mark.parametrize(("length", "cp", "expected"), [(101, 4, [100, 104]), (3, 4, [4]), (8, 4, None)])
+def test_a_length_that_is_advised_is_accepted(length: int, cp: int, expected: Any) -> None:
+    config = config_with(data={"seq_len": length}, mesh={"cp": cp})
+    assert remedies(config, ranks=4) == ([] if expected is None else [("data.seq_len", expected)])
+
+
+def test_a_length_that_is_advised_leaves_room_for_a_prompt() -> None:
+    reward = {"reward": [{"function": "a:b"}], "data": {"path": "x", "seq_len": 9}, "rollout": {"max_new_tokens": 8}}
+    values = {"model": {"path": "gpt2"}, "mesh": {"cp": 4}, "train": {"steps": 1, "global_batch_size": 8}, **reward}
+    config = RLConfig.model_validate({"recipe": "grpo", **values})
+    assert remedies(config, ranks=4) == [("data.seq_len", [12])]
 
 
 def test_a_good_config_passes_and_returns_its_mesh() -> None:

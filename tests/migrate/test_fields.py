@@ -57,6 +57,7 @@ def test_a_strategy_in_every_spelling(strategy: ShardingStrategy, tmp_path: Path
             {"unit_classes": ["MixtralSparseMoeBlock"]},
         ),
         ({"no_sync": False}, {"reduce_every_micro_batch": True}),
+        ({"no_sync": True}, {"reduce_every_micro_batch": False}),
     ],
 )
 def test_what_the_fields_of_fsdp1_mean(fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:

@@ -62,8 +62,14 @@ REDUCE = ("reduce_scatter", "backward")
         (mean({}), Settings(forward_prefetch=2, backward_prefetch=2), {"": ""}),  # nothing is gathered, nor hidden
         (
             mean({REDUCE: 8}),
-            Settings(reduce_every_micro_batch=True, micro_batch_size=3),
+            Settings(micro_batch_size=3, micro_batches=2),
             {"fsdp.reduce_every_micro_batch": "false", "train.micro_batch_size": "6"},
+        ),
+        (mean({REDUCE: 8}), Settings(), {"train.micro_batch_size": "2"}),  # one micro-batch: they are once a step
+        (
+            mean({REDUCE: 8}),
+            Settings(reduce_every_micro_batch=False, micro_batches=2),
+            {"train.micro_batch_size": "2"},
         ),
         (mean({REDUCE: 60}), Settings(), {"train.micro_batch_size": "2"}),
         (mean({}, idle=40.0, compute_only=60.0), Settings(), {"compile.enabled": "true"}),
@@ -101,6 +107,14 @@ def test_waiting(by_rank: dict[int, float], told: str) -> None:
             Settings(forward_prefetch=2, backward_prefetch=3, micro_batch_size=4, offload="params"),
         ),
         ('[fsdp]\nbackward_prefetch = "auto"', Settings()),  # another version's
+        ('[fsdp]\nreduce_every_micro_batch = "never"', Settings()),
+        ('[fsdp]\nreduce_every_micro_batch = "auto"', Settings()),
+        ("[fsdp]\nreduce_every_micro_batch = false", Settings(reduce_every_micro_batch=False)),
+        (
+            '[fsdp]\nstrategy = "no_shard"',
+            Settings(reduce_every_micro_batch=False, reshard_after_forward=False),
+        ),
+        ("[train]\nglobal_batch_size = 12\nmicro_batch_size = 3", Settings(micro_batch_size=3, micro_batches=4)),
         ("not TOML", Settings()),
     ],
 )

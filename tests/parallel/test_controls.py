@@ -28,7 +28,7 @@ UNITS = {
 }
 PREFETCH = ((0, 1), (0, 0), (1, 2), (3, 3))
 CHECKPOINTING = (False, "full", "selective")
-OPTIONS = (STRATEGIES, tuple(UNITS), PREFETCH, (False, True), CHECKPOINTING, (1, 2), (1, 2), (None, True, False))
+OPTIONS = (STRATEGIES, tuple(UNITS), PREFETCH, ("auto", False), CHECKPOINTING, (1, 2), (1, 2), (None, True, False))
 
 
 def _case(row: tuple, kind: str) -> Case:

@@ -27,7 +27,7 @@ def one_step(folder: Path, case: Case, **claimed: Any) -> str:
     config = case.config(folder, steps=1, rows=4)
     sharded = Sharded(config, world=distributed.start())
     optimizer = build_optimizer(config.optimizer, sharded.model)
-    ledger = replace(dtype_ledger(config, export="float32"), **claimed)
+    ledger = replace(sharded.plan.ledger, **claimed)
     batch = make_batches(1)[0]
     try:
         with assert_ledger(ledger, sharded.model, optimizer):
@@ -47,6 +47,30 @@ def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool,
     for wrong in ("storage", "compute", "accumulation", "gradients", "optimizer"):
         for said in pool.run(2, one_step, tmp_path, case, **{wrong: "float16"}):
             assert re.match(rf"dtype ledger: {wrong}( of \w+)? should be float16, but torch\.\w+ was found", said)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "dp", "accumulation"),
+    [
+        ({}, 2, "float32"),  # shards
+        ({"reduce_every_micro_batch": False, "reduce_dtype": "bfloat16"}, 2, "bfloat16"),  # whole, as they are reduced
+        ({"reduce_dtype": "bfloat16"}, 2, "float32"),
+        ({"storage_dtype": "bfloat16"}, 2, "float32"),  # whole
+        ({"storage_dtype": "bfloat16", "reduce_every_micro_batch": True}, 2, "bfloat16"),
+        ({"strategy": "hybrid_shard", "reduce_dtype": "bfloat16"}, 4, "bfloat16"),  # before the replicas' reduction
+        ({"strategy": "no_shard"}, 2, "float32"),
+    ],
+)
+def test_gradients_add_up_in_what_the_ledger_says(
+    fsdp: dict[str, Any], dp: int, accumulation: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    tiny_model_dir("smollm2", tmp_path)
+    fsdp = {"param_dtype": "bfloat16", **fsdp}
+    case = Case("smollm2", dp, fsdp=tuple(fsdp.items()), dp_replicate=2 if dp == 4 else "auto")
+    assert pool.run(dp, one_step, tmp_path, case) == ["ok"] * dp
+    wrong = "bfloat16" if accumulation == "float32" else "float32"
+    for said in pool.run(dp, one_step, tmp_path, case, accumulation=wrong):
+        assert said == f"dtype ledger: accumulation should be {wrong}, but torch.{accumulation} was found"
 
 
 def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, tmp_path: Path) -> None:

@@ -98,15 +98,33 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         4,
         {**SHORT, "rows": 8, "fsdp": {"strategy": "shard_grad_op", "param_dtype": "float32"}},
     ),
-    "hybrid_shard, reduce every": (
+    "hybrid_shard, accumulated": (
         small(LLAMA_8B),
+        8,
+        {**SHORT, "rows": 16, "mesh": {"dp_replicate": 2}, "fsdp": {"strategy": "hybrid_shard"}},
+    ),
+    "hybrid_shard, tied, accumulated, reduced in bfloat16": (
+        small(REAL["llama1b"], layers=4),
         8,
         {
             **SHORT,
+            **checkpointing("full"),
             "rows": 16,
             "mesh": {"dp_replicate": 2},
-            "fsdp": {"strategy": "hybrid_shard", "reduce_every_micro_batch": True},
+            "fsdp": {"strategy": "hybrid_shard", "reduce_dtype": "bfloat16"},
         },
+    ),
+    "accumulated": (small(LLAMA_8B, layers=4), 8, {**SHORT, **checkpointing("full"), "rows": 16}),
+    "tied, accumulated": (small(REAL["llama1b"], layers=4), 8, {**SHORT, **checkpointing("full"), "rows": 16}),
+    "held back": (
+        small(LLAMA_8B, layers=4),
+        8,
+        {**SHORT, **checkpointing("full"), "rows": 16, "fsdp": {"reduce_every_micro_batch": False}},
+    ),
+    "tied, held back": (
+        small(REAL["llama1b"], layers=4),
+        8,
+        {**SHORT, **checkpointing("full"), "rows": 16, "fsdp": {"reduce_every_micro_batch": False}},
     ),
     "no_shard": (small(LLAMA_8B), 2, {**SHORT, "rows": 4, "fsdp": {"strategy": "no_shard"}}),
     "qwen3, allgather over 8": (small(QWEN3_8B), 8, {**LONG, **checkpointing("selective"), "mesh": {"cp": 8}}),

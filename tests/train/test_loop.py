@@ -91,32 +91,58 @@ def test_tokens_weigh_the_same_wherever_they_lie(kind: str, pool: WorkerPool, mo
 # Reductions
 
 
-@pytest.mark.parametrize(("every", "units"), [(False, 3), (True, 3)])
-def test_gradients_are_reduced_with_the_last_micro_batch(
-    every: bool, units: int, pool: WorkerPool, models: Path
+UNITS = 3  # two layers and the root
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "kind", "every"),
+    [
+        ((), "reduce_scatter", True),
+        ((("reduce_every_micro_batch", False),), "reduce_scatter", False),
+        ((("strategy", "shard_grad_op"),), "reduce_scatter", True),
+        ((("strategy", "no_shard"),), "all_reduce", False),
+        # Sums in bfloat16 would lose what float32 keeps.
+        ((("storage_dtype", "bfloat16"),), "reduce_scatter", False),
+        ((("storage_dtype", "bfloat16"), ("reduce_every_micro_batch", True)), "reduce_scatter", True),
+    ],
+)
+def test_sharded_gradients_are_reduced_with_every_micro_batch(
+    fsdp: tuple[tuple[str, Any], ...], kind: str, every: bool, pool: WorkerPool, models: Path
 ) -> None:
-    for started, total in pool.run(2, _count_reductions, models, every):
-        # two layers and the root, each once, or once a micro-batch
-        assert started == [number * units * every for number in range(4)]
-        assert total == (4 * units if every else units)
+    for found in pool.run(2, _count_reductions, models, Case("smollm2", 2, 1, fsdp=fsdp)):
+        expected = [UNITS * number if every else 0 for number in range(5)]
+        assert found[kind] == [*expected[:-1], expected[-1] if every else UNITS]
 
 
-def _count_reductions(folder: Path, every: bool) -> tuple[list[int], int]:
-    """Reduce-scatters done when each of four micro-batches starts, and in all."""
-    fsdp = (("reduce_every_micro_batch", every),)
-    sharded = build(Case("smollm2", 2, 1, fsdp=fsdp).config(folder, steps=1, rows=8))
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_replicas_of_shards_are_reduced_once_a_step(strategy: str, pool: WorkerPool, models: Path) -> None:
+    """Shards of every micro-batch add up on each rank; then they are summed between the replicas."""
+    case = Case("smollm2", 4, 1, fsdp=(("strategy", strategy),), dp_replicate=2)
+    for found in pool.run(4, _count_reductions, models, case):
+        assert found["reduce_scatter"] == [UNITS * number for number in range(3)]
+        assert found["all_reduce"] == [0, 0, UNITS]
+
+
+def _count_reductions(folder: Path, case: Case) -> dict[str, list[int]]:
+    """Reductions done when each micro-batch starts, and in all."""
+    sharded = build(case.config(folder, steps=1, rows=8))
     mesh, model = sharded.mesh, sharded.model
     batch = next_batch(DealtOut(make_batches(1, rows=8), 1, mesh.dp_rank, mesh.sizes.dp), 0, mesh=mesh)
-    started: list[int] = []
+    done: dict[str, list[int]] = {"reduce_scatter": [], "all_reduce": []}
+
+    def note() -> None:
+        for kind, counts in done.items():
+            counts.append(traffic.calls.get(kind, 0))
 
     def inputs(micro: Any) -> dict[str, Any]:
-        started.append(traffic.calls.get("reduce_scatter", 0))
+        note()
         return sharded.inputs(micro)
 
     with count_traffic() as traffic:
         accumulate_gradients(model, batch, objective=cross_entropy, shard=inputs, fsdp=sharded.config.fsdp, mesh=mesh)
+        note()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return started, traffic.calls["reduce_scatter"]
+    return done
 
 
 # The gradient norm

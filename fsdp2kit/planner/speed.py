@@ -1,0 +1,238 @@
+"""How long a step takes, between what the slowest and the fastest of comparable published runs would need.
+
+Time is a model with two assumptions, which every report prints: the share of a device's peak that a step's arithmetic
+reaches, as published runs did or as the user measured it, and the share of a link's bandwidth that collectives reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.flops import flops_per_batch, is_mixture
+from fsdp2kit.parallel.plan import ParallelPlan
+from fsdp2kit.planner.communication import Collective
+from fsdp2kit.planner.devices import Device
+from fsdp2kit.planner.sizes import StepMemory
+
+LINK_EFFICIENCY = 0.8
+"""Assumed share of a link's bandwidth while a collective runs."""
+LONG = 32_768
+"""Tokens of a row from which published figures of long contexts are compared."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What part of a device's dense bfloat16 peak a step's arithmetic reaches, recomputation counted."""
+
+    low: float
+    high: float
+    source: str
+    """Whose figures these are."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The MFU of a run that others published; docs/memory.md has each with its source."""
+
+    run: str
+    mfu: float
+    recomputes: bool
+    """Whether all layers' forward is computed again in backward, which MFU does not count."""
+
+    @property
+    def share(self) -> float:
+        """The same with that counted: four passes instead of three."""
+        return self.mfu * (4 / 3 if self.recomputes else 1)
+
+
+PUBLISHED = {
+    "dense": (
+        Published("Qwen3-0.6B (prime-rl)", 0.237, recomputes=True),
+        Published("Qwen3-4B (prime-rl)", 0.266, recomputes=True),
+        Published("Llama 3.1 8B (torchtitan)", 0.33, recomputes=False),
+        Published("Llama 3.1 8B compiled (torchtitan)", 0.39, recomputes=False),
+    ),
+    "dense, long context": (
+        Published("Qwen3-0.6B at 65,536 (prime-rl)", 0.268, recomputes=True),
+        Published("Qwen3-4B at 65,536 (prime-rl)", 0.354, recomputes=True),
+    ),
+    "mixture of experts": (
+        Published("Qwen3-30B-A3B at 65,536 (prime-rl)", 0.154, recomputes=True),
+        Published("Qwen3-30B-A3B (prime-rl)", 0.166, recomputes=True),
+        Published("Qwen3-30B-A3B (NeMo Automodel)", 0.28, recomputes=False),
+    ),
+    "dense, on A100": (
+        Published("Llama 2 70B (torchtitan)", 0.508, recomputes=False),
+        Published("Llama 3 8B (torchtitan)", 0.568, recomputes=False),
+        Published("Llama 3 70B (torchtitan)", 0.517, recomputes=True),
+    ),
+}
+"""By kind of model; on H100 and H200 where no device is named."""
+
+
+def published_share(config: TrainingConfig, model: PreTrainedModel, device: Device) -> Share:
+    """The range of published runs of models of the same kind."""
+    kind = "dense"
+    if is_mixture(model.config):
+        kind = "mixture of experts"
+    elif "A100" in device.name:
+        kind = "dense, on A100"
+    elif config.data.seq_len >= LONG:
+        kind = "dense, long context"
+    runs = sorted(PUBLISHED[kind], key=lambda run: run.share)
+    names = runs[0].run, runs[-1].run
+    return Share(runs[0].share, runs[-1].share, f"published runs ({kind}): {names[0]} to {names[1]}")
+
+
+def own_share(plan: ParallelPlan, mfu: float) -> Share:
+    """The share that belongs to an MFU which a run of this plan reaches."""
+    return Share(mfu * _recomputed(plan), mfu * _recomputed(plan), f"an MFU of {mfu:.0%}, as given")
+
+
+def _of_forward(plan: ParallelPlan) -> float:
+    """The part of a step's arithmetic that is forward: a third; a half where weights are frozen and have no gradient."""
+    return 1 / (3 - plan.frozen_parameters / plan.parameters)
+
+
+def _recomputed(plan: ParallelPlan) -> float:
+    """A step's arithmetic with recomputation ÷ that without."""
+    section = plan.activation_checkpointing
+    return 1 + (_of_forward(plan) / section.every if section.mode == "full" else 0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A step's time in seconds, and what follows from it, for one share of the peak."""
+
+    share: float
+    compute: float
+    overlapped: float
+    """Σ over units of the larger of compute and communication, and the optimizer."""
+    serial: float
+    """The same with nothing overlapped."""
+    tokens_per_second: float
+    """Of the whole job, if overlapped."""
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step's time, between two paces."""
+
+    low: Pace
+    high: Pace
+    communication: float
+    """Seconds."""
+    assumptions: tuple[str, ...]
+
+
+def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None) -> str | None:
+    """Why no time is planned; None if it is."""
+    if step.log_probs:  # what a reference gathers and computes, and what an engine does, no formula describes
+        return "time and communication are planned for cross-entropy alone"
+    if device is None or device.peak_flops is None:
+        return "no time is planned without a device whose peak is known"
+    if step.compute > 2:
+        return f"no time is planned for fsdp.param_dtype = {config.fsdp.param_dtype!r}: the peaks are of bfloat16"
+    if not step.on_device:
+        return "no time is planned for fsdp.offload = 'params': the host's processors update the parameters"
+    return None
+
+
+def estimate_speed(
+    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, share: Share
+) -> Speed:
+    """Time of a step of full rows of one document each, where `why_untimed` knows no reason against it."""
+    assert device.peak_flops is not None, "a device whose peak is known"
+    assumptions = [
+        f"{device.name}: arithmetic reaches {_percent(share)} of {device.peak_flops / 1e12:,.0f} TFLOP/s, "
+        f"recomputation counted: {share.source}",
+        f"links: {device.node_bandwidth / 1e9:,.0f} GB/s in a node, {device.network_bandwidth / 1e9:,.0f} GB/s "
+        f"between nodes for each of a group's ranks on a node, {device.host_bandwidth / 1e9:,.0f} GB/s to the host, "
+        f"of which {LINK_EFFICIENCY:.0%} are reached",
+        "full rows of one document each; data, evaluation and saves take no time",
+    ]
+    if config.optimizer.name == "muon":
+        assumptions.append("Muon's own matmuls and exchanges take no time")
+    waits: dict[tuple[str, str], float] = {}
+    for one in sent:
+        key = (one.phase, one.unit)
+        waits[key] = waits.get(key, 0.0) + one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY)
+    return Speed(
+        low=_pace(config, step, waits, device, share.low),
+        high=_pace(config, step, waits, device, share.high),
+        communication=sum(waits.values()),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _percent(share: Share) -> str:
+    return f"{share.low:.0%}" if share.low == share.high else f"{share.low:.0%} to {share.high:.0%}"
+
+
+def _pace(
+    config: TrainingConfig, step: StepMemory, waits: dict[tuple[str, str], float], device: Device, share: float
+) -> Pace:
+    """
+    Args:
+        waits: seconds of communication by phase and unit.
+    """
+    assert device.peak_flops is not None, "a device whose peak is known"
+    computes = _computing(config, step, device, device.peak_flops * share)
+    # AdamW reads parameter, gradient and two moments, and writes all but the gradient.
+    update = 7 * sum(unit.trained for unit in step.units) / step.shards * step.storage / device.memory_bandwidth
+    if not step.state_on_device:  # brought from the host and taken back
+        update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
+    compute, keys = sum(computes.values()) + update, computes.keys() | waits.keys()
+    overlapped = update + sum(max(computes.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
+    tokens = config.train.global_batch_size * config.data.seq_len
+    model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=tokens * config.data.seq_len)
+    return Pace(
+        share=share,
+        compute=compute,
+        overlapped=overlapped,
+        serial=compute + sum(waits.values()),
+        tokens_per_second=tokens / overlapped,
+        mfu=model_flops / step.plan.sizes.world_size / overlapped / device.peak_flops,
+    )
+
+
+def _bandwidth(one: Collective, device: Device) -> float:
+    """Bytes a second that a rank sends in a collective.
+
+    A ring goes through each node once, and its traffic there is shared by the adapters of the group's ranks. What one
+    rank sends to one other passes its own adapter.
+    """
+    if one.link == "node":
+        return device.node_bandwidth
+    adapters = one.on_node if one.kind in ("all_gather", "reduce_scatter", "all_reduce") else 1
+    return min(device.node_bandwidth, adapters * device.network_bandwidth)
+
+
+def _computing(config: TrainingConfig, step: StepMemory, device: Device, rate: float) -> dict[tuple[str, str], float]:
+    """Seconds that a rank computes in a step, by phase and unit; layers are taken to be alike.
+
+    Args:
+        rate: FLOP/s.
+    """
+    plan, section = step.plan, step.plan.activation_checkpointing
+    world, tokens = plan.sizes.world_size, config.train.global_batch_size * config.data.seq_len
+    linear = flops_per_batch(plan.flops, tokens=tokens, attention_pairs=0) / world
+    attention = flops_per_batch(plan.flops, tokens=0, attention_pairs=tokens * config.data.seq_len) / world
+    head = (6 if step.head_trained else 4) * step.hidden * step.vocabulary * tokens / world
+    count = len(step.layers)
+    forward = ((linear - head) * _of_forward(plan) + attention / 3) / count
+    backward = (linear - head + attention) / count - forward
+    to_host = device.host_bandwidth * LINK_EFFICIENCY
+    # The head's gradients come with its forward.
+    found = {("forward", step.head): head / rate, ("backward", step.head): 0.0}
+    for number, (name, layer) in enumerate(step.layers):
+        again = forward if section.mode == "full" and number % section.every == 0 else 0.0
+        copied = step.micro_batches * layer.kept_on_host / to_host
+        found["forward", name] = forward / rate + copied
+        found["backward", name] = (backward + again) / rate + copied
+    return found
