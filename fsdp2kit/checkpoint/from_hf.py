@@ -22,6 +22,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
 from fsdp2kit.model.build import model_on_meta, tied_names
+from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
 
@@ -83,14 +84,16 @@ def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTr
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
-    dtypes = [str(one.dtype).removeprefix("torch.") for one in stored.values()]
+    # What stays in float32 whatever the model's dtype is says nothing of it.
+    follows = tensor_dtypes(model, torch.bfloat16)
+    dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
     try:
         with progress_bar("converting", total=sum(one.nbytes for one in placeholders.values())) as bar:
             planner = _ReadingPlanner(stored, bar.advance)
             save_tensors({"model": placeholders}, staging, planner=planner, alone=True)
         (staging / "hf").mkdir()
         copy_assets(config_dir, staging / "hf")
-        export_dtype = max(sorted(set(dtypes)), key=dtypes.count)
+        export_dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
         progress, tied = asdict(Progress()), tied_names(model)
         write_manifest(staging, Manifest(0, progress, identity={}, tied=tied, export_dtype=export_dtype, files={}))
         staging.rename(out)
@@ -120,6 +123,9 @@ def compare_logits(checkpoint: Path, hf_dir: Path) -> str:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
+        tensors = ours.state_dict(keep_vars=True)
+        for name, tensor in theirs.state_dict().items():  # some stay in float32
+            tensors[name].data = tensors[name].data.to(tensor.dtype)
         load_weights(checkpoint, ours)
         ids = torch.arange(tokens)[None] * 7 % config.get_text_config().vocab_size
         with torch.no_grad():

@@ -39,6 +39,7 @@ from fsdp2kit.files import replace_file, sha256, sync, sync_tree
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
+from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
 from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
 
@@ -115,7 +116,8 @@ def dcp_to_hf(
 
     Args:
         out: a directory, or what `to_path` makes of a URL; only an earlier export is ever replaced.
-        dtype: of floating-point tensors. Default: the manifest's export dtype, else float32.
+        dtype: of floating-point tensors, but for those that transformers keeps in float32 (`tensor_dtypes`). Default:
+            the manifest's export dtype, else float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: the checkpoint's own ``hf``.
         group: of all ranks. Default: the default group.
@@ -232,13 +234,14 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
 
 
 def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
-    """The tensors of `_shapes` in groups that can be converted by themselves."""
-    tensors = {name: tensor for name, (_, tensor) in shapes.items()}
-    groups = []
-    for names, converted, is_copied in conversion_groups(model, tensors):
-        forms = {name: one.to(dtype) if one.is_floating_point() else one for name, one in converted.items()}
-        groups.append(Group({name: shapes[name][0] for name in names}, forms, is_copied))
-    return groups
+    """The tensors of `_shapes` in groups that can be converted by themselves, in the dtypes of the files."""
+    dtypes = {} if model is None else tensor_dtypes(model, dtype)
+    tensors = {
+        name: tensor.to(dtypes.get(name, dtype)) if tensor.is_floating_point() else tensor
+        for name, (_, tensor) in shapes.items()
+    }
+    groups = conversion_groups(model, tensors)
+    return [Group({name: shapes[name][0] for name in one.names}, one.forms, one.is_copied) for one in groups]
 
 
 def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:

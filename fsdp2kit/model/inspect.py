@@ -96,7 +96,7 @@ def inspect_model(model: PreTrainedModel) -> Traits:
         separates_packed=_try(separates_packed_documents, twin),
         linear_head=bool(_try(_has_linear_head, twin)),
         has_position_table=bool(_try(_has_position_table, twin)),
-        uncalled_modules=frozenset(convolutions | {n for n, _ in model.named_modules() if _any_layer(n) in uncalled}),
+        uncalled_modules=frozenset(convolutions | {n for n, _ in model.named_modules() if any_layer(n) in uncalled}),
         _twin=twin,
     )
 
@@ -253,12 +253,13 @@ def _uncalled_modules(twin: nn.Module) -> set[str]:
     """Names of modules that are never called, with ``*`` for the layer's number."""
     called: set[str] = set()
     for name, module in twin.named_modules():
-        module.register_forward_hook(lambda *_, name=name: called.add(_any_layer(name)))
+        module.register_forward_hook(lambda *_, name=name: called.add(any_layer(name)))
     twin(input_ids=_tokens(), use_cache=False)
-    return {_any_layer(name) for name, _ in twin.named_modules()} - called
+    return {any_layer(name) for name, _ in twin.named_modules()} - called
 
 
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
+    """A module's or a tensor's name with ``*`` for the numbers of layers, experts, …."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

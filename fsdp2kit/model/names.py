@@ -89,6 +89,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: canonical[id(p)] for name, p in everything if canonical[id(p)] != name}
 
 
+def own_class(module: nn.Module) -> Any:
+    """The module's class before `fully_shard` put its own in front."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
     """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
 
@@ -103,7 +108,7 @@ def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = 
     if isinstance(module, NF4Linear):
         made[module] = module.plain()
         return made[module]
-    twin: Any = object.__new__(next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)))
+    twin: Any = object.__new__(own_class(module))
     made[module] = twin
     twin.__dict__.update(module.__dict__)
     twin._parameters = {

@@ -17,7 +17,8 @@ from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import decoder_layers, tied_names
-from fsdp2kit.model.inspect import Traits, inspect_model
+from fsdp2kit.model.dtypes import kept_in_float32
+from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.model.names import base_module
 
 
@@ -37,6 +38,8 @@ class Unit:
     """Its floating-point outputs are cast to this; None: they are not cast."""
     reshard_after_forward: bool | int
     """Whether its parameters are freed after forward, or to how many ranks they are resharded."""
+    kept: tuple[str, ...] = ()
+    """The names of its parameters, where it is the unit of those that stay in float32 within other units' modules."""
 
 
 def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None) -> tuple[Unit, ...]:
@@ -44,6 +47,10 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
 
     An untied embedding and an untied head are units of their own under ``unit = "layer"``, so that their gradients do
     not share one giant reduce-scatter. Tied, they are one parameter, which stays in the root's unit.
+
+    A unit gathers in one dtype. What transformers keeps in float32 is a unit by itself, on the model without its head,
+    whose forward encloses all layers: such parameters (biases and weights of routers, sinks, …) are few and small, and
+    often parts of a module that computes in ``param_dtype`` otherwise. A head that is kept in float32 is its own unit.
 
     Args:
         model: before it is sharded; it may be on meta.
@@ -57,8 +64,8 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     needs_call = section.unit == "size" or section.unit_classes or section.class_dtypes
     uncalled = set((traits or inspect_model(model)).uncalled_modules) if needs_call else set()
     exceptions = _of_classes(model, section.class_dtypes, uncalled, where="fsdp.class_dtypes")
-    others = _of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")
-    chosen: set[str] = {"", *exceptions, *others}
+    named = {*exceptions, *_of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")}
+    chosen: set[str] = {"", *named}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if section.unit == "layer":
         untied = head is not None and head.weight is not embedding.weight
@@ -69,14 +76,26 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     chosen |= set(_frozen_outside(model, chosen))
     ignored = ignored_modules(section, model)
     chosen -= set(ignored)
+    stays, parameters = stays_in_float32(section, model, section.param_dtype), dict(model.named_parameters())
+    owners = {name: name.rpartition(".")[0] for name in stays if name in parameters}
+    of_head = {name for name, owner in owners.items() if owner in chosen and model.get_submodule(owner) is head}
+    kept = {name: backbone_name(model) for name in owners if name not in of_head and owners[name] not in ignored}
+    if (backbone := next(iter(kept.values()), None)) in named:
+        what = (
+            f"{type(model.get_submodule(backbone)).__name__} is the unit of what stays in float32, and of nothing else"
+        )
+        raise UserError("fsdp.unit_classes and fsdp.class_dtypes", what, "name classes of modules inside it")
+    chosen -= {backbone}
     _check_shared(model, chosen)
     inside = {
         name: sum(parameter.numel() for parameter in parameters)
-        for name, parameters in parameters_by_unit(model, chosen, ignored=ignored).items()
+        for name, parameters in parameters_by_unit(model, chosen, ignored=ignored, kept=kept).items()
     }
     reshard = reshards_after_forward(section)
     units = []
     for name, module in model.named_modules():
+        if name == backbone:
+            units.append(Unit(name, type(module).__name__, inside[name], "float32", None, False, tuple(kept)))
         if name not in chosen:
             continue
         dtype = section.class_dtypes.get(type(module).__name__, section.param_dtype)
@@ -85,10 +104,23 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
         if name == "" or module is head:
             # Both return the loss, which is not cast. Neither is freed after forward: the head's backward comes next,
             # and the root would only be gathered again.
-            units.append(Unit(name, type(module).__name__, inside[name], section.param_dtype, None, False))
+            dtype = "float32" if of_head and module is head else section.param_dtype
+            units.append(Unit(name, type(module).__name__, inside[name], dtype, None, False))
         else:
             units.append(Unit(name, type(module).__name__, inside[name], dtype, output, reshard))
     return tuple(units)
+
+
+def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) -> list[str]:
+    """Names of the parameters and persistent buffers that stay in float32 where the model is ``dtype``.
+
+    Those of modules whose class ``class_dtypes`` names are not among them.
+    """
+    kept = kept_in_float32(model, getattr(torch, dtype))
+    decided = tuple(
+        f"{name}." for name, module in model.named_modules() if type(module).__name__ in section.class_dtypes
+    )
+    return [name for name in model.state_dict() if name in kept and not name.startswith(decided)]
 
 
 def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
@@ -117,7 +149,7 @@ def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, .
 
 
 def parameters_by_unit(
-    model: nn.Module, units: Iterable[str], *, ignored: Iterable[str] = ()
+    model: nn.Module, units: Iterable[str], *, ignored: Iterable[str] = (), kept: Mapping[str, str] | None = None
 ) -> dict[str, list[nn.Parameter]]:
     """The parameters that each unit gathers, by its name; a tied one once.
 
@@ -125,12 +157,14 @@ def parameters_by_unit(
         model: before it is sharded.
         units: names of the units, "" for the root.
         ignored: names of modules whose parameters no unit gathers (`ignored_modules`).
+        kept: parameters that are gathered by another unit than the innermost → that unit, which gathers no others.
     """
-    inside: dict[str, list[nn.Parameter]] = {name: [] for name in units}
-    kept_whole = set(ignored)
+    kept, kept_whole = kept or {}, set(ignored)
+    inside: dict[str, list[nn.Parameter]] = {name: [] for name in [*units, *kept.values()]}
+    innermost = inside.keys() - set(kept.values())
     for key, parameter in model.named_parameters():
         if key.rpartition(".")[0] not in kept_whole:
-            inside[_unit_of(key, inside)].append(parameter)
+            inside[kept[key] if key in kept else _unit_of(key, innermost)].append(parameter)
     return inside
 
 
@@ -146,25 +180,30 @@ def apply_fsdp(
         UserError: as `plan_units` and `ignored_modules` do.
     """
     units = plan_units(section, model) if units is None else units
-    whole = {
-        p for name in ignored_modules(section, model) for p in model.get_submodule(name).parameters(recurse=False)
-    }
-    computes = {unit.name: unit.param_dtype for unit in units}
+    ignored = ignored_modules(section, model)
+    whole = {p for name in ignored for p in model.get_submodule(name).parameters(recurse=False)}
+    computes = {unit.name: unit.param_dtype for unit in units if not unit.kept}
+    stays = set(stays_in_float32(section, model, section.param_dtype))
     is_frozen = adapter_of(model) is not None or not any(p.requires_grad for p in model.parameters())
     for name, parameter in model.named_parameters():
         # Shards keep the dtype of the parameter, and ignored parameters are never cast later.
         if not parameter.is_floating_point():  # in 4 bits, two in a byte
             continue
         dtype = section.param_dtype if parameter in whole else section.storage_dtype
-        if is_frozen and not parameter.requires_grad and parameter not in whole:
+        if name in stays:
+            dtype = "float32"
+        elif is_frozen and not parameter.requires_grad and parameter not in whole:
             # No optimizer adds to it, and no checkpoint keeps it: it is cast once instead of in every gather.
-            dtype = computes[_unit_of(name, set(computes))]
+            dtype = computes[_unit_of(name, computes)]
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # On a CPU mesh shards are on the host already, and torch refuses to offload them.
     on_host = section.offload == "params" and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
-    for unit in reversed(units):  # torch requires inner units first
+    kept = {name: unit.name for unit in units for name in unit.kept}
+    for unit in units:
         module = model.get_submodule(unit.name)
+        # torch leaves out what is in a unit already. Outer units first can have parameters from within inner ones.
+        own = parameters_by_unit(model, [each.name for each in units], ignored=ignored, kept=kept)[unit.name]
         fully_shard(
             module,
             mesh=mesh,
@@ -173,9 +212,10 @@ def apply_fsdp(
                 param_dtype=getattr(torch, unit.param_dtype),
                 reduce_dtype=getattr(torch, section.reduce_dtype),
                 output_dtype=getattr(torch, unit.output_dtype) if unit.output_dtype else None,
+                cast_forward_inputs=not unit.kept,  # the module around them computes in param_dtype
             ),
             offload_policy=offload,
-            ignored_params=whole or None,
+            ignored_params=set(module.parameters()) - set(own),
         )
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not depend on its weight

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
+from fsdp2kit.model.inspect import any_layer
 from fsdp2kit.torch_compat import accumulated_gradients, accumulated_shards
 
 # What torchao's recipes cast inputs, weights and gradients of outputs to.
@@ -56,14 +57,19 @@ class DtypeLedger:
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
     frozen: str | None = None
     """Shards of what is frozen beside adapters; "uint8" is NF4. None: frozen parameters are stored as the others."""
+    kept: tuple[str, ...] = ()
+    """What transformers keeps in float32, stored, computed and exported, whatever the other dtypes are: names, with
+    ``*`` for numbers."""
     matmuls: str | None = None
     """Inputs of the decoder layers' linear layers, where that is not ``compute``."""
 
     def __str__(self) -> str:
         dtypes = {name: dtype for name, dtype in asdict(self).items() if dtype is not None}
         dtypes |= {f"compute of {name}": dtype for name, dtype in dtypes.pop("compute_by_class").items()}
-        rounding = dtypes.pop("rounding")
+        rounding, kept = dtypes.pop("rounding"), dtypes.pop("kept")
         line = "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        if kept:
+            line += f"; float32 throughout, as transformers keeps them: {', '.join(kept)}"
         if rounding != "nearest":
             line += f"; what the optimizer stores in fewer bits than float32 gets {rounding} rounding"
         elif self.storage != "float32":
@@ -74,12 +80,13 @@ class DtypeLedger:
         return line
 
 
-def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1) -> DtypeLedger:
+def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1, kept: Iterable[str] = ()) -> DtypeLedger:
     """The ledger that ``[fsdp]``, ``[optimizer]`` and ``[float8]`` ask for.
 
     Args:
         export: dtype of the Hugging Face directory.
         replicas: how many ranks hold the same shard; their gradients are reduced with the last micro-batch.
+        kept: names of the tensors that stay in float32.
     """
     section = config.fsdp
     is_reduced = section.accumulates_shards and replicas == 1
@@ -99,6 +106,7 @@ def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1) -> D
         frozen=" or ".join(sorted({section.param_dtype, *section.class_dtypes.values(), *packed}))
         if config.trains_adapter
         else None,
+        kept=tuple(dict.fromkeys(map(any_layer, kept))),
         matmuls=_FLOAT8_MATMULS[config.float8.recipe],
     )
 
@@ -122,17 +130,29 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
     def watch_unit(unit: nn.Module, _inputs: object) -> None:
         # By then FSDP has gathered this unit's parameters, and still has the gradients of earlier micro-batches.
         for module in _modules_of_unit(unit):
-            parameters = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
-            if parameters:  # `fully_shard` puts "FSDP" in front of a unit's class
-                floating = (p for p in parameters if p.is_floating_point())  # others are unpacked as they are used
-                note(f"compute of {type(module).__name__.removeprefix('FSDP')}", floating)
-        note("accumulation", [*accumulated_gradients(unit), *accumulated_shards(unit)])
+            for key, parameter in module.named_parameters(recurse=False):
+                # Others are unpacked as they are used.
+                if not isinstance(parameter, DTensor) and parameter.is_floating_point():
+                    kind = type(module).__name__.removeprefix("FSDP")  # which `fully_shard` puts in front
+                    note("kept" if (id(module), key) in kept else f"compute of {kind}", [parameter])
+        note("accumulation", accumulated_gradients(unit))
+        for shard, gradient in accumulated_shards(unit):
+            note("kept" if shard in exact else "accumulation", [gradient])
 
     def watch_update(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        note("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            note("kept" if parameter in exact else "gradients", [parameter.grad])
 
+    kept = {
+        (id(module), key)
+        for name, module in model.named_modules()
+        for key, _ in module.named_parameters(recurse=False)
+        if any_layer(f"{name}.{key}") in ledger.kept
+    }
+    exact = {p for name, p in model.named_parameters() if any_layer(name) in ledger.kept}
     for parameter in (p for p in model.parameters() if isinstance(p, DTensor)):
-        note("frozen" if ledger.frozen and not parameter.requires_grad else "storage", [parameter])
+        is_frozen = ledger.frozen and not parameter.requires_grad
+        note("kept" if parameter in exact else "frozen" if is_frozen else "storage", [parameter])
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # Around units, not inside: what is inside may be compiled.
     hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]  # pyright: ignore[reportArgumentType]
@@ -142,11 +162,12 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
     finally:
         for hook in hooks:
             hook.remove()
-    for state in optimizer.state.values():
+    for state in (state for parameter, state in optimizer.state.items() if parameter not in exact):
         note("optimizer", (_as_stored(value) for name, value in state.items() if name != "step"))
     by_class = {f"compute of {name}": dtype for name, dtype in ledger.compute_by_class.items()}
     for name, dtypes in seen.items():
         expected: str = by_class.get(name) or getattr(ledger, name.split(" of ")[0]) or ledger.compute
+        expected = "float32" if name == "kept" else expected
         if wrong := dtypes - {getattr(torch, dtype) for dtype in expected.split(" or ")}:
             found = ", ".join(sorted(map(str, wrong)))
             raise RunFailure(f"dtype ledger: {name} should be {expected}, but {found} was found")

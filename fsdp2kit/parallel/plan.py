@@ -43,7 +43,7 @@ from fsdp2kit.model.loss_head import LossChoice, choose_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
-from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units
+from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
 from fsdp2kit.parallel.tensor_parallel import check_tensor_parallel
@@ -170,11 +170,7 @@ def plan_parallel(
             units=plan_units(config.fsdp, model, traits=traits),
             float8=plan_float8(config, model, traits=traits, device=device),
             nf4=plan_nf4(config, model, traits=traits),
-            ledger=dtype_ledger(
-                config,
-                export=config.checkpoint.export_dtype or source_of(model).dtype,
-                replicas=sizes.world_size // shard_ranks(config.fsdp, sizes),
-            ),
+            ledger=_ledger(config, model, replicas=sizes.world_size // shard_ranks(config.fsdp, sizes)),
             flops=count_model_flops(model),
             parameters=sum(p.numel() for p in model.parameters()),
             frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
@@ -187,6 +183,15 @@ def plan_parallel(
             compile=config.compile,
         )
     return plan
+
+
+def _ledger(config: TrainingConfig, model: PreTrainedModel, *, replicas: int) -> DtypeLedger:
+    export = config.checkpoint.export_dtype or source_of(model).dtype
+    exported = [export] * (adapter_of(model) is None)  # an adapter's export holds nothing of the model
+    kept = [
+        name for dtype in (config.fsdp.param_dtype, *exported) for name in stays_in_float32(config.fsdp, model, dtype)
+    ]
+    return dtype_ledger(config, export=export, replicas=replicas, kept=kept)
 
 
 def _check_model(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.model.build import decoder_layers
+from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
 
 
@@ -183,8 +184,12 @@ def load_plain(path: Path) -> PreTrainedModel:
 
 
 def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Logits ``[B, S, V]``, computed with parameters cast to ``dtype``; autograd leads back to the float32 ones."""
-    cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    """Logits ``[B, S, V]``, computed with parameters cast as ``from_pretrained(dtype=dtype)`` casts them.
+
+    Autograd leads back to the float32 ones.
+    """
+    wanted = tensor_dtypes(model, dtype)
+    cast = {name: parameter.to(wanted[name]) for name, parameter in model.named_parameters()}
     inputs = {
         "input_ids": rows.input_ids.to(model.device),
         "position_ids": rows.position_ids.to(model.device),
@@ -201,7 +206,7 @@ def plain_forward(
     """Logits of one document of a packed row, run alone, ``[n, V]``, and the row's hidden states after each decoder
     layer, ``[S, H]`` by the layer's name; float32."""
     model: Any = load_plain(path)
-    model.to(dtype)
+    cast_model(model, dtype)
     with hidden_states(named_layers(model)) as hidden:
         plain_logits(model, row, dtype=dtype)
     states = {name: state[0].float().numpy() for name, state in hidden.items()}

@@ -64,7 +64,8 @@ def padded_elements(parameter: nn.Parameter, shards: int) -> int:
 def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     """The plan's units in its order, the root first."""
     shards, storage = shard_ranks(plan.fsdp, plan.sizes), item_bytes(plan.fsdp.storage_dtype)
-    inside = parameters_by_unit(model, [unit.name for unit in plan.units], ignored=ignored_modules(plan.fsdp, model))
+    names, kept = [unit.name for unit in plan.units], {name: unit.name for unit in plan.units for name in unit.kept}
+    inside = parameters_by_unit(model, names, ignored=ignored_modules(plan.fsdp, model), kept=kept)
     in_4_bits = {}  # bytes of parameters that are stored and gathered so
     for layer in map(model.get_submodule, plan.nf4.names if plan.nf4 is not None else ()):
         assert isinstance(layer, nn.Linear), "those are the layers that `plan_nf4` chooses"

@@ -32,6 +32,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
+from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.flops import head_widths
 from fsdp2kit.model.inspect import backbone_name
 from fsdp2kit.optim.build import build_optimizer
@@ -266,7 +267,9 @@ def _make_ready(
     Returns:
         A micro-batch as the model takes it.
     """
-    small.to(getattr(torch, plan.fsdp.param_dtype))
+    dtype = getattr(torch, plan.fsdp.param_dtype)
+    small.to(dtype)
+    cast_model(small, dtype)  # some of it stays in float32
     if plan.nf4 is not None:
         there = dict(small.named_modules())
         apply_nf4(replace(plan.nf4, names=tuple(name for name in plan.nf4.names if name in there)), small)

@@ -26,6 +26,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
 from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import build_model, materialize, source_of
+from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.tokenizer import turn_ends
 from fsdp2kit.objectives.policy import PolicyLoss, has_signal
 from fsdp2kit.parallel.mesh import Mesh
@@ -66,8 +67,7 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
             return server(section, dtype=dtype, run=run, is_main=rank() == 0, stops=stops, timeout=seconds)
     copy: Any = build_model(config.model.model_copy(update={"adapter": None, "freeze": []}))
     with agreement():
-        for parameter in copy.eval().requires_grad_(False).parameters():  # buffers keep their dtypes
-            parameter.data = parameter.data.to(dtype)
+        cast_model(copy.eval().requires_grad_(False), dtype)
         tp = section.tp
         group = apply_tensor_parallel(copy, tp, device=device).get_group() if tp > 1 else None
         materialize(copy, device=device)

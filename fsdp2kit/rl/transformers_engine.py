@@ -45,8 +45,8 @@ class TransformersEngine(Engine):
         self._pad_id = pad_id if pad_id is not None else next(iter(stops), 0)
         self._missing = set(model.state_dict()) - set(tied_names(model))
         self._sources: dict[tuple[str, ...], list[Source]] = {}
-        first = next(model.parameters())
-        self._device, self.dtype = first.device, first.dtype
+        embedding: Any = model.get_input_embeddings()  # other parameters may be kept in float32
+        self._device, self.dtype = embedding.weight.device, embedding.weight.dtype
 
     def describe(self) -> str:
         size = sum(local_part(parameter).nbytes for parameter in self._model.parameters()) / 2**30

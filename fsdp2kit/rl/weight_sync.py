@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2kit.distributed import agree, agreement, gather_objects, local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of, merged_weight
+from fsdp2kit.model.dtypes import tensor_dtypes
 from fsdp2kit.model.names import ADAPTER, base_name, build_skeleton, conversion_groups, tied_names, to_file_names
 from fsdp2kit.optim.host_state import in_batches, largest_shard
 from fsdp2kit.parallel.fsdp import reshard_all
@@ -38,7 +39,8 @@ def sync_weights(
     Args:
         model: as `parallelize_model` made it; units that a forward left gathered are freed.
         engine: this rank's. It has ``version`` when all ranks' have it, and none if any of them raised.
-        dtype: the engine's, of floating-point tensors: they are cast before they travel.
+        dtype: the engine's, of floating-point tensors, but for those that transformers keeps in float32
+            (`tensor_dtypes`): they are cast before they travel.
         bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) is one alone.
 
     Returns:
@@ -151,7 +153,7 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
     weights: dict[str, _Weight] = {}
-    tied = tied_names(model)
+    tied, dtypes = tied_names(model), tensor_dtypes(model, dtype)
     for name in (name for name in skeleton.state_dict() if name not in tied):
         tensor = found[name]
         layer, _, leaf = name.rpartition(".")
@@ -159,7 +161,7 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         if adapter is not None and layer in adapter.layers and leaf == "weight":
             keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
             parts = tuple(parameters[key] for key in keys if key in parameters)
-        sent_as = dtype if tensor.is_floating_point() else tensor.dtype
+        sent_as = dtypes[name] if tensor.is_floating_point() else tensor.dtype
         weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
     metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
     groups = []

@@ -1,0 +1,69 @@
+"""What transformers keeps in float32 under ``dtype=torch.bfloat16`` stays so, bit for bit, in every file we write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from tests.kept import kept_model
+
+_NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
+# Causal language models whose classes name tensors to keep, by the text of their modules: nothing is imported for it.
+_FOLDERS = {
+    path.parent.name
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    if _NAMES.search(path.read_text(encoding="utf-8"))
+}
+NAMED = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if model_type_to_module_name(kind) in _FOLDERS]
+BUILT = ["olmo_hybrid", "zamba", "zaya"]
+"""Those that create a tensor in float32 themselves, by a look at all families of 5.23."""
+CHEAP = ["glm4_moe", "ernie4_5_moe", "zaya"]
+"""A buffer that is named, parameters that are named, a buffer that is built so; the others are `full`."""
+UNBUILT = {
+    "dots3_note": "the config of text and images",
+    "dots3_note_text": "its layers' sizes are attributes of each layer, which a config of small ones cannot set",
+}
+
+
+def files(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    ours, theirs = files(found), files(expected)
+    assert ours.keys() == theirs.keys()
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in CHEAP else pytest.param(kind, marks=pytest.mark.full) for kind in NAMED + BUILT]
+)
+def test_an_export_is_what_transformers_loads_in_its_dtype(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if kind in UNBUILT:
+        pytest.skip(f"{kind}: {UNBUILT[kind]}")
+    kept_model(kind).save_pretrained(tmp_path / "source")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
+    loaded.save_pretrained(tmp_path / "expected")
+    hf_to_dcp(tmp_path / "source", tmp_path / "dcp")
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "export", dtype=str(dtype).removeprefix("torch."))
+    assert_same_files(tmp_path / "export", tmp_path / "expected")
+    kept = {tensor.dtype for tensor in files(tmp_path / "export").values() if tensor.is_floating_point()}
+    assert kept == {dtype, torch.float32} or (dtype, kind) in _WITHOUT
+
+
+# Models whose names count for float16 alone.
+_WITHOUT = {(torch.bfloat16, kind) for kind in ("afmoe", "gpt_oss", "longcat_flash", "rwkv")}
