@@ -146,8 +146,8 @@ class PreferenceDataConfig(DataConfig):
     """Rows with `chosen` and `rejected`, and `prompt` unless both begin with it. The two are documents side by side in
     one row of the batch."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it,
-    drop both (counted), or stop with an error."""
+    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it
+    (counted; an answer that is cut gets no end-of-turn token), drop both (counted), or stop with an error."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Tokens of an answer that are compared: the assistant's and its end-of-turn tokens, or those of its last
     message."""
