@@ -32,13 +32,13 @@ class ColumnsConfig(Section):
     """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""
 
     messages: str | None = None
-    """chat, prompts: the list of messages. Default: "messages", or "conversations" where there is none."""
+    """chat, prompts: the list of messages, or its JSON. Default: "messages" or "conversations"."""
     tools: str | None = None
     """chat, prompt_completion, prompts: JSON schemas of the tools, for templates that take them."""
     text: str | None = None
     """text: the text."""
     prompt: str | None = None
-    """prompt_completion, preference, prompts: the prompt, a text or a list of messages."""
+    """prompt_completion, preference, prompts: the prompt, a text or a list of messages, or its JSON."""
     completion: str | None = None
     """prompt_completion: the answer to train on, a text or a list of messages."""
     instruction: str | None = None
