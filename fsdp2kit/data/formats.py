@@ -117,8 +117,8 @@ def encode_rows(
     return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
 
 
-def conversations(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Messages]:
-    """The messages of each text that `encode_rows` would render by the chat template; other rows have none.
+def chats_of(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Chat]:
+    """The conversations that `encode_rows` renders: one of each row, or of preferences two; plain texts are left out.
 
     Raises:
         UserError: as `encode_rows`.
@@ -126,7 +126,7 @@ def conversations(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer
     if section.format in ("text", "tokens"):
         return []
     named = [Columns(row, section, tokenizer, block=rows) for row in rows]
-    return [text.messages for row in named for text in _texts_of(row) if isinstance(text, Chat)]
+    return [text for row in named for text in _texts_of(row) if isinstance(text, Chat)]
 
 
 def _texts_of(row: Columns) -> Sequence[Chat | _Plain]:
