@@ -104,6 +104,8 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(file))
     fewer = teacher_dir(tmp_path / "fewer", rows=512)
+    chat, ids = f"{{path='{DEMO}/chat.jsonl'}}", "{path='ids.jsonl',format='tokens'}"
+    too_few = f"its embedding has 512 rows, the model's {DEMO_VOCABULARY}, and the data are ids"
     bare = shutil.copytree(toml.parent / "teacher", tmp_path / "bare")
     for path in bare.glob("tokenizer*"):
         path.unlink()
@@ -123,9 +125,9 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         "distill.direction=backward": "distill.direction",
         "distill.cross_entropy_weight=1.0": "distill.cross_entropy_weight",
         "distill.temprature=2": "did you mean distill.temperature?",
-        f"distill.teacher='{fewer}' data.format=tokens": (
-            f"its embedding has 512 rows, the model's {DEMO_VOCABULARY}, and the data are ids"
-        ),
+        f"distill.teacher='{fewer}' data.format=tokens": too_few,
+        f"distill.teacher='{fewer}' data.path=none data.sources=[{chat},{ids}]": too_few,
+        f"distill.teacher='{fewer}' eval.every=2 eval.sets={{ids={ids}}}": too_few,
         "model.loss_kernel=torch": "model.loss_kernel: 'torch' computes a cross-entropy alone",
     }
     runs = [[*overrides.split(), f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]

@@ -97,6 +97,22 @@ def test_a_pair_that_is_too_long(overlong: str, tmp_path: Path) -> None:
     assert report.supervised_tokens == sum(documents[index][1][1:].sum() for index in range(len(documents)))
 
 
+def test_an_answer_that_is_cut_has_no_end(tmp_path: Path) -> None:
+    """Both sides are the beginnings of what they are whole, as TRL cuts them: nobody ended an answer there."""
+    long = {"prompt": "Q? ", "chosen": "word " * 40, "rejected": "never " * 40}
+    half = {"prompt": "Q? ", "chosen": "word " * 40, "rejected": "no"}
+    path = write(tmp_path / "a.jsonl", [PAIRS[0], long, half])
+    cut, whole = documents_of(path, seq_len=64), documents_of(path, seq_len=2048)
+    assert cut.lengths.sum() < whole.lengths.sum()
+    for index in range(len(whole)):
+        (ids, mask), (all_ids, all_mask) = cut[index], whole[index]
+        assert ids.tolist() == all_ids[: len(ids)].tolist()
+        assert mask.tolist() == all_mask[: len(ids)].tolist()
+    assert (cut.report.truncated, cut.report.without_end) == (2, 3)
+    assert "2 truncated, 3 answers cut, with no end of turn; " in str(cut.report)
+    assert cut.report.supervised_tokens == sum(cut[index][1][1:].sum() for index in range(len(cut)))
+
+
 def expected_losses(model: Any, tokenizer: Any, rows: list[dict]) -> tuple[float, float]:
     """The recipe's mean over pairs and a token's mean cross-entropy, by plain transformers, document by document."""
     total, spent, tokens = 0.0, 0.0, 0

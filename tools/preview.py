@@ -35,10 +35,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import build_data
+from fsdp2kit.data.build import build_data, find_system_twice
 from fsdp2kit.data.documents import Report
 from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import first_rows
+from fsdp2kit.data.sources import training_sets
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 STREAM_ROWS = 5000
 _load = partial(build_data, vocab_size=2**31)  # a vocabulary that is too small is shown as a warning
-SAMPLE = 2000  # documents that are read for what lengths alone do not tell
+SAMPLE = 2000  # documents, or rows, that are read for what lengths alone do not tell
 WIDTH = 110  # characters a line, where there is no terminal
 # By whether a token is special, and whether it is learnt.
 _LEGEND = {
@@ -393,7 +394,9 @@ def _preview(options: argparse.Namespace) -> Preview:
         train = {"micro_batch_size": 1, "steps": 1, "epochs": None}
         config = _changed(config, train=train, eval={"every": 0}, data=shown)
         data = _load(config, tokenizer=tokenizer)
-        loader, warnings = data.loader, [*data.warnings, *([positions] if positions else [])]
+        warnings = [*data.warnings, *([positions] if positions else [])]
+        warnings += find_system_twice(training_sets(asked.data), tokenizer, count=SAMPLE)
+        loader = data.loader
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
         too_long = sum(part.documents.report.truncated for part in loader.parts)
         if asked.data.overlong == "error" and too_long:

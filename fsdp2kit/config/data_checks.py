@@ -39,13 +39,16 @@ def check_data(config: TrainingConfig) -> None:
 
 
 def _check_columns(config: TrainingConfig) -> None:
-    """A column that is named is one that some format of these rows reads."""
+    """A column that is named is one that some format of these rows reads; of prompts and messages one is named."""
     data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
     shared: dict[DataFormat, None] = dict.fromkeys(
         [data.format, *(part.format or data.format for part in parts if part.columns is None)]
     )
     own = [(part.columns, {part.format or data.format: None}) for part in parts if part.columns is not None]
     for columns, formats in [(data.columns, shared), *own]:
+        if "prompts" in formats and columns.prompt is not None and columns.messages is not None:
+            what = f"prompt {columns.prompt!r} and messages {columns.messages!r}, and a row asks one of them"
+            raise UserError("data.columns", what, "name one")
         read = {name for one in formats for name in COLUMNS[one]}
         for name, called in columns.model_dump(exclude_none=True).items():
             if name not in read:

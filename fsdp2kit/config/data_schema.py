@@ -32,13 +32,13 @@ class ColumnsConfig(Section):
     """Names of the data's columns where they differ from the defaults: `messages = "dialog"`."""
 
     messages: str | None = None
-    """chat, prompts: the list of messages. Default: "messages", or "conversations" where there is none."""
+    """chat, prompts: the list of messages, or its JSON. Default: "messages" or "conversations"."""
     tools: str | None = None
     """chat, prompt_completion, prompts: JSON schemas of the tools, for templates that take them."""
     text: str | None = None
     """text: the text."""
     prompt: str | None = None
-    """prompt_completion, preference, prompts: the prompt, a text or a list of messages."""
+    """prompt_completion, preference, prompts: the prompt, a text or a list of messages, or its JSON."""
     completion: str | None = None
     """prompt_completion: the answer to train on, a text or a list of messages."""
     instruction: str | None = None
@@ -146,8 +146,8 @@ class PreferenceDataConfig(DataConfig):
     """Rows with `chosen` and `rejected`, and `prompt` unless both begin with it. The two are documents side by side in
     one row of the batch."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it,
-    drop both (counted), or stop with an error."""
+    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it
+    (counted; an answer that is cut gets no end-of-turn token), drop both (counted), or stop with an error."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Tokens of an answer that are compared: the assistant's and its end-of-turn tokens, or those of its last
     message."""

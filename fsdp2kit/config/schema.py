@@ -32,6 +32,10 @@ DType = Literal["float32", "bfloat16", "float16"]
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
+Message = Annotated[dict[Literal["role", "content"], str], Field(min_length=2)]
+"""A message of a conversation: whose it is, as the chat template calls them, and its text."""
+
+
 class RunConfig(Section):
     """Where the run is kept, how it starts and when it stops."""
 
@@ -57,7 +61,8 @@ class ModelConfig(Section):
     weights: Literal["pretrained", "random"] | LocalPath = "pretrained"
     """"pretrained" (from `path`), "random", or the path of a DCP checkpoint (weights only)."""
     config: dict[str, Any] = {}
-    """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a complete config."""
+    """Overrides of the Hugging Face config, e.g. `{ num_hidden_layers = 4 }`; with `model_type`, a complete config.
+    A key may have any name that transformers knows it by."""
     attention: str = "auto"
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
     "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" if it computes the same as the
@@ -211,8 +216,9 @@ class EvalConfig(Section):
     keep_best: bool | None = None
     """Write a checkpoint whenever eval_loss is the lowest so far, and keep it besides the newest ones; the end exports
     it (`checkpoint.export`). Default: with `patience`."""
-    prompts: list[str] = []
-    """User messages that the model answers after each evaluation, on the console, into `samples.jsonl` and wandb."""
+    prompts: list[str | Annotated[list[Message], Field(min_length=1)]] = []
+    """What the model answers after each evaluation, on the console, into `samples.jsonl` and wandb: a user's message,
+    or a list of messages like `[{ role = "system", content = "Be brief." }, { role = "user", content = "Hello" }]`."""
     max_new_tokens: PositiveInt = 64
     """Most tokens of such an answer. Each takes a forward pass without a cache."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Tokenizer
 from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.documents import Documents, Tokens, build_documents, read_tokens, require_tokenizer
-from fsdp2kit.data.formats import WRAPPED, encode_prompts, encode_rows, hold_out_border, key_border, looks_unwrapped
+from fsdp2kit.data.formats import (
+    WRAPPED,
+    chats_of,
+    encode_prompts,
+    encode_rows,
+    hold_out_border,
+    key_border,
+    looks_unwrapped,
+)
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.data.packing import shares, source_epochs
 from fsdp2kit.data.rows import first_rows
@@ -308,6 +317,23 @@ def _find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer) -> tuple[str, 
                     found.append(key)
     what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
     return tuple(f'{key}: {what}: set data.wrap = "chat"' for key in found)
+
+
+def find_system_twice(sets: Sequence[RowSet], tokenizer: Tokenizer, *, count: int) -> list[str]:
+    """A warning of each set with two system messages in a row in one of its first ``count`` rows.
+
+    Raises:
+        UserError: one of these rows is malformed.
+    """
+    found = []
+    for section, key, _ in sets:
+        chats = chats_of(first_rows(section, key, count, download=not section.streaming), section, tokenizer)
+        pairs = [(chat, pairwise(message["role"] for message in chat.messages)) for chat in chats]
+        twice = [chat.where for chat, roles in pairs if ("system", "system") in roles]
+        if twice:
+            what = f"{len(twice):,} of {counted(len(chats), 'conversation')} have two system messages in a row"
+            found.append(f"{key}: {what}, first in {twice[0]}: make them one, or drop one")
+    return found
 
 
 def _hold_out(

@@ -50,12 +50,12 @@ def check_messages(messages: Any, where: str, *, name: str = "messages") -> list
     Raises:
         UserError: naming the row and the message that is not of the form ``{"role": …, "content": …}``.
     """
+    if isinstance(messages, Sequence) and not messages:
+        raise UserError(where, f"{name} is empty", _TODO)
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         kinds = "a list" if name == "messages" else "a text or a list of messages"
         todo = _TODO if name == "messages" else "give one of these"
         raise UserError(where, f"{name} is {_kind(messages)}, not {kinds}", todo)
-    if not messages:
-        raise UserError(where, f"{name} is empty", _TODO)
     return [_check_message(message, where, f"{name}[{position}]") for position, message in enumerate(messages)]
 
 

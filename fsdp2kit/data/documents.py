@@ -43,6 +43,8 @@ class Report:
     """Rows cut into several documents."""
     unsupervised: int = 0
     """Documents left out because nothing in them is supervised."""
+    without_end: int = 0
+    """Answers of pairs that stop at the cut, without an end-of-turn token."""
 
     @property
     def overlong(self) -> int:
@@ -51,7 +53,7 @@ class Report:
 
     def __str__(self) -> str:
         lost = [("truncated", self.truncated), ("dropped", self.dropped), ("split", self.split)]
-        lost.append(("without a target", self.unsupervised))
+        lost += [("without a target", self.unsupervised), ("answers cut, with no end of turn", self.without_end)]
         notes = "".join(f", {count:,} {what}" for what, count in lost if count)
         return (
             f"{counted(self.documents, 'document')} of {counted(self.rows, 'row')}{notes}; {self.tokens:,} tokens, "
@@ -181,7 +183,8 @@ def cut_rows(
 
     A document that "truncate" cuts within the assistant's text has the end-of-turn token that the row itself ends with
     in its last position, and learns it: a model that never sees its turns end would not stop. Cut elsewhere it simply
-    ends. Of two answers that share ``seq_len``, both are kept, or neither.
+    ends. So do the two answers of a preference, whose probabilities are compared: no one ended an answer at the cut.
+    Both answers of a pair are kept, or neither.
 
     Args:
         tokens: with the columns of `tokenise`: all rows, or a block of a stream.
@@ -205,7 +208,7 @@ def cut_rows(
     rows = chosen[numbers]
     targets, is_open = _targets(tokens, rows, starts, stops)
     row_endings, endings = tokens["ending"].to_numpy()[rows], np.full(len(rows), NO_ENDING, dtype=np.int64)
-    if overlong == "truncate":
+    if overlong == "truncate" and together == 1:
         endings[is_open] = row_endings[is_open]
     kept = np.flatnonzero(np.repeat((targets > 0).reshape(-1, together).all(1), together))
     rows, starts, stops, endings = rows[kept], starts[kept], stops[kept], endings[kept]
@@ -220,6 +223,7 @@ def cut_rows(
         dropped=long if overlong == "drop" else 0,
         split=long if overlong == "split" else 0,
         unsupervised=len(targets) - len(kept),
+        without_end=int(is_open[kept].sum()) if together > 1 else 0,
     )
 
     def read(index: int) -> Document:

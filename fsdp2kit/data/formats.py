@@ -7,7 +7,6 @@ that the tokenizer's offsets leave out, it loses turns or runs on to the end of 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -20,8 +19,8 @@ import numpy as np
 
 from fsdp2kit.config.data_schema import COLUMNS, DataConfig
 from fsdp2kit.data.chat import Chat, Span, Tokenizer, check_messages, supervised_spans, turn_endings
+from fsdp2kit.data.columns import ALSO, Columns, Messages, messages_in
 from fsdp2kit.data.rows import Row, without_none
-from fsdp2kit.data.template import check_tools
 from fsdp2kit.errors import UserError
 
 _SIDES = ("chosen", "rejected")
@@ -82,8 +81,8 @@ def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool
         section: its format is one of `WRAPPED`.
     """
     columns = row.parse()
-    answer = columns.get(section.column("chosen" if section.format == "preference" else "completion"))
-    prompt = columns.get(section.column("prompt")) or answer  # which may begin with it
+    answer = messages_in(columns.get(section.column("chosen" if section.format == "preference" else "completion")))
+    prompt = messages_in(columns.get(section.column("prompt"))) or answer  # which may begin with it
     if section.wrap == "chat" or not tokenizer.chat_template:
         return False
     if not (isinstance(prompt, str) and isinstance(answer, str)):
@@ -91,7 +90,9 @@ def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool
     return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
-def encode_rows(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Encoded]:
+def encode_rows(
+    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, follows: bool = False
+) -> list[Encoded]:
     """Token ids and masks of rows, in their order: one of each, or of preferences two, the better answer first.
 
     Supervised are the assistant's tokens and its end-of-turn tokens, not the whitespace after them; a token of which
@@ -99,120 +100,96 @@ def encode_rows(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) 
 
     Args:
         section: its `format`, `columns`, `train_on` and `wrap` say what rows are.
+        follows: whether rows before these were encoded; then advice to read other columns would break them.
 
     Raises:
         UserError: a row is malformed, lacks a column of its format or holds another type; the template cannot say
             which tokens are the assistant's.
     """
-    named = [_Columns(row, section, tokenizer) for row in rows]
-    if section.format == "preference":
-        return _encode([answer for row in named for answer in _answers(row)], section, tokenizer)
-    if section.format == "chat":
-        return _encode([_chat(row) for row in named], section, tokenizer)
-    if section.format == "alpaca":
-        return _encode([_alpaca(row) for row in named], section, tokenizer)
-    if section.format == "prompt_completion":
-        return _encode([_pair(row, row["prompt"], row["completion"]) for row in named], section, tokenizer)
+    named = [Columns(row, section, tokenizer, block=rows, follows=follows) for row in rows]
     if section.format == "tokens":
         return [_tokens(row) for row in named]
     if section.format != "text":
-        raise ValueError(f"rows of the format {section.format!r} are not encoded here")
+        return _encode([text for row in named for text in _texts_of(row)], section, tokenizer)
     texts = [_text(row) for row in named]
     # Special tokens as the tokenizer adds them. All are supervised.
     encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}
     return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
 
 
-def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Rows with ``messages``, of which a last answer is left out, or with a ``prompt``, as they are put to the model.
+def chats_of(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Chat]:
+    """The conversations that `encode_rows` renders: one of each row, or of preferences two; plain texts are left out.
 
     Raises:
-        UserError: a row is malformed, has neither, or the template refuses it.
+        UserError: as `encode_rows`.
+    """
+    if section.format in ("text", "tokens"):
+        return []
+    named = [Columns(row, section, tokenizer, block=rows) for row in rows]
+    return [text for row in named for text in _texts_of(row) if isinstance(text, Chat)]
+
+
+def _texts_of(row: Columns) -> Sequence[Chat | _Plain]:
+    """What a row with prompts and answers is: a text, or of a preference two."""
+    kind = row.section.format
+    if kind == "preference":
+        return _answers(row)
+    if kind == "alpaca":
+        return [_alpaca(row)]
+    if kind == "prompt_completion":
+        prompt, completion = messages_in(row["prompt"]), row["completion"]
+        return [_pair(row, prompt, completion if isinstance(prompt, str) else messages_in(completion))]
+    if kind != "chat":
+        raise ValueError(f"rows of the format {kind!r} are not encoded here")
+    messages = row.messages()
+    if messages is None:
+        raise row.missing("messages")
+    return [row.chat(messages)]
+
+
+def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Rows with ``messages``, whose last answer is left out, or with a ``prompt``, as they are put to the model.
+
+    Raises:
+        UserError: a row is malformed, has neither or both, or the template refuses it.
     """
     found = []
-    for row in [_Columns(one, section, tokenizer) for one in rows]:
-        asked: Any = row.given("prompt")
-        if isinstance(asked, str) and tokenizer.chat_template is None:
+    for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
+        asked = _asked(row)
+        if isinstance(asked, str):
             ids = tokenizer(asked, verbose=False)["input_ids"]
         else:
-            of_prompt = None if asked is None else check_messages(_wrapped(asked, "user"), row.where, name="prompt")
-            chat = _chat(row) if of_prompt is None else row.chat(of_prompt)
-            asked = chat.messages[: -1 if chat.messages[-1]["role"] == "assistant" else None]
-            if not asked:
-                raise UserError(row.where, "there is no prompt before the answer", "begin with a user's message")
-            text = chat.text(len(asked), prompt=True)
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            chat = row.chat(asked)
+            asked = chat.messages
+            ids = tokenizer(chat.text(prompt=True), add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise UserError(row.where, "the prompt is empty", "drop the row")
         found.append(Prompt(row.all, asked, ids))
     return found
 
 
-# What other data calls a column.
-_ALSO = {
-    "prompt": ("question", "instruction", "query", "input", "problem"),
-    "completion": ("response", "answer", "output"),
-    "chosen": ("better", "winner", "accepted", "preferred"),
-    "rejected": ("worse", "loser", "dispreferred"),
-}
+def _asked(row: Columns) -> Messages | str:
+    """What a row of prompts asks: the column that is named or there; a text where the tokenizer has no template."""
+    prompt = None if row.is_named("messages") else messages_in(row.given("prompt"))
+    messages = None if row.is_named("prompt") else row.messages()
+    given = [] if prompt is None else [check_messages(_wrapped(prompt, "user"), row.where, name="prompt")]
+    found = [one[: -1 if one[-1]["role"] == "assistant" else None] for one in (*given, messages) if one is not None]
+    if not found:
+        raise row.missing("prompt" if row.rows_with("prompt") else "messages")
+    if not all(found):
+        raise UserError(row.where, "there is no prompt before the answer", "begin with a user's message")
+    if found[0] != found[-1]:
+        raise row.ambiguous(("prompt", "prompt"), ("messages", row.conversations()[0]))
+    return prompt if isinstance(prompt, str) and row.tokenizer.chat_template is None else found[0]
 
 
-class _Columns:
-    """A row's columns, by our names for them."""
-
-    def __init__(self, row: Row, section: DataConfig, tokenizer: Tokenizer) -> None:
-        self.all, self.where, self.section, self.tokenizer = row.parse(), row.where, section, tokenizer
-
-    def get(self, name: str) -> Any:
-        return self.all.get(self.section.column(name))
-
-    def given(self, name: str) -> Any:
-        """A column that rows need not have, unless ``[data.columns]`` says what it is called."""
-        return self[name] if getattr(self.section.columns, name) is not None else self.all.get(name)
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise self.missing(name)
-        return value
-
-    def missing(self, column: str) -> UserError:
-        name, names = self.section.column(column), [other for other, value in self.all.items() if value is not None]
-        also = _ALSO.get(column, ())
-        alike = [other for other in names if other.lower() in also or column in other.lower().split("_")]
-        near = [*alike, *difflib.get_close_matches(name, names, n=1)]
-        if name in self.all and not near:
-            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
-        what = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})"
-        todo = f'set data.columns.{column} = "{near[0] if near else "…"}"'
-        guess = f"did you mean {near[0]!r}? {todo}" if near else f"say what the column is called ({todo})"
-        # What learns from pairs of answers, or from prompts, takes no other format.
-        is_fixed = self.section.format in ("preference", "prompts")
-        rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
-        return UserError(self.where, what, f"{guess}, or {rest}")
-
-    def chat(self, messages: list[dict[str, Any]], *, learn_from: int = 0) -> Chat:
-        """Messages with the row's tools, and its variables for the template, as transformers and TRL call them."""
-        variables = self.all.get("chat_template_kwargs") or {}
-        if not isinstance(variables, Mapping):
-            raise UserError(self.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
-        tools, where = check_tools(self.get("tools"), self.where), self.where
-        return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
-
-
-def _chat(row: _Columns) -> Chat:
-    if row.section.columns.messages is None and "messages" not in row.all and "conversations" in row.all:
-        return row.chat(check_messages(row.all["conversations"], row.where, name="conversations"))
-    return row.chat(check_messages(row["messages"], row.where, name=row.section.column("messages")))
-
-
-def _alpaca(row: _Columns) -> Chat:
+def _alpaca(row: Columns) -> Chat:
     """The conversation that an Alpaca row stands for, with the ``system`` and ``history`` that some data adds."""
     asked, answer = row["instruction"], row["output"]
     if about := row.get("input"):
         asked = f"{asked}\n\n{about}"
     messages = [{"role": "system", "content": row.all["system"]}] if row.all.get("system") else []
-    for turn in (*(row.all.get("history") or ()), (asked, answer)):
+    for turn in (*(row.from_json("history") or ()), (asked, answer)):
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
             raise UserError(row.where, "history holds what is no pair", 'write [["question", "answer"], …]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -227,7 +204,7 @@ class _Plain(NamedTuple):
     """Of what is supervised."""
 
 
-def _pair(row: _Columns, prompt: Any, answer: Any) -> Chat | _Plain:
+def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | _Plain:
     """A prompt with its answer, as texts or as messages; only the answer is supervised, unless all is."""
     if row.section.wrap == "chat":
         prompt, answer = _wrapped(prompt, "user"), _wrapped(answer, "assistant")
@@ -249,34 +226,50 @@ def _wrapped(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _answers(row: _Columns) -> list[Chat | _Plain]:
+def _answers(row: Columns) -> list[Chat | _Plain]:
     """``chosen`` and ``rejected``, each with the ``prompt``: that of the row, or what both begin with."""
-    answers: list[Any] = [row[name] for name in _SIDES]
-    prompt, where = row.given("prompt"), row.where
+    answers: list[Any] = [messages_in(row[name]) for name in _SIDES]
+    prompt, where = messages_in(row.given("prompt")), row.where
     are_texts = isinstance(answers[0], str)
     if are_texts != isinstance(answers[1], str):
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
-    if not are_texts:
+    if are_texts:
+        if prompt is None:
+            if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
+                raise row.missing("prompt")
+            prompt = _shared_text(*answers) or None
+        if isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
+            answers = [answer[len(prompt) :] for answer in answers]
+    else:
         answers = [check_messages(one, where, name=name) for one, name in zip(answers, _SIDES, strict=True)]
-    if not are_texts and isinstance(prompt, (str, type(None))):
-        # Each keeps one at least.
-        shared = answers[0][: _common(answers[0][:-1], answers[1][:-1])]
-        said = [message["content"].strip() for message in shared if isinstance(message.get("content"), str)]
-        if prompt is not None and shared and prompt.strip() not in said:
-            what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
-            raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
-        prompt = shared or _wrapped(prompt, "user")
-    elif not are_texts:
-        prompt = check_messages(prompt, where, name="prompt")
-    elif prompt is None:
-        if set(_ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
-            raise row.missing("prompt")
-        prompt = _shared_text(*answers) or None
+        prompt, repeated = _said_before(prompt, answers, where)
+        answers = [answer[repeated:] for answer in answers]
     if prompt is None:
         raise UserError(where, "chosen and rejected share no prompt", "give rows with a prompt of their own")
-    if isinstance(prompt, type(answers[0])) and all(answer[: len(prompt)] == prompt for answer in answers):
-        answers = [answer[len(prompt) :] for answer in answers]
     return [_pair(row, prompt, answer) for answer in answers]
+
+
+def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, int]:
+    """The messages before two answers, and how many of them the answers repeat; None: there are none.
+
+    The answers may begin with more of the conversation than the prompt has, or with its last messages.
+    """
+    # Each answer keeps one message at least.
+    shared = answers[0][: _common(answers[0][:-1], answers[1][:-1])]
+    if prompt is None:
+        return shared or None, len(shared)
+    if isinstance(prompt, str):
+        said = [message["content"].strip() for message in shared if isinstance(message.get("content"), str)]
+        if shared and prompt.strip() not in said:
+            what = "chosen and rejected are conversations that share a beginning, and prompt is none of its messages"
+            raise UserError(where, what, "make the prompt a list of messages, or leave out what is said twice")
+        return shared or _wrapped(prompt, "user"), len(shared)
+    prompt = check_messages(prompt, where, name="prompt")
+    for start in range(len(shared) - len(prompt) + 1):
+        if shared[start : start + len(prompt)] == prompt:
+            return shared[: start + len(prompt)], start + len(prompt)
+    sizes = range(min(len(prompt), len(shared)), 0, -1)
+    return prompt, next((size for size in sizes if prompt[-size:] == shared[:size]), 0)
 
 
 def _shared_text(one: str, other: str) -> str:
@@ -293,7 +286,7 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     )
 
 
-def _tokens(row: _Columns) -> Encoded:
+def _tokens(row: Columns) -> Encoded:
     """Rows of token ids, with the labels of transformers' collators: each token itself, or −100; not shifted."""
     where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
     if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
@@ -323,7 +316,7 @@ def _integers(value: Any, name: str, where: str) -> list[int]:
     return list(value)
 
 
-def _text(row: _Columns) -> str:
+def _text(row: Columns) -> str:
     text = row["text"]
     if not isinstance(text, str):
         raise UserError(row.where, f"text is of type {type(text).__name__}", "give rows with a string `text`")

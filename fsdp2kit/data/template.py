@@ -238,7 +238,9 @@ def parsed(value: Any, where: str, name: str) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise UserError(where, f"{name} is not valid JSON ({error.msg})", "give it as an object, or as JSON") from None
+        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
+        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
+        raise UserError(where, what, todo) from None
 
 
 def check_tools(tools: Any, where: str) -> Any:

@@ -119,7 +119,7 @@ def _cache_file(content: str, section: DataConfig, tokenizer: Tokenizer) -> Path
 def _code_digest() -> str:
     """Of the code that makes tokens of rows: what another version of it stored is not used."""
     digest = hashlib.blake2b(digest_size=4)
-    for name in ("chat.py", "formats.py", "rows.py", "template.py", "tokens.py"):
+    for name in ("chat.py", "columns.py", "formats.py", "rows.py", "template.py", "tokens.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 
@@ -148,7 +148,7 @@ def iterate_blocks(
             yield [], None
             yield from _read_blocks(RowReader(source), _STREAM_BLOCK)
 
-    return _encode_blocks(passes(), section, tokenizer, pool=pool, ahead=4)
+    return _encode_blocks(passes(), section, tokenizer, pool=pool, ahead=4, follows=position is not None)
 
 
 def start_workers(
@@ -234,15 +234,21 @@ def _encode_blocks(
     *,
     pool: ProcessPoolExecutor | None,
     ahead: int,
+    follows: bool = False,
 ) -> Iterator[Block]:
-    """The blocks in their order, with up to ``ahead`` more of them in the hands of the pool."""
+    """The blocks in their order, with up to ``ahead`` more of them in the hands of the pool.
+
+    Args:
+        follows: whether rows before them were encoded.
+    """
     waiting: deque[tuple[Future[pa.Table], list[str], Position | None]] = deque()
     for rows, position in blocks:
         names = [row.where for row in rows]
         if pool is None:
-            yield Block(encode_table(rows, section, tokenizer), names, position)
-            continue
-        waiting.append((pool.submit(encode_table, rows, section), names, position))
+            yield Block(encode_table(rows, section, tokenizer, follows=follows), names, position)
+        else:
+            waiting.append((pool.submit(encode_table, rows, section, follows=follows), names, position))
+        follows = True
         if len(waiting) > ahead:
             tokens, names, position = waiting.popleft()
             yield Block(tokens.result(), names, position)
@@ -271,14 +277,16 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def encode_table(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer | None = None) -> pa.Table:
-    """The columns of some rows; in a worker process with the tokenizer that it keeps."""
+def encode_table(
+    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer | None = None, *, follows: bool = False
+) -> pa.Table:
+    """The columns of some rows; in a worker process with the tokenizer that it keeps. See `encode_rows`."""
     tokenizer = tokenizer if tokenizer is not None else _of_worker
     assert tokenizer is not None, "a worker's initializer ran"
     special = special_ids(tokenizer)
     rows = [Row(row.parse(), row.where) for row in rows]
     keys = [row_key(row.parse(), section) for row in rows for _ in range(rows_together(section))]
-    encoded = encode_rows(rows, section, tokenizer)
+    encoded = encode_rows(rows, section, tokenizer, follows=follows)
     columns = [_columns(*one, key, special) for one, key in zip(encoded, keys, strict=True)]
     return pa.Table.from_pylist(columns, schema=_SCHEMA)
 

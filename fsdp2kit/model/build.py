@@ -10,7 +10,8 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,14 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
     else:
         fields = known = _read_config_dict(section, local_files_only=local_files_only)
         model_type = overrides.pop("model_type", fields.get("model_type"))
-    merged = _merge(fields, overrides, known=known, where="model.config")
-    if "num_hidden_layers" in overrides and "layer_types" not in overrides and merged.get("layer_types"):
-        merged["layer_types"] = merged["layer_types"][: overrides["num_hidden_layers"]]
+    merged = _merge(fields, overrides, known=known, where="model.config", model_type=model_type)
+    depth = _aliases(model_type).get("num_hidden_layers", "num_hidden_layers")
+    if (
+        {"num_hidden_layers", depth} & overrides.keys()
+        and "layer_types" not in overrides
+        and merged.get("layer_types")
+    ):
+        merged["layer_types"] = merged["layer_types"][: merged[depth]]
     merged.pop("model_type", None)
     where = "model.path" if section.path else "model.config.model_type"
     runs_own_code = "auto_map" in merged and section.trust_remote_code
@@ -247,19 +253,31 @@ def model_on_meta(config_dir: Path) -> PreTrainedModel | None:
 
 
 def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
-    try:
+    def build(attention: str | None) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 copy.deepcopy(hf_config),  # transformers writes dtype and attention into it
                 dtype=torch.float32,
-                # None is transformers' own choice. "varlen" is ours, and applied later (`parallel.context_parallel`).
-                attn_implementation=None if section.attention in ("auto", "varlen") else section.attention,
+                attn_implementation=attention,
                 trust_remote_code=section.trust_remote_code,
             )
+
+    try:
+        # None is transformers' own choice. "varlen" is ours, and applied later (`parallel.context_parallel`).
+        return build(None if section.attention in ("auto", "varlen") else section.attention)
     except Exception as error:  # whatever a model's constructor raises for a config that does not suit it
         # transformers goes on with advice for its own users.
         reason = textwrap.shorten(str(error).split(". ")[0], 160, placeholder=" …")
-        todo = 'choose another model.attention ("eager" always works), or another model'
+        try:
+            build("eager")
+        except Exception:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if Path(frame.filename).name.startswith("modeling_")] or frames
+            said = f"{type(error).__name__}: {reason}, at `{own[-1].line}`"
+            what = f"transformers cannot build {hf_config.model_type!r} from this config ({said})"
+            todo = "mend it ([model.config] sets its keys), or choose another model"
+            raise UserError("model.path" if section.path else "model.config", what, todo) from None
+        todo = 'choose another model.attention ("eager" works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
 
 
@@ -382,29 +400,51 @@ def _names_rope(overrides: Mapping[str, Any]) -> bool:
 
 
 def _merge(
-    fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str
+    fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str, model_type: Any
 ) -> dict[str, Any]:
-    merged = dict(fields)
+    """The fields of a config with others in their place, by their own names or by transformers' for them.
+
+    Args:
+        known: fields that the config may have.
+        model_type: its class has the other names, in its ``attribute_map``.
+    """
+    merged, aliases, seen = dict(fields), _aliases(model_type), {}
     for key, value in overrides.items():
-        _check_known(key, known, where=where)
-        merged[key], nested = value, known[key]
+        own = aliases.get(key, key)
+        if own in seen:
+            todo = "give one of them"
+            raise UserError(f"{where}.{key}", f"is another name of {seen[own]}, which is given as well", todo)
+        seen[own] = key
+        names = [own, *(alias for alias, name in aliases.items() if name == own)]
+        found = next((name for name in names if name in known), key)
+        _check_known(found, known, where=where, also=aliases)
+        for name in names:
+            merged.pop(name, None)
+        merged[own], nested = value, known[found]
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
             continue
         # Sub-configs merge. `rope_parameters`-like dicts are replaced whole: their keys depend on one another.
         if "model_type" in nested:
-            merged[key] = _merge(fields.get(key, {}), value, known=nested, where=f"{where}.{key}")
+            inner = fields.get(found, {})
+            within = f"{where}.{key}"
+            merged[own] = _merge(inner, value, known=nested, where=within, model_type=nested["model_type"])
         else:
             for inner in (name for name, item in value.items() if isinstance(item, Mapping)):
                 _check_known(inner, nested, where=f"{where}.{key}")  # one for each kind of layer, say
     return merged
 
 
+def _aliases(model_type: Any) -> Mapping[str, str]:
+    """Other names of a config's fields, each with the config's own; none if transformers does not know the class."""
+    return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
+
+
 # What older versions of transformers called a key.
 _RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters", "torch_dtype": "dtype"}
 
 
-def _check_known(key: str, known: Mapping[str, Any], *, where: str) -> None:
+def _check_known(key: str, known: Mapping[str, Any], *, where: str, also: Collection[str] = ()) -> None:
     if key not in known:
-        near = difflib.get_close_matches(_RENAMED.get(key, key), known, n=1)
+        near = difflib.get_close_matches(_RENAMED.get(key, key), [*known, *also], n=1)
         todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
         raise UserError(f"{where}.{key}", "not a key of this model's config", todo)

@@ -25,6 +25,7 @@ from fsdp2kit.config.schema import (
     PreflightConfig,
     TrainingConfig,
 )
+from fsdp2kit.data.sources import held_out_sets, training_sets
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
@@ -78,8 +79,10 @@ def build_teacher(
         teacher = build_model(theirs.model)
         own = None if tokenizer is None else build_tokenizer(theirs.model)
         frozen = plan_parallel(teacher.eval().requires_grad_(False), theirs, plan.sizes, plan.device_type)
+    sets = [*training_sets(config.data), *(held_out_sets(config) if config.evaluates else [])]
     with agreement():
-        _check_vocabulary((model, teacher), (tokenizer, own), any_id=config.data.format == "tokens")
+        any_id = any(one.section.format == "tokens" for one in sets)
+        _check_vocabulary((model, teacher), (tokenizer, own), any_id=any_id)
         windows = [layer_windows(one.config) for one in (model, teacher)]
         if windows[0] != windows[1]:
             what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import EvalConfig
+from fsdp2kit.data.chat import Chat
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.distributed import agreement, reduce_numbers
@@ -41,17 +42,18 @@ def build_evaluation(
 
     Args:
         held_out: held-out batches by name; "" is the set without a name.
-        tokenizer: with a chat template ``eval.prompts`` are user messages, without one the beginnings of texts.
+        tokenizer: with a chat template ``eval.prompts`` are messages, without one the beginnings of texts.
         objective: its loss and metrics are what is evaluated; None: cross-entropy, and perplexity.
 
     Raises:
-        UserError: there are prompts and no tokenizer.
+        UserError: there are prompts and no tokenizer, or its template does not take them.
     """
-    prompts: list[tuple[str, list[int]]] = []
+    prompts: list[tuple[Any, list[int]]] = []
     with agreement():
         if section.prompts and tokenizer is None:
             raise UserError("eval.prompts", "need a tokenizer", "set model.tokenizer or model.path, or leave them out")
-        prompts = [(prompt, prompt_ids(tokenizer, prompt)) for prompt in section.prompts]
+        for at, prompt in enumerate(section.model_dump()["prompts"]):
+            prompts.append((prompt, prompt_ids(tokenizer, prompt, where=f"eval.prompts.{at}")))
     if not held_out:
         return None
     measured = None if objective is None else Measured(objective)
@@ -67,8 +69,8 @@ class Evaluation:
     section: EvalConfig
     model: Any
     held_out: Mapping[str, HeldOut]
-    prompts: Sequence[tuple[str, list[int]]]
-    """Each with its token ids."""
+    prompts: Sequence[tuple[Any, list[int]]]
+    """Texts or lists of messages, each with its token ids."""
     plan: ParallelPlan
     mesh: Mesh
     tokenizer: Any
@@ -98,8 +100,8 @@ class Evaluation:
         self.model.train()
         return {**self._figures(sums, items, ""), **record}
 
-    def answers(self) -> list[dict[str, str]]:
-        """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``. Collective."""
+    def answers(self) -> list[dict[str, Any]]:
+        """Greedy answers to ``eval.prompts``, as ``{"prompt", "answer"}``; a prompt is as it was given. Collective."""
         found = []
         for prompt, ids in self.prompts:
             stops, length = special_ids(self.tokenizer), self.section.max_new_tokens
@@ -179,10 +181,20 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a prompt: a user message where the tokenizer has a chat template, else the beginning of a text."""
-    if tokenizer.chat_template is None:
+def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str = "eval.prompts") -> list[int]:
+    """Token ids of a prompt: messages where the tokenizer has a chat template, else the beginning of a text.
+
+    Args:
+        prompt: a text, which is a user's message, or messages.
+        where: names it in errors.
+
+    Raises:
+        UserError: the template refuses the messages or leaves them out, or there is none; they end in an answer.
+    """
+    if isinstance(prompt, str) and tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[-1]["role"] == "assistant":
+        raise UserError(where, "ends in the assistant's message, so nothing is asked", "end it in a user's message")
+    text = Chat(messages, tokenizer, where=where, variables={}).text(prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

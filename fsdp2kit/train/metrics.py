@@ -115,13 +115,17 @@ class Metrics:
             self._wandb.log(record)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the model's answers after a step to ``samples.jsonl`` and a table in wandb, and show them."""
-        for sample in samples:
+        """Write the model's answers after a step to ``samples.jsonl`` and a table in wandb, and show them.
+
+        A prompt is a text or a list of messages, which the console and the table have as text.
+        """
+        as_text = [{**sample, "prompt": _prompt_text(sample["prompt"])} for sample in samples]
+        for sample in as_text:
             self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
         if samples and self._wandb is not None:
-            self._wandb.log_samples(step, samples)
+            self._wandb.log_samples(step, as_text)
 
     def message(self, text: str) -> None:
         """Print a line, above the progress line if there is one; without a console, nothing."""
@@ -135,6 +139,10 @@ class Metrics:
         if self._console is not None:
             self._console.close()
         self._console = self._path = self._wandb = None
+
+
+def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

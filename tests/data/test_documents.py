@@ -65,7 +65,7 @@ def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, mon
     path = write(tmp_path / "a.jsonl", CHAT)
     first = chat(path, seq_len=64)
     original = tokens.encode_rows
-    monkeypatch.setattr(tokens, "encode_rows", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokens, "encode_rows", lambda *_, **__: pytest.fail("tokenised again"))
     assert contents(chat(path, seq_len=64)) == contents(first)
     chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
     monkeypatch.setattr(tokens, "encode_rows", original)
@@ -232,7 +232,7 @@ def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
     """Runs in a worker: rank 0 tokenises, rank 1 only reads what it finds."""
     datasets.config.HF_DATASETS_CACHE = Path(cache)
     calls, original = [], tokens.encode_rows
-    tokens.encode_rows = lambda *args: (calls.append(1), original(*args))[1]
+    tokens.encode_rows = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
     try:
         return chat(path).fingerprint, len(calls)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -9,14 +10,16 @@ import fsspec
 import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
+from fsdp2kit.data import tokens
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.formats import (
+    encode_prompts,
     encode_rows,
     key_border,
     looks_unwrapped,
     row_key,
 )
-from fsdp2kit.data.rows import Row
+from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
 from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
@@ -338,3 +341,152 @@ def test_rows_of_parquet_are_named_by_their_file(tmp_path: Path) -> None:
         datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"{number}.parquet"))
     with pytest.raises(UserError, match=r"1\.parquet: row 1: the row has no 'text'"):
         documents_of(str(tmp_path / "*.parquet"), format="text")
+
+
+def say_of(rows: list[dict], tokenizer, how: DataConfig, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        encode_rows([Row(row, f"x.jsonl:{at}") for at, row in enumerate(rows, 1)], how, tokenizer, **options)
+    return str(caught.value)
+
+
+def test_advice_fits_the_rows_beside_it(tokenizer) -> None:
+    chat, good, wrong = DataConfig(format="chat"), {"messages": SINGLE, "id": 1}, {"mesages": SINGLE, "id": 2}
+    rename = (
+        "x.jsonl:3: the row has no 'messages' (it has: mesages, id), and other rows have one; rename 'mesages', or"
+    )
+    assert say_of([good, good, wrong], tokenizer, chat).startswith(rename)
+    assert "; rename 'mesages', or drop" in say_of([wrong, good], tokenizer, chat)
+    assert "; rename 'mesages', or drop" in say_of([{"conversations": SINGLE}, wrong], tokenizer, chat)
+    assert "; rename 'mesages', or drop" in say_of([wrong], tokenizer, chat, follows=True)
+    assert 'set data.columns.messages = "mesages"' in say_of([wrong, wrong], tokenizer, chat)
+    assert 'data.columns.messages = "…"' in say_of([wrong, {"dialog": SINGLE}], tokenizer, chat)
+    null = say_of([good, {"messages": None, "message_id": 4}], tokenizer, chat)
+    assert null.startswith("x.jsonl:2: 'messages' is null; fill it in, or drop")
+    shared = [{**good, "message_id": 1}, {"message_id": 2, "mesages": SINGLE}, {"message_id": 3}]
+    assert "rename 'mesages'" in say_of(shared, tokenizer, chat), "not 'message_id', which the others have as well"
+    pairs = [{"prompt": "Wet?", "completion": "Yes"}, {"prompt": "Wet?", "answer": "Yes"}]
+    assert "rename 'answer', or drop the row" in say_of(pairs, tokenizer, DataConfig(format="prompt_completion"))
+
+
+def test_a_misspelt_row_of_a_later_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_TABLE_BLOCK", 4)
+    names = ["messages"] * 8 + ["mesages"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({name: SINGLE}) + "\n" for name in names))
+    for workers in (0, 2):
+        with pytest.raises(UserError, match=r"a\.jsonl:9: .*\(it has: mesages\), and other rows have one; rename"):
+            documents_of(str(tmp_path / "a.jsonl"), workers=workers)
+
+
+def asked(row: dict, tokenizer, **columns: str) -> str:
+    [prompt] = encode_prompts(
+        [Row(row, "x.jsonl:1")], DataConfig(format="prompts", columns=ColumnsConfig(**columns)), tokenizer
+    )
+    return tokenizer.decode(prompt.ids)
+
+
+def rendered(messages: list[dict], tokenizer) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_what_is_named_is_asked(tokenizer) -> None:
+    """History and system message are there although the row has a prompt as well."""
+    whole = [{"role": "system", "content": "Be brief."}, *MULTI]
+    row = {"messages": whole, "prompt": MULTI[2]["content"], "target": "4"}
+    history, question = rendered(whole[:-1], tokenizer), rendered(MULTI[2:3], tokenizer)
+    assert asked(row, tokenizer, messages="messages") == history
+    assert asked(row, tokenizer, prompt="prompt") == question
+    assert asked({"dialog": whole, "prompt": "x"}, tokenizer, messages="dialog") == history
+    assert asked({"messages": whole, "q": MULTI[2]["content"]}, tokenizer, prompt="q") == question
+    assert asked({"messages": whole}, tokenizer) == history
+    assert asked({"prompt": whole}, tokenizer) == history
+    both = {"messages": SINGLE, "prompt": SINGLE[0]["content"]}
+    assert (
+        asked(both, tokenizer) == asked({**both, "prompt": SINGLE[:1]}, tokenizer) == rendered(SINGLE[:1], tokenizer)
+    )
+    with pytest.raises(UserError, match=r"'prompt' and 'messages', which differ; say which is meant: data\.columns"):
+        asked(row, tokenizer)
+    with pytest.raises(UserError, match="no 'dialog'"):
+        asked({"prompt": "x", "messages": whole}, tokenizer, messages="dialog")
+    plain = make_tokenizer(None)
+    assert asked({"prompt": "Wet?"}, plain) == asked({"prompt": "Wet?", "messages": ask("Wet?")}, plain)
+
+
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_two_conversations_in_a_row(tokenizer) -> None:
+    chat = DataConfig(format="chat")
+    expected = learnt({"messages": MULTI}, tokenizer, chat)
+    assert learnt({"messages": MULTI, "conversations": MULTI}, tokenizer, chat) == expected
+    assert learnt({"messages": None, "conversations": MULTI}, tokenizer, chat) == expected
+    assert learnt({"messages": MULTI, "prompt": "x"}, tokenizer, chat) == expected, "chat reads no prompt"
+    differing = {"messages": SINGLE, "conversations": MULTI}
+    assert refused(differing, tokenizer, chat) == "the row has 'messages' and 'conversations', which differ"
+    for name in ("messages", "conversations"):
+        how = DataConfig(format="chat", columns=ColumnsConfig(messages=name))
+        assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, chat)
+
+
+def test_a_prompt_of_pairs_and_what_the_answers_repeat(tokenizer) -> None:
+    system, no = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "No."}
+    expected = pair_of({"prompt": [system, *SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]}, tokenizer)
+    answers = {"chosen": SINGLE, "rejected": [SINGLE[0], no]}
+    assert pair_of({"prompt": [system, SINGLE[0]], **answers}, tokenizer) == expected, "the last message is repeated"
+    longer = {name: [system, *value] for name, value in answers.items()}
+    assert pair_of({"prompt": SINGLE[:1], **longer}, tokenizer) == expected, "the answers have a system message more"
+    assert pair_of({"prompt": SINGLE[0]["content"], **longer}, tokenizer) == expected
+    texts = {"messages": [system, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"}
+    with pytest.raises(UserError, match=r"no 'prompt' .* did you mean 'messages'\? set data\.columns\.prompt = "):
+        pair_of(texts, tokenizer)
+    named = pair_of(texts, tokenizer, wrap="chat", columns=ColumnsConfig(prompt="messages"))
+    assert "Be brief." in named[0][0]
+    assert named[0][1] == "It is wet<|im_end|>"
+
+
+def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
+    chat = DataConfig(format="chat")
+    sharegpt = [{"from": "human", "value": SINGLE[0]["content"]}, {"from": "gpt", "value": SINGLE[1]["content"]}]
+    expected = learnt({"messages": SINGLE}, tokenizer, chat)
+    for name, value in (("messages", SINGLE), ("conversations", sharegpt)):
+        assert learnt({name: json.dumps(value, indent=1)}, tokenizer, chat) == expected
+    assert learnt({"d": json.dumps(SINGLE)}, tokenizer, DataConfig(columns=ColumnsConfig(messages="d"))) == expected
+    broken = "messages is not valid JSON (Expecting property name enclosed in double quotes, column 3)"
+    assert refused({"messages": str(SINGLE)}, tokenizer, chat) == broken
+    assert refused({"messages": "Hello"}, tokenizer, chat) == "messages is of type str, not a list"
+    assert refused({"messages": ""}, tokenizer, chat) == "messages is empty"
+    assert "not a list" in refused({"messages": '{"role": "user"}'}, tokenizer, chat)
+    for suffix, kind in (("csv", ","), ("tsv", "\t")):
+        with (tmp_path / f"a.{suffix}").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter=kind)
+            writer.writerows([["messages", "tools"], [json.dumps(WITH_TOOLS), json.dumps(TOOLS)]])
+            writer.writerow([json.dumps(SINGLE), ""])
+        [first, second] = first_rows(ChatDataConfig(path=str(tmp_path / f"a.{suffix}")), "data.path", 2)
+        assert learnt(first.parse(), tokenizer, chat) == learnt(
+            {"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, chat
+        )
+        assert learnt(second.parse(), tokenizer, chat) == expected
+
+
+def test_prompts_and_answers_as_json_text(tokenizer) -> None:
+    no = [{"role": "assistant", "content": "No."}]
+    row = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": no}
+    expected = pair_of(row, tokenizer)
+    assert pair_of({name: json.dumps(value) for name, value in row.items()}, tokenizer) == expected
+    assert pair_of({**row, "prompt": SINGLE[0]["content"], "chosen": json.dumps(SINGLE[1:])}, tokenizer) == expected
+    how = DataConfig(format="prompt_completion")
+    pair = {"prompt": MULTI[:3], "completion": MULTI[3:]}
+    assert learnt({k: json.dumps(v) for k, v in pair.items()}, tokenizer, how) == learnt(pair, tokenizer, how)
+    text = {"prompt": "Write a chat as JSON: ", "completion": json.dumps(SINGLE)}
+    assert learnt(text, tokenizer, how)[1] == f"{text['completion']}<|im_end|>", "an answer may be JSON"
+    assert asked({"prompt": json.dumps(MULTI[:3])}, tokenizer) == asked({"prompt": MULTI[:3]}, tokenizer)
+    assert not looks_unwrapped(Row({k: json.dumps(v) for k, v in pair.items()}, "x"), how, tokenizer)
+
+
+def test_prompts_that_cannot_be_read_say_what_to_do(tokenizer) -> None:
+    how = DataConfig(format="prompts")
+    rows = [Row({"prompt": "Wet?"}, "x:1"), Row({"promt": "Wet?"}, "x:2")]
+    with pytest.raises(UserError, match=r"^x:2: the row has no 'prompt' \(it has: promt\), .*; rename 'promt', or"):
+        encode_prompts(rows, how, tokenizer)
+    with pytest.raises(UserError, match="no prompt before the answer"):
+        asked({"messages": SINGLE[1:]}, tokenizer)

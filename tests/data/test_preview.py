@@ -164,6 +164,36 @@ def test_prompts_outside_the_chat_template_are_warned_of(tmp_path: Path, capsys:
         assert any('set data.wrap = "chat"' in text for text in warnings) is is_warned
 
 
+def test_two_system_messages_in_a_row_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    system, no = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "No."}
+    twice, once = [system, system, *SINGLE], [system, *MULTI[:2], system, *MULTI[2:]]
+    chats = [{"messages": SINGLE}, {"messages": once}, {"messages": twice}, {"messages": json.dumps(twice)}]
+    pairs = [{"prompt": [*SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]}]
+    pairs.append({"prompt": [system, system, *SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]})
+    for name, rows in (("chat", chats), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_tokenizer(templates.CHATML).save_pretrained(tmp_path / "tokenizer")
+    model = 'model = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }'
+    said = {
+        ("sft", "chat", "false"): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:3: ",
+        ("sft", "chat", "true"): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:3: ",
+        (
+            "dpo",
+            "pairs",
+            "false",
+        ): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:2: ",
+    }
+    for (recipe, name, streaming), says in said.items():
+        path = tmp_path / f"{name}.jsonl"
+        (tmp_path / "x.toml").write_text(
+            f'recipe = "{recipe}"\n{model}\ndata = {{ path = "{path}", streaming = {streaming} }}\ntrain.steps = 1\n'
+        )
+        assert main([str(tmp_path / "x.toml"), "--json", "data.seq_len=256"]) == 0
+        found = [text for text in json.loads(capsys.readouterr().out)["warnings"] if "two system" in text]
+        assert len(found) == 1
+        assert found[0].startswith(says.format(path))
+
+
 def test_what_the_start_would_say_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["data.seq_len=1024", "train.epochs=1", "lr_schedule.warmup_ratio=none", "lr_schedule.warmup_steps=999"]
     assert main([str(DEMO), "--json", *options]) == 0

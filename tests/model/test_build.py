@@ -103,6 +103,36 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     load_pretrained(model, path, allow_unexpected=True)
 
 
+ALIASES = {
+    "qwen3_moe": ("num_experts", 4),
+    "mixtral": ("num_experts", 4),
+    "olmoe": ("num_local_experts", 4),
+    "deepseek_v3": ("num_local_experts", 16),
+    "gpt2": ("num_hidden_layers", 3),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_an_override_by_another_name_of_the_key(kind: str, tmp_path: Path) -> None:
+    """The config is the one whose attribute plain Python sets, whichever name a config.json has for it."""
+    name, value = ALIASES[kind]
+    expected = AutoConfig.for_model(kind)
+    setattr(expected, name, value)
+    own = expected.attribute_map[name]
+    for key in (name, own):
+        alone = load_hf_config(ModelConfig(config={"model_type": kind, key: value}, weights="random"))
+        assert alone.to_dict() == expected.to_dict()
+        for written in (name, own):
+            folder = tmp_path / f"{key}-{written}"
+            folder.mkdir()
+            fields = AutoConfig.for_model(kind).to_dict()
+            fields[written] = fields.pop(own)
+            (folder / "config.json").write_text(json.dumps(fields, default=str))
+            assert getattr(load_hf_config(ModelConfig(path=str(folder))), name) == fields[written]
+            config = load_hf_config(ModelConfig(path=str(folder), config={key: value}))
+            assert (getattr(config, name), getattr(config, own)) == (value, value)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -117,7 +147,20 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
             {"config": {"model_type": "llama", "rope_scaling": {"factor": 2.0}}},
             r"model\.config\.rope_scaling: .*did you mean rope_parameters\?",
         ),
-        ({"config": {"model_type": "llama"}, "attention": "flash"}, "model: cannot be built: .*flash"),
+        (
+            {"config": {"model_type": "llama"}, "attention": "flash"},
+            'model: cannot be built: .*flash.*; choose another model.attention \\("eager" works',
+        ),
+        (
+            {"config": {"model_type": "llama", "hidden_act": "nosuch"}},
+            r"model\.config: transformers cannot build 'llama' from this config \(KeyError: 'nosuch', at "
+            r"`self\.act_fn = ACT2FN\[config\.hidden_act\]`\); mend it \(\[model\.config\] sets",
+        ),
+        (
+            {"config": {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}},
+            r"model\.config\.num_local_experts: is another name of num_experts, which is given as well",
+        ),
+        ({"config": {"model_type": "qwen3_moe", "num_expert": 4}}, r"num_expert: .*; did you mean num_experts\?"),
     ],
 )
 def test_what_cannot_be_built_says_so(section: dict[str, Any], message: str) -> None:

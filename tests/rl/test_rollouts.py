@@ -555,6 +555,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("reward=[{function='nowhere.py:f'}]", "nowhere.py: no such file"),
         ("reward=[{function='spread'}]", "reward"),
         ("data.columns.prompt=asked", "asked"),
+        ("data.columns={prompt='a', messages='b'}", "data.columns: prompt 'a' and messages 'b', .*; name one"),
     ],
 )
 def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path: Path) -> None:

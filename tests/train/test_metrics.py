@@ -17,7 +17,7 @@ import torch
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.metrics import Metrics, build_metrics, format_record, move_aside
+from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
 
 
 def build(
@@ -114,6 +114,18 @@ def test_answers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     metrics.close(ok=True)
     assert capsys.readouterr().out == "> What is wet?\nWater.\nAnd rain.\n> And?\n(an empty answer)\n"
+
+
+def test_a_prompt_of_messages_is_kept_and_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables: list[Any] = []
+    wandb: Any = SimpleNamespace(log_samples=lambda step, samples: tables.append(samples))
+    metrics = Metrics(NO_THROUGHPUT, wandb=wandb, path=tmp_path / "metrics.jsonl", console=Console(1))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wet?"}]
+    metrics.log_samples(3, [{"prompt": messages, "answer": "Yes."}])
+    assert capsys.readouterr().out == "> system: Be brief.\nuser: Wet?\nYes.\n"
+    kept = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert kept == {"step": 3, "prompt": messages, "answer": "Yes."}
+    assert tables == [[{"prompt": "system: Be brief.\nuser: Wet?", "answer": "Yes."}]]
 
 
 def test_no_answers_leave_no_trace(tmp_path: Path) -> None:

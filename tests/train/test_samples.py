@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from fsdp2kit import distributed
+from fsdp2kit.config.load import dump_toml
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import load_plain
+from fsdp2kit.run import load
 from fsdp2kit.train.evaluation import Evaluation, build_evaluation, generate, prompt_ids
 from tests.data.templates import CHATML, LLAMA3, make_tokenizer
 from tests.parallel.jobs import Case
@@ -87,6 +90,41 @@ def test_a_prompt_begins_once(template: str | None) -> None:
         messages = [{"role": "user", "content": "Is water wet?"}]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompt_ids(tokenizer, "Is water wet?") == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3])
+def test_a_prompt_of_messages(template: str) -> None:
+    """As transformers has it, with the history and the system message."""
+    tokenizer: Any = make_tokenizer(template)
+    roles = ["system", "user", "assistant", "user"]
+    messages = [{"role": role, "content": f"Say {at}."} for at, role in enumerate(roles)]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    [prompt] = EvalConfig.model_validate({"prompts": [messages]}).prompts
+    assert prompt_ids(tokenizer, prompt) == expected
+    mistakes = {
+        "eval.prompts.1: ends in the assistant's message": (tokenizer, messages[:3]),
+        "eval.prompts.1: messages[0] has the unknown role 'usr'; did you mean 'user'?":
+            (tokenizer, [{"role": "usr", "content": "Hi"}]),
+        "model.chat_template: the tokenizer has no chat template to use": (make_tokenizer(None), messages),
+    }  # fmt: skip
+    for says, (words, asked) in mistakes.items():
+        with pytest.raises(UserError, match=f"^{re.escape(says)}"):
+            prompt_ids(words, asked, where="eval.prompts.1")
+
+
+def test_prompts_in_a_toml(tmp_path: Path) -> None:
+    told = '[{ role = "system", content = "Be brief." }, { role = "user", content = "Hi" }]'
+    base = 'recipe = "sft"\n[model]\npath = "x/y"\n[data]\npath = "a.jsonl"\n[train]\nsteps = 1\n[eval]\nevery = 1\n'
+    (tmp_path / "a.toml").write_text(f'{base}prompts = ["Hi", {told}]\n')
+    _, config = load(str(tmp_path / "a.toml"), [])
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    assert config.eval.prompts == ["Hi", [system, user]]
+    (tmp_path / "again.toml").write_text(dump_toml(config))
+    assert load(str(tmp_path / "again.toml"), [])[1].eval.prompts == config.eval.prompts
+    assert load(str(tmp_path / "a.toml"), [f"eval.prompts=[{told}]"])[1].eval.prompts == [[system, user]]
+    for wrong in ("[[]]", "[{role='user', content='Hi'}]", "[[{role='user'}]]", "[[{role='user', contnt='Hi'}]]"):
+        with pytest.raises(UserError, match=r"override eval\.prompts\.0: .* a list of messages like"):
+            load(str(tmp_path / "a.toml"), [f"eval.prompts={wrong}"])
 
 
 def test_prompts_without_a_tokenizer_are_refused() -> None:
