@@ -161,18 +161,18 @@ def is_lost_rank(error: BaseException) -> bool:
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
-def leave(problem: UserError) -> NoReturn:
-    """Print a user error as one line on rank 0 and end this process with exit code 2, all ranks at once.
+def leave(problem: UserError | RunFailure, *, code: int = 2) -> NoReturn:
+    """Print an error as one line on rank 0 and end this process with that exit code, all ranks at once.
 
     It skips the interpreter's shutdown, which takes longer than the 0.3 s that torchrun gives the other ranks once one
     has exited.
     """
     if is_main_process():
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     agree()
-    os._exit(2)
+    os._exit(code)
 
 
 @contextlib.contextmanager
