@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2kit import torchrun
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import timeout_of
 
@@ -55,11 +56,12 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     Without torchrun there is one rank, and no free port is needed. Calling it again returns the same world.
 
     Args:
-        timeout_minutes: how long a collective may take before the job fails.
+        timeout_minutes: how long a collective, and the ranks' meeting, may take before the job fails.
         deterministic: allow only deterministic kernels, in the whole process.
 
     Raises:
         UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
+        RunFailure: the ranks have not met within that time.
     """
     rank, size, local_rank, local_size = ranks_from_environment()
     on_cuda = torch.cuda.is_available()
@@ -70,8 +72,9 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
+        torchrun.watch()
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            torchrun.meet(backend, rank=rank, size=size, timeout=timeout)
         elif size > 1:
             todo = "start the run with torchrun, or take WORLD_SIZE out of the environment"
             raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
@@ -158,18 +161,18 @@ def is_lost_rank(error: BaseException) -> bool:
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
-def leave(problem: UserError) -> NoReturn:
-    """Print a user error as one line on rank 0 and end this process with exit code 2, all ranks at once.
+def leave(problem: UserError | RunFailure, *, code: int = 2) -> NoReturn:
+    """Print an error as one line on rank 0 and end this process with that exit code, all ranks at once.
 
     It skips the interpreter's shutdown, which takes longer than the 0.3 s that torchrun gives the other ranks once one
     has exited.
     """
     if is_main_process():
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     agree()
-    os._exit(2)
+    os._exit(code)
 
 
 @contextlib.contextmanager

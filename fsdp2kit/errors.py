@@ -44,3 +44,7 @@ def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
 
 class RunFailure(RuntimeError):
     """The run itself failed (a non-finite loss, say): the traceback is kept and the exit code is 1."""
+
+
+class StorageFailure(RunFailure):
+    """A disk refused what the run wrote, on all ranks alike: one line, no traceback, exit code 1."""

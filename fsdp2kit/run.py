@@ -24,7 +24,7 @@ from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import StorageFailure, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
+    except StorageFailure as failure:
+        distributed.leave(failure, code=1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

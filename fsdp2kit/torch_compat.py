@@ -55,7 +55,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def accumulated_gradients(unit: Any) -> list[Tensor]:
-    """The gradients that an FSDP unit keeps between micro-batches and has not fully reduced; no public name shows them."""
+    """What an FSDP unit keeps of gradients between micro-batches, not yet fully reduced; no public name shows it."""
     found = []
     for group in parameter_groups(unit):
         found += [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]

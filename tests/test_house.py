@@ -20,6 +20,7 @@ RANKS = {
     "errors": 0,
     "files": 0,
     "distributed": 0,
+    "torchrun": 0,
     "torch_compat": 0,
     "progress": 0,
     "console": 0,
@@ -43,7 +44,7 @@ RANKS = {
     "tools": 8,
     "__main__": 9,
 }
-TOP_FILES = {"errors", "files", "distributed", "torch_compat", "progress", "console"}
+TOP_FILES = {"errors", "files", "distributed", "torchrun", "torch_compat", "progress", "console"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/checkpoint/__main__.py": "a command line",

@@ -139,6 +139,8 @@ def dcp_to_hf(
             plan = plan_export(
                 checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
+        if rank == 0:
+            stack.push(partial(_clear_failed, plan))
         with settle():
             if rank == 0:
                 begin_export(plan)
@@ -256,6 +258,12 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
     for file in files.values():  # wider dtypes first, so that each tensor is aligned
         file.sort(key=lambda group: -max(form.itemsize for form in group.forms.values()))
     return files
+
+
+def _clear_failed(plan: ExportPlan, kind: type[BaseException] | None, *_: object) -> None:
+    """Free what an export that failed took of a disk."""
+    if kind is not None and not is_remote(plan.staging):
+        shutil.rmtree(plan.staging, ignore_errors=True)
 
 
 def begin_export(plan: ExportPlan) -> None:

@@ -8,7 +8,6 @@ leaves the complete checkpoints as they were, and never a new one that looks com
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +27,7 @@ from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
 from fsdp2kit.checkpoint.identity import check_same_run
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
+from fsdp2kit.checkpoint.space import is_full, is_storage_failure
 from fsdp2kit.checkpoint.state import (
     check_together,
     load_all,
@@ -40,7 +40,7 @@ from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, o
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
 from fsdp2kit.torch_compat import STAGER_WORKS_ONCE
@@ -197,6 +197,10 @@ class CheckpointManager:
     def finish(self) -> None:
         """Wait for all that is under way: a save, and the deletion of old checkpoints. Raises as `finish_save`."""
         self.finish_save()
+        self.finish_sweep()
+
+    def finish_sweep(self) -> None:
+        """Wait until what was thrown away is deleted. On any rank; no collective."""
         if self._sweep is not None:
             self._sweep.result()
 
@@ -268,7 +272,14 @@ class CheckpointManager:
             check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
         """
         dtype = self.export_dtype or "float32"
-        if ensure_export(checkpoint, self._group, out=self.out, dtype=dtype, check=check):
+        try:
+            is_new = ensure_export(checkpoint, self._group, out=self.out, dtype=dtype, check=check)
+        except UserError:
+            raise
+        except Exception as error:
+            todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
+            raise self._failure(f"{self.out}: was not exported", error, self.out.parent, todo) from error
+        if is_new:
             self._tell(f"exported {checkpoint.name} to {self.out} ({dtype})")
         self.exported = checkpoint
 
@@ -284,11 +295,11 @@ class CheckpointManager:
             size = self.complete(progress, tied=tied)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
             # Every way to fail is agreed on, so no rank is still writing.
-            space = " (its disk is full)" if _is_full(self.store.root) else ""
+            what = f"{path}: the checkpoint was not saved"
+            failure = self._failure(what, error, self.store.root, self._what_to_do(error))
             if rank() == 0:
                 self.store.abandon(progress.step)
-            message = f"{path}: the checkpoint was not saved: {first_failure(error)}{space}"
-            raise RunFailure(f"{message}; {self._what_to_do(error)}") from error
+            raise failure from error
         self.saved = path
         self._tell(f"saved {path} ({size_text(size)} in {time.monotonic() - began:.1f} s)")
         if exported is not None:
@@ -339,6 +350,11 @@ class CheckpointManager:
         """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
         self._sweep = self._sweeper.submit(self.store.sweep)
 
+    def _failure(self, what: str, error: BaseException, disk: Path, todo: str) -> RunFailure:
+        """What to raise for a save or an export that failed. Collective, before rank 0 frees its part of the disk."""
+        kind = StorageFailure if is_storage_failure(error, disk, group=self._group) else RunFailure
+        return kind(f"{what}: {first_failure(error)}{' (its disk is full)' if is_full(disk) else ''}; {todo}")
+
     def _what_to_do(self, error: BaseException) -> str:
         mend = f"free space there, or mend {self.store.root}, and start the run again"
         if is_lost_rank(error):
@@ -378,13 +394,3 @@ def _check_shared(directory: Path, manifest: Manifest) -> None:
     except UserError as error:
         reason = "checkpoints must be on a filesystem that all nodes share"
         raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
-
-
-def _is_full(directory: Path) -> bool:
-    """Whether that disk has no room left, of which torch's writers say nothing."""
-    if is_remote(directory):
-        return False
-    try:
-        return shutil.disk_usage(directory).free < 2**20
-    except OSError:
-        return False

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.checkpoint.adapter import RECORD, check_same_base, describe_base
+from fsdp2kit.checkpoint.hf import DTYPES
 from fsdp2kit.checkpoint.identity import describe_changes, run_identity
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.space import check_room
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig
@@ -132,17 +134,31 @@ class Checkpoints:
         """Fill model and optimizer from what ``run.resume`` means, else the model with what ``model.weights`` names.
 
         Raises:
-            UserError: the checkpoint or the weights cannot be used; the error says what differs.
+            UserError: the checkpoint or the weights cannot be used; the error says what differs. Or the disk has no
+                room for one checkpoint.
         """
         self.resumed = self.manager.resolve(self.config.run.resume)
+        with agreement():
+            if rank() == 0:
+                self.notes = [*self.notes, *self._check_room()]
         if self.resumed is None or adapter_of(self.model) is not None:  # checkpoints of adapters hold nothing else
             fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         if self.resumed:
             return self.manager.restore(self.resumed, self.model, self.optimizer)
         return Progress()
 
+    def _check_room(self) -> list[str]:
+        """`check_room`, unless nothing will be saved."""
+        done = read_manifest(self.resumed).step if self.resumed else 0
+        if self.config.train.steps is not None and done >= self.config.train.steps:
+            return []
+        manager, dtype = self.manager, DTYPES[self.manager.export_dtype or "float32"]
+        return check_room(
+            self.config, self.model, manager.store, manager.out, export_dtype=dtype, make_room=manager.finish_sweep
+        )
+
     def describe(self) -> list[str]:
-        """What a start has to say: what exports add; where a resumed run goes on, and what changed."""
+        """What a start has to say: what exports add, what a disk has no room for, what changed since a checkpoint."""
         if self.resumed is None:
             return [*self.notes]
         manifest, saved = read_manifest(self.resumed), self.resumed / "config.toml"

@@ -73,7 +73,10 @@ class CheckpointStore:
         return [(step, path) for step, path in self.published() if is_complete(path)]
 
     def recover(self) -> None:
-        """Bring back a checkpoint whose replacement was cut short between the two renames of `publish`."""
+        """Bring back a checkpoint whose replacement was cut short between the two renames of `publish`.
+
+        What earlier saves left unfinished is thrown away.
+        """
         for old in self.root.glob(f"{OLD}step-*"):
             path = self.root / old.name.removeprefix(OLD)
             if is_complete(path):
@@ -82,17 +85,17 @@ class CheckpointStore:
             self._set_incomplete_aside()
             old.rename(path)
             logger.warning("%s: brought back, since its replacement was not completed", path)
+        for path in self.root.glob(f"{TEMPORARY}step-*"):
+            logger.warning("%s: removed, since it was never completed", path)
+            self._throw_away(path)
 
     def begin(self, step: int, *, after: int = 0) -> None:
-        """Make an empty directory ``temporary(step)``; what earlier saves left unfinished is cleared.
+        """`recover`, and make an empty directory ``temporary(step)``.
 
         Args:
             after: the last step that this run has behind it; see `publish`.
         """
         self.recover()
-        for path in self.root.glob(f"{TEMPORARY}step-*"):
-            logger.warning("%s: removed, since it was never completed", path)
-            self._throw_away(path)
         self._set_incomplete_aside()
         if not self.root.is_dir():
             logger.warning("%s: was deleted during the run, with all checkpoints in it, and is made again", self.root)

@@ -287,6 +287,20 @@ class CheckpointConfig(Section):
         """Seconds between checkpoints; None where `every` counts steps."""
         return None if isinstance(self.every, int) else seconds_of(self.every)
 
+    def most_at_once(self, steps: int | None, *, keeps_best: bool) -> int:
+        """Most checkpoints at a time, with the one being written: old ones are deleted when it is complete.
+
+        Args:
+            steps: `train.steps`.
+            keeps_best: whether the best one is kept beside the newest.
+        """
+        most = self.keep + int(keeps_best) + 1
+        if self.keep_every and steps:
+            most += steps // self.keep_every
+        if isinstance(self.every, int) and steps:  # and one at the end
+            most = min(most, steps // (self.every or steps) + 1)
+        return most
+
 
 class PreflightConfig(Section):
     """Waives refusals of combinations that would silently change the mathematics."""

@@ -296,17 +296,12 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
 
 
 def _disk(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
-    plan, section, steps = step.plan, config.checkpoint, config.train.steps
+    plan, section = step.plan, config.checkpoint
     weights = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
     # As of one rank: what shards are padded with is not written.
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=step.storage))
     one = weights * step.storage + state
-    # An old checkpoint is deleted when a new one is complete.
-    most = section.keep + (1 if config.eval.keeps_best else 0) + 1
-    if section.keep_every and steps:
-        most += steps // section.keep_every
-    if isinstance(section.every, int) and steps:  # and one at the end
-        most = min(most, steps // (section.every or steps) + 1)
+    most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
     return {
         "checkpoint": one,
         "checkpoints kept, and one being written": one * most,

@@ -305,7 +305,7 @@ def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) ->
     allocations.mark(model.buffers(), "buffers")
     allocations.mark((p.grad for p in model.parameters() if hasattr(p.grad, "device_mesh")), "gradients")
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    allocations.mark((gradient for unit in units for gradient in accumulated_shards(unit)), "gradients")
+    allocations.mark((gradient for unit in units for _, gradient in accumulated_shards(unit)), "gradients")
     allocations.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fsdp2kit import torchrun
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
 from fsdp2kit.distributed import seconds_alive
@@ -310,7 +311,8 @@ class StopRequest:
     """``with StopRequest(max_minutes=…) as stop:`` then ``stop.requested`` on this rank.
 
     torchrun and most schedulers send SIGTERM, Slurm SIGUSR1 ahead of a time limit, Ctrl-C SIGINT; a second SIGINT
-    interrupts as usual. The former handlers are restored at the end of the block.
+    interrupts as usual. The former handlers are restored at the end of the block. A torchrun that was killed sends
+    nothing; that it is gone is seen here too.
     """
 
     def __init__(self, *, max_minutes: float | None = None, signals: bool = True) -> None:
@@ -320,6 +322,7 @@ class StopRequest:
         self._former: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
+        torchrun.stop_watching()
         for number in self._signals:
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # a background job: Ctrl-C in the terminal is not for it
@@ -345,7 +348,11 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """The signal's name, or ``run.max_minutes``."""
-        if self._received is None and self._deadline is not None and time.monotonic() >= self._deadline:
+        """The signal's name, that torchrun is gone, or ``run.max_minutes``."""
+        if self._received is not None:
+            return self._received
+        if torchrun.is_gone():
+            return "torchrun has ended"
+        if self._deadline is not None and time.monotonic() >= self._deadline:
             return "run.max_minutes"
-        return self._received
+        return None

@@ -21,7 +21,7 @@ from fsdp2kit.checkpoint.run import Checkpoints
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.progress import Progress
 
 IDENTITY = {"model": "tiny", "optimizer": "adamw", "run.seed": "0", "data.seq_len": "12"}
@@ -165,19 +165,39 @@ def save_on_full_disk(run_dir: Path, *, is_async: bool) -> tuple[str, str, list[
     manager = manager_of(run_dir, keep=1, async_save=is_async)
     first = manager.save(model, optimizer, progress_at(1))
     manager.finish()
-    if dist.get_rank() == 0:
-        with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as stream:
-            while True:
-                stream.write(bytes(4096))
-    dist.barrier()
+    fill_disk(run_dir)
     try:
         manager.save(model, optimizer, progress_at(2))
         manager.finish()
         message = "saved"
-    except RunFailure as failure:
+    except StorageFailure as failure:
         message = str(failure)
     dist.barrier()  # rank 0 clears up after the failure
     return message, verify(first), sorted(path.name for path in first.parent.iterdir())
+
+
+def export_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
+    """Save, fill the disk, export: the error, its kind, and what is left beside the checkpoints."""
+    model = sharded(tiny_llama())
+    manager = manager_of(run_dir, export_dtype="float32")
+    path = manager.save(model, adamw(model), progress_at(1))
+    fill_disk(run_dir)
+    try:
+        manager.export(path)
+        message, kind = "exported", ""
+    except RunFailure as failure:
+        message, kind = str(failure), type(failure).__name__
+    dist.barrier()
+    return message, kind, sorted(path.name for path in run_dir.iterdir())
+
+
+def fill_disk(folder: Path) -> None:
+    """Write until the disk is full, on rank 0. Collective."""
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+    dist.barrier()
 
 
 def disagreeing_assets(run_dir: Path) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,9 @@ from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
+from tests.checkpoint.test_chaos import TOML
 from tests.checkpoint.test_manager import flip, names, saved_alone, truncate
-from tests.workers import WorkerPool
+from tests.workers import WorkerPool, start_ranks
 
 
 @pytest.fixture
@@ -38,6 +41,44 @@ def test_a_full_disk_damages_nothing(pool: WorkerPool, small_disk: Path, is_asyn
         assert "step-000002: the checkpoint was not saved" in message
         assert "whole: step 1" in first
         assert left == ["step-000001"]
+
+
+def test_an_export_onto_a_full_disk_leaves_nothing_but_the_checkpoint(pool: WorkerPool, small_disk: Path) -> None:
+    for message, kind, left in pool.run(2, jobs.export_on_full_disk, small_disk):
+        assert kind == "StorageFailure", message
+        assert "hf: was not exported: " in message
+        assert "start the run again: it exports" in message
+        assert left == ["checkpoints", "filler"]
+
+
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_run_whose_disk_fills_ends_in_one_line(small_disk: Path, tmp_path_factory: Any, is_async: str) -> None:
+    """Two ranks; there is room for two checkpoints, and a third is due."""
+    folder = tmp_path_factory.mktemp("logs")
+    (folder / "run.toml").write_text(TOML)
+    options = ["checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_hf=never", "train.steps=100000"]
+    options += [f"run.dir={small_disk}/run", f"checkpoint.async_save={is_async}"]
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    ranks, logs = start_ranks(2, folder, "fsdp2kit.run", str(folder / "run.toml"), *options)
+    try:
+        for rank in ranks:
+            rank.join(120)
+        codes = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    said = logs[0].read_text()
+    assert codes == [1, 1], said
+    assert "run.dir: the disk may become full: " in said
+    assert "Traceback" not in said
+    assert logs[1].read_text() == ""
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert re.search(r"the checkpoint was not saved: .* \(its disk is full\); .*resumes from step-\d+$", error)
+    kept = sorted((small_disk / "run" / "checkpoints").iterdir())
+    assert kept
+    for path in kept:
+        assert "whole" in verify(path)
 
 
 def test_a_disk_that_turns_read_only_damages_nothing(small_disk: Path) -> None:

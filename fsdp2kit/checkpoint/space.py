@@ -1,0 +1,120 @@
+"""Room on the disk: whether a run's checkpoints fit, before it trains, and whether a write failed for want of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp2kit.checkpoint.state import model_tensors
+from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.console import counted, size_text
+from fsdp2kit.distributed import gather_objects, is_lost_rank
+from fsdp2kit.errors import UserError
+from fsdp2kit.optim.build import state_sizes
+
+
+def check_room(
+    config: TrainingConfig,
+    model: nn.Module,
+    store: CheckpointStore,
+    out: Path,
+    *,
+    export_dtype: torch.dtype,
+    make_room: Callable[[], object],
+) -> list[str]:
+    """Refuse a disk without room for one checkpoint. On one rank; free bytes of a URL are unknown, and not asked for.
+
+    Args:
+        model: of the global shapes, sharded or not.
+        out: where the export goes.
+        make_room: called before anything is said: it waits until what was thrown away is deleted.
+
+    Returns:
+        A warning for each disk on which what the run will keep does not fit.
+
+    Raises:
+        UserError: not even one checkpoint fits.
+    """
+    section = config.checkpoint
+    one, export = _sizes(config, model, export_dtype)
+    export = 0 if section.export_hf == "never" or out.exists() else export
+    most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
+    missing = max(1, most - len(store.complete()))
+    beside = not is_remote(out) and _is_same_disk(store.root, out.parent)
+    needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
+    if needed and _free(store.root) < needed:
+        make_room()
+    warnings, free = [], _free(store.root) if needed else 0
+    where = "checkpoint.dir" if section.dir else "run.dir"
+    if free < min(one, needed):
+        what = f"a checkpoint takes {size_text(one)}, and {store.root} has {size_text(free)} free"
+        raise UserError(where, what, f"free space there, or choose another {where}")
+    if free < needed:
+        kept = f"{counted(missing, 'more checkpoint')} of {size_text(one)}"
+        if export and beside:
+            kept += f" and an export of {size_text(export)}"
+        warnings.append(
+            f"{where}: the disk may become full: {kept} may be written to {store.root}, "
+            f"which has {size_text(free)} free; lower checkpoint.keep, or free space there"
+        )
+    if export and not beside and not is_remote(out) and (free := _free(out.parent)) < export:
+        full = f"the export takes {size_text(export)}, and {out.parent} has {size_text(free)} free"
+        warnings.append(f"checkpoint.export_dir: {full}; free space there")
+    return warnings
+
+
+def is_storage_failure(error: BaseException, directory: Path, *, group: dist.ProcessGroup | None) -> bool:
+    """Whether a disk refused a write, on any rank: then no traceback tells more than its message. Collective.
+
+    Every rank has failed in the same save; torch's writers do not say that a disk is full.
+    """
+    if is_lost_rank(error):
+        return False
+    own = is_full(directory) or any(isinstance(cause, OSError) for cause in _causes(error))
+    try:
+        return any(gather_objects(own, group=group))
+    except RuntimeError:  # a rank is lost
+        return False
+
+
+def is_full(directory: Path) -> bool:
+    """Whether a disk has no room left."""
+    try:
+        return not is_remote(directory) and _free(directory) < 2**20
+    except OSError:
+        return False
+
+
+def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a checkpoint, and of an export."""
+    tensors = model_tensors(model).values()
+    trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+    item_bytes = 0 if trained is None else trained.element_size()
+    state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=item_bytes))
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return weights + state, sum(tensor.numel() for tensor in tensors) * export_dtype.itemsize
+
+
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _is_same_disk(one: Path, other: Path) -> bool:
+    return not is_remote(one) and one.stat().st_dev == other.stat().st_dev
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from, also of DCP's, which keeps those of all ranks."""
+    while error is not None:
+        yield error
+        if isinstance(error, dcp.CheckpointException):
+            for failure, _ in error.failures.values():
+                yield from _causes(failure)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,110 @@
+"""What a rank has to do with the torchrun that started it: meeting the others, also after a restart, and outliving it.
+
+torchrun keeps one store for all attempts of ``--max-restarts``, and gloo reads there the
+addresses of the ranks of the attempt before. So rank 0 keeps the store of its own attempt; torchrun's only says where.
+That store also outlives torchrun, and so do the ranks: a killed torchrun tells them nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+import fsdp2kit
+from fsdp2kit.errors import RunFailure
+
+_ADDRESS = "fsdp2kit/store"
+_CONNECT_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+_WATCH_SECONDS = 0.5
+
+_trains = threading.Event()
+
+
+def is_gone() -> bool:
+    """Whether torchrun started this process and has ended since; without torchrun, False whatever the parent does."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != fsdp2kit.PARENT
+
+
+def watch() -> None:
+    """End this process with exit code 1 as soon as torchrun `is_gone`, until training begins (`stop_watching`)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch, daemon=True, name="fsdp2kit-watch").start()
+
+
+def stop_watching() -> None:
+    """From here on the training loop looks whether torchrun `is_gone`, and saves a checkpoint first."""
+    _trains.set()
+
+
+def _watch() -> None:
+    while not _trains.wait(_WATCH_SECONDS):
+        if is_gone():
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                what = f"process {fsdp2kit.PARENT} has ended before training began"
+                print(f"error: torchrun: {what}; start the run again", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> None:
+    """Start the default process group of the ranks that meet at ``MASTER_ADDR`` and ``MASTER_PORT``. Collective.
+
+    Raises:
+        RunFailure: they have not met within ``timeout``.
+    """
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_attempt(rank, timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        minutes, why = timeout.total_seconds() / 60, str(error).partition("\n")[0]
+        raise RunFailure(
+            f"rank {rank} of {size} did not meet the others at {place} (run.timeout_minutes = {minutes:g}): {why}; "
+            "see that every host runs the same command and can reach that port"
+        ) from error
+
+
+def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
+    """A store that the ranks of this attempt share with none before: rank 0's, on a free port of its host."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    socket.create_connection((host, port), timeout=timeout.total_seconds()).close()  # torch waits long where none is
+    of_torchrun = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        store.set(attempt, "")
+        of_torchrun.set(_ADDRESS, f"{store.port} {attempt}")
+        return store
+    while time.monotonic() < deadline:
+        if of_torchrun.check([_ADDRESS]):
+            found, attempt = of_torchrun.get(_ADDRESS).decode().split()
+            store = _connect(host, int(found), timeout)
+            # This rank has counted itself in the store of an attempt before; another job's knows no such attempt.
+            if store is not None and store.check([attempt]) and store.add(f"{attempt}/{rank}", 1) == 1:
+                return store
+        time.sleep(_POLL_SECONDS)
+    raise TimeoutError(f"rank 0 named no store at {host}:{port}")
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
+    """A store's client; None if nobody listens there any more."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        store = dist.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False
+        )
+    except (OSError, dist.DistError):
+        return None
+    store.set_timeout(timeout)
+    return store

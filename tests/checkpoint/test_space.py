@@ -1,0 +1,109 @@
+"""Room on the disk: what is refused and what is warned of at the start, against the bytes of real checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2kit.checkpoint import space
+from fsdp2kit.checkpoint.space import check_room
+from fsdp2kit.checkpoint.store import CheckpointStore
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
+from fsdp2kit.errors import UserError
+from fsdp2kit.optim.build import build_optimizer
+from tests.checkpoint import jobs
+
+STEPS = 100
+
+
+def config_of(*, name: str = "adamw", steps: int = STEPS, **section: Any) -> TrainingConfig:
+    return TrainingConfig(
+        recipe="test",
+        checkpoint=CheckpointConfig(**section),
+        optimizer=OptimizerConfig(name=name),  # pyright: ignore[reportArgumentType]
+        train=TrainConfig(steps=steps),
+    )
+
+
+def tensor_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`check_room` of a tiny model on a disk with so many bytes free."""
+
+    def check(free: int, *, make_room: Callable[[], object] = lambda: None, **settings: Any) -> list[str]:
+        monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        store = CheckpointStore(tmp_path / "checkpoints")
+        store.root.mkdir(exist_ok=True)
+        model = jobs.tiny_llama(hidden=256)
+        out = tmp_path / "hf"
+        return check_room(config_of(**settings), model, store, out, export_dtype=torch.bfloat16, make_room=make_room)
+
+    return check
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..., list[str]], name: str) -> None:
+    model = jobs.tiny_llama(hidden=256)
+    optimizer = build_optimizer(OptimizerConfig(name=name), model)  # pyright: ignore[reportArgumentType]
+    one = tensor_bytes(jobs.manager_of(tmp_path / "real").save(model, optimizer, jobs.progress_at(1)))
+    with pytest.raises(UserError, match=r"run\.dir: a checkpoint takes .* and .*checkpoints has .* free; free space"):
+        room(int(one * 0.8), name=name)
+    assert len(room(one, name=name)) == 1
+    assert room(4 * one, name=name) == []
+
+
+def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> None:
+    """Two that are kept and the one being written; with what is there already, fewer are to come."""
+    model = jobs.tiny_llama(hidden=256)
+    path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    one = tensor_bytes(path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    options = {"every": 10, "export_hf": "never"}
+    [warning] = room(2 * one, **options)
+    assert warning.startswith("run.dir: the disk may become full: 3 more checkpoints of ")
+    assert room(3 * one, **options) == []
+    assert room(2 * one, keep=1, **options) == []
+    assert room(one, steps=5, **options) == [], "only the one at the end is written"
+    [warning] = room(3 * one, every=10)
+    assert " and an export of " in warning
+    jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    assert room(2 * one, **options) == []
+
+
+def test_what_is_being_deleted_is_waited_for(room: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete() -> None:
+        monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+
+    assert room(0, make_room=delete) == []
+
+
+def test_a_start_frees_what_a_killed_save_left(tmp_path: Path) -> None:
+    """It would take room beside the next save, which deletes it only afterwards."""
+    left = tmp_path / "checkpoints" / ".tmp-step-000003"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").write_bytes(bytes(1000))
+    manager = jobs.manager_of(tmp_path)
+    assert manager.resolve("auto") is None
+    manager.finish_sweep()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    model = jobs.tiny_llama()
+    checkpoints = jobs.checkpoints_of(tmp_path, model, dir=str(tmp_path / "elsewhere"))
+    checkpoints.config = config_of(dir=str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match=r"checkpoint\.dir: .*has 1\.0 kB free; .* choose another checkpoint\.dir$"):
+        checkpoints.start()
+    checkpoints.config = config_of(steps=0)
+    assert checkpoints._check_room() == [], "nothing is saved, so nothing has to fit"
