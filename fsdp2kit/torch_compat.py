@@ -55,15 +55,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def accumulated_gradients(unit: Any) -> list[Tensor]:
-    """What an FSDP unit keeps of gradients between micro-batches, not yet fully reduced; no public name shows it."""
-    found = []
-    for group in parameter_groups(unit):
-        found += [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
-        # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
-        found += [
-            getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in group.fsdp_params
-        ]
-        found.append(group._partial_reduce_output)  # of replicas, before they are reduced with one another
+    """The unsharded gradients that an FSDP unit keeps between micro-batches; no public name shows them."""
+    parameters = [parameter for group in parameter_groups(unit) for parameter in group.fsdp_params]
+    found = [parameter.unsharded_accumulated_grad for parameter in parameters]
+    # Where nothing is cast, autograd accumulates on the unsharded parameter itself, once that exists.
+    found += [getattr(getattr(parameter, "_unsharded_param", None), "grad", None) for parameter in parameters]
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -71,6 +67,12 @@ def accumulated_shards(unit: Any) -> list[tuple[nn.Parameter, Tensor]]:
     """A unit's shards and their reduced gradients between micro-batches; no public name shows them in a forward."""
     shards = [parameter.sharded_param for group in parameter_groups(unit) for parameter in group.fsdp_params]
     return [(shard, shard.grad) for shard in shards if shard.grad is not None]
+
+
+def accumulated_partial_sums(unit: Any) -> list[Tensor]:
+    """The gradients that a unit has reduced over its shards and not yet over replicas; no public name shows them."""
+    found = [group._partial_reduce_output for group in parameter_groups(unit)]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def inner_tensors(tensor: Any) -> list[Tensor]:

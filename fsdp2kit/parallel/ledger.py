@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.inspect import any_layer
-from fsdp2kit.torch_compat import accumulated_gradients, accumulated_shards
+from fsdp2kit.torch_compat import accumulated_gradients, accumulated_partial_sums, accumulated_shards
 
 # What torchao's recipes cast inputs, weights and gradients of outputs to.
 _FLOAT8_MATMULS = {
@@ -135,7 +135,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
                 if not isinstance(parameter, DTensor) and parameter.is_floating_point():
                     kind = type(module).__name__.removeprefix("FSDP")  # which `fully_shard` puts in front
                     note("kept" if (id(module), key) in kept else f"compute of {kind}", [parameter])
-        note("accumulation", accumulated_gradients(unit))
+        note("accumulation", [*accumulated_gradients(unit), *accumulated_partial_sums(unit)])
         for shard, gradient in accumulated_shards(unit):
             note("kept" if shard in exact else "accumulation", [gradient])
 

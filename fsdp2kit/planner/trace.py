@@ -46,7 +46,13 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import BackwardMemory, LayerMemory, is_flash, item_bytes
 from fsdp2kit.planner.allocations import Allocations, Snapshot, by_category
-from fsdp2kit.torch_compat import FakeTensorMode, accumulated_gradients, accumulated_shards, fake_store
+from fsdp2kit.torch_compat import (
+    FakeTensorMode,
+    accumulated_gradients,
+    accumulated_partial_sums,
+    accumulated_shards,
+    fake_store,
+)
 
 
 def synthetic_batch(rows: int, length: int) -> Batch:
@@ -304,8 +310,9 @@ def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) ->
     allocations.mark((p for p in model.parameters() if hasattr(p, "device_mesh")), "parameters")
     allocations.mark(model.buffers(), "buffers")
     allocations.mark((p.grad for p in model.parameters() if hasattr(p.grad, "device_mesh")), "gradients")
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    allocations.mark((gradient for unit in units for _, gradient in accumulated_shards(unit)), "gradients")
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        allocations.mark((gradient for _, gradient in accumulated_shards(unit)), "gradients")
+        allocations.mark(accumulated_partial_sums(unit), "gradients")
     allocations.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
 
 
