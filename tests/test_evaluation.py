@@ -91,7 +91,7 @@ def test_losses_by_other_rows_are_not_compared() -> None:
     assert differing == ["held-out rows", "held-out rows code"]
     assert (anew.best_step, anew.best_eval_loss, anew.stale_evaluations, anew.step) == (None, None, 0, 4)
     assert anew.after_evaluation(2.5, min_delta=0.0).best_eval_loss == 2.5
-    # Of a checkpoint that does not say it, it is taken to be the same, and known from then on.
+    # Where a checkpoint does not say it, it is taken to be the same, and known from then on.
     known, differing = replace(progress, best_by=None).compared_by({"held-out rows": "b"})
     assert (known.best_step, known.best_by, differing) == (3, {"held-out rows": "b"}, [])
 
@@ -117,10 +117,12 @@ def test_a_resume_says_which_rows_changed(pool: WorkerPool, toml: Path, tmp_path
     (tmp_path / "code.jsonl").write_text("".join(lines[:5]))
     said = start(2)
     assert "changed since: train.steps 1 → 2, eval.sets.code.path (code.jsonl changed, 3 → 5 rows)\n" in said
-    assert "\nheld-out rows code: changed since step 1 was the best, so eval_loss is compared from step 1 on" in said
+    assert (
+        "\nevaluations are compared anew from step 1 on: held-out rows code changed since step 1 was the best" in said
+    )
     assert _exported_step(tmp_path / "run") == 2
-    assert "compared from" not in start(3)
-    assert "eval.steps: changed since step " in start(4, *sets, "eval.steps=1")
+    assert "compared anew" not in start(3)
+    assert "on: eval.steps changed since step " in start(4, *sets, "eval.steps=1")
     (folder / "b.jsonl").write_text("".join(lines[6:8]))
     with pytest.raises(AssertionError, match=r"other data: data\.path \(b\.jsonl changed, \d+ → 8 rows\); undo that"):
         start(5)

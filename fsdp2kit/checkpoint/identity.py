@@ -19,9 +19,9 @@ from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
 from fsdp2kit.model.build import ModelSource
 
 RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
-"""Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
+"""Identity fields that only some recipes set. Checkpoints of earlier versions do not have them."""
 WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
-"""Of the identity, those that say which weights; see `same_weights`."""
+"""Identity fields that name weights; `same_weights` compares them."""
 
 
 def run_identity(
@@ -67,7 +67,7 @@ def run_identity(
 
 
 def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
-    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
+    """What of a recipe's own sections decides a step's rows or what is minimised; rates and weights do not."""
     parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
     found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
     if teacher is not None:

@@ -19,7 +19,7 @@ class Content:
     """A set of rows, or a function's source files."""
 
     digest: str
-    """Of all of it."""
+    """Changes with any of it."""
     rows: int | None = None
     """How many there are; None of code."""
     files: Mapping[str, str] = field(default_factory=dict)
