@@ -104,8 +104,10 @@ def check_same_run(
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
-            if field == "data" and (differing := changes(contents_saved or {}, contents or {})):
-                what = f"was made with other data: {'; '.join(differing)}"
+            if field == "data" and contents_saved and contents:
+                trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}
+                how = "the files are the same, and the mix (data.sources), data.overlong, columns or the tokenizer not"
+                what = f"was made with other data: {'; '.join(changes(contents_saved, trained_on)) or how}"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
