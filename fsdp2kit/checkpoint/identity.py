@@ -19,9 +19,9 @@ from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
 from fsdp2kit.model.build import ModelSource
 
 RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
-"""Of the identity, those that only some recipes have; checkpoints of earlier versions do not name them."""
+"""Identity fields that only some recipes set. Checkpoints of earlier versions do not have them."""
 WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
-"""Of the identity, those that say which weights; see `same_weights`."""
+"""Identity fields that name weights; `same_weights` compares them."""
 
 
 def run_identity(
@@ -67,7 +67,7 @@ def run_identity(
 
 
 def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
-    """Of a recipe's own sections, what decides a step's rows or what is minimised; rates and weights do not."""
+    """What of a recipe's own sections decides a step's rows or what is minimised; rates and weights do not."""
     parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
     found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
     if teacher is not None:
@@ -104,8 +104,10 @@ def check_same_run(
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
-            if field == "data" and (differing := changes(contents_saved or {}, contents or {})):
-                what = f"was made with other data: {'; '.join(differing)}"
+            if field == "data" and contents_saved and contents:
+                trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}
+                how = "the files are the same, and the mix (data.sources), data.overlong, columns or the tokenizer not"
+                what = f"was made with other data: {'; '.join(changes(contents_saved, trained_on)) or how}"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 

@@ -91,9 +91,10 @@ class RolloutConfig(Section):
     def sampling(self) -> dict[str, Any]:
         """What an engine is asked to sample with: the keys by which responses are others.
 
-        Rollouts of a checkpoint that were sampled with another value are made again. Of the other keys, `n` and
-        `updates` may not change, `ahead` decides how old rollouts may be, and the rest how and where they are made:
-        the log-probabilities that come with a response are right for whatever engine sampled it.
+        Rollouts of a checkpoint that were sampled with another value are made again. The other keys do not count: `n`
+        and `updates` may not change, `ahead` limits the age of rollouts, and `engine`, `url`, `tp`, `dtype`,
+        `batch_size` and `sleep` say where and how fast they are made. A response keeps the log-probabilities of the
+        engine that sampled it, so it stays right beside another engine.
         """
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 

@@ -17,7 +17,7 @@ from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Tokenizer
-from fsdp2kit.data.contents import Content, content_of
+from fsdp2kit.data.contents import Content, content_of, stream_content
 from fsdp2kit.data.documents import Documents, Tokens, build_documents, read_tokens, require_tokenizer
 from fsdp2kit.data.formats import (
     WRAPPED,
@@ -217,6 +217,7 @@ def build_data(
             one.key: content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
             for one, found in whole
         }
+    contents |= {one.key: stream_content(one.section) for one in sets if section.streaming}
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
 
 

@@ -19,11 +19,13 @@ class Content:
     """A set of rows, or a function's source files."""
 
     digest: str
-    """Of all of it."""
+    """Changes with any of it."""
     rows: int | None = None
     """How many there are; None of code."""
     files: Mapping[str, str] = field(default_factory=dict)
     """By name, what tells whether a file changed: its size or a digest; empty for what has no files here."""
+    otherwise: str = "with other tokens"
+    """How it differs where neither files nor rows tell."""
 
 
 def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Content:
@@ -43,6 +45,12 @@ def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Cont
     return Content(digest, rows, {name: f"{size} bytes" for name, size in sizes.items()})
 
 
+def stream_content(section: DataConfig) -> Content:
+    """The content of a stream, which is known by where it comes from."""
+    where = f"{section.path} {section.split} {section.limit}"
+    return Content(where, files={str(section.path): section.split})
+
+
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between the contents of two starts, a text for each TOML key that both have.
 
@@ -55,9 +63,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         parts = _of_files(one["files"], other["files"])
         if one["rows"] != other["rows"]:
             parts.append(f"{one['rows']} → {other['rows']} rows")
-        elif one["digest"] != other["digest"] and other["rows"] is not None:
-            parts.append(f"{other['rows']} rows as before, with other tokens")
-        found.append(f"{key} ({', '.join(parts) or 'another function'})")
+        elif other["rows"] is not None:
+            parts.append(f"{other['rows']} rows as before, {other['otherwise']}")
+        found.append(f"{key} ({', '.join(parts) or other['otherwise']})")
     return found
 
 

@@ -60,7 +60,7 @@ class Rewards(ExitStack):
         for name, section, files in zip(self.names, sections, code, strict=True):
             function = f"{Path(section.function.rpartition(':')[0]).name}:{section.function.rpartition(':')[2]}"
             digest = hashlib.blake2b(repr([function, files]).encode(), digest_size=8).hexdigest()
-            self.contents[f"reward.{name}"] = Content(digest, files=files)
+            self.contents[f"reward.{name}"] = Content(digest, files=files, otherwise="another function")
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
         """Each response's reward by each function, float64 ``[responses, functions]``; all of them work at once.

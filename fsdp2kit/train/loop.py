@@ -192,8 +192,8 @@ class _Run:
         forgotten = self.progress.best_step
         self.progress, differing = self.progress.compared_by(self._measured_by())
         if differing:
-            what = f"{', '.join(differing)}: changed since step {forgotten} was the best"
-            self.metrics.message(f"{what}, so eval_loss is compared from step {self.progress.step} on, anew")
+            why = f"{', '.join(differing)} changed since step {forgotten} was the best"
+            self.metrics.message(f"evaluations are compared anew from step {self.progress.step} on: {why}")
 
     def _measured_by(self) -> Mapping[str, str]:
         return getattr(self.evaluate, "measured_by", {})  # a recipe's own may be any function

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from fsdp2kit import distributed
-from fsdp2kit.config.schema import CompileConfig
+from fsdp2kit.config.schema import CompileConfig, DPOConfig, EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Document, build_documents
 from fsdp2kit.model.weights import load_pretrained
@@ -26,6 +27,7 @@ from fsdp2kit.objectives.reference import Reference, build_reference
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import gradient_distances, gradient_of, load_plain, plain_logits
 from fsdp2kit.torch_compat import parameter_groups
+from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
@@ -278,3 +280,21 @@ def test_compiled_layers_are_switched_without_compiling_again(pool: WorkerPool, 
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
     assert furthest < 1e-4
+
+
+def test_what_a_held_out_loss_depends_on_is_named() -> None:
+    """Losses by another β are not compared when a run is resumed."""
+
+    def measured(**keys: Any) -> dict[str, str]:
+        model, one = SimpleNamespace(config=None), SimpleNamespace(fingerprint="rows")
+        objective = Preference(DPOConfig(**keys), None, None)  # pyright: ignore[reportArgumentType]
+        built: Any = {"plan": None, "mesh": None, "objective": objective}
+        found = build_evaluation(EvalConfig(), model, {"": one}, **built)  # pyright: ignore[reportArgumentType]
+        assert found is not None
+        return dict(found.measured_by)
+
+    plain = measured()
+    assert plain == {"held-out rows": "rows", "eval.steps": "None", "dpo.beta": "0.1", "dpo.label_smoothing": "0.0"}
+    assert measured(beta=0.1) == plain
+    assert measured(beta=0.2) != plain
+    assert measured(loss="simpo") != measured(loss="simpo", gamma=3.0)

@@ -453,15 +453,15 @@ def test_rewards_by_another_function_are_not_compared(toml: Path, pool: WorkerPo
     (tmp_path / "scale.py").write_text("factor = 1.0\n")
     said, found = start(4)
     assert "changed since: train.steps 2 → 4, reward.f (scale.py changed)\n" in said
-    assert "reward.f: changed since step 1 was the best, so eval_loss is compared from step 2 on, anew\n" in said
+    assert "\nevaluations are compared anew from step 2 on: reward.f changed since step 1 was the best\n" in said
     assert found == {"best_step": 3, "best_eval_loss": -1.0, "exported": 3}
     rows.write_text(rows.read_text() + json.dumps({"prompt": "Tell more.", "level": "5"}) + "\n")
     said, found = start(5)
     assert "changed since: train.steps 4 → 5, eval.path (held_out.jsonl changed, 3 → 4 rows)\n" in said
-    assert "held-out prompts: changed since step 3 was the best, so eval_loss" in said
+    assert "on: held-out prompts changed since step 3 was the best" in said
     assert found == {"best_step": 5, "best_eval_loss": -2.0, "exported": 5}
     said, found = start(6)
-    assert "compared from" not in said
+    assert "compared anew" not in said
     assert found == {"best_step": 5, "best_eval_loss": -2.0, "exported": 5}
 
 
