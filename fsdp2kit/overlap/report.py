@@ -260,8 +260,8 @@ def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]
         yield Advice("fsdp.reshard_after_forward", "false", why)
     if reductions >= visible and settings.reduce_every_micro_batch and settings.micro_batches > 1:
         why = (
-            f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough, where every rank has "
-            "memory for whole gradients: 4 bytes a parameter in float32"
+            f"{_share(reductions, mean)} of the step are exposed reductions; one a step is enough, where every rank "
+            "has memory for whole gradients: 4 bytes a parameter in float32"
         )
         yield Advice("fsdp.reduce_every_micro_batch", "false", why)
     why = ""

@@ -94,7 +94,7 @@ def own_share(plan: ParallelPlan, mfu: float) -> Share:
 
 
 def _of_forward(plan: ParallelPlan) -> float:
-    """The part of a step's arithmetic that is forward: a third; a half where weights are frozen and have no gradient."""
+    """The part of a step's arithmetic that is forward: a third, or a half where weights are frozen."""
     return 1 / (3 - plan.frozen_parameters / plan.parameters)
 
 

@@ -12,7 +12,6 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh, resolve_warmup
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import FSDPConfig, LRScheduleConfig, MeshConfig
-
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.search import changed
 
@@ -117,16 +116,21 @@ def config_with(**sections: dict[str, Any]) -> TrainingConfig:
 def remedies(config: TrainingConfig, *, ranks: int) -> list[tuple[str, list[int]]]:
     """Refusals that name numbers, the key and the numbers of each, until the first number of each is accepted."""
     found: list[tuple[str, list[int]]] = []
-    for _ in range(5):
-        try:
-            check_config(config, world_size=ranks, local_world_size=ranks)
-            return found
-        except UserError as error:
-            numbers = re.match(r"use (\d+)(?: or (\d+))?\b", error.todo)
-            assert numbers, error
-            found.append((error.where, [int(number) for number in numbers.groups() if number]))
-            config = changed(config, {error.where: found[-1][1][0]})
-    raise AssertionError(f"no end of refusals: {found}")
+    while (error := refusal(config, ranks=ranks)) is not None:
+        numbers = re.match(r"use (\d+)(?: or (\d+))?\b", error.todo)
+        assert numbers, error
+        found.append((error.where, [int(number) for number in numbers.groups() if number]))
+        assert len(found) < 5, found
+        config = changed(config, {error.where: found[-1][1][0]})
+    return found
+
+
+def refusal(config: TrainingConfig, *, ranks: int) -> UserError | None:
+    try:
+        check_config(config, world_size=ranks, local_world_size=ranks)
+    except UserError as error:
+        return error
+    return None
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_length_below_2048_tokens_is_found(toml: Any, capsys: pytest.CaptureFi
 
 
 def test_the_price_of_either_way_to_reduce_is_said(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """8B on 8 ranks: whole gradients in float32 are 29.9 GiB, their shards 3.7; a reduction sends 7/8 of the former."""
+    """8B on 8 ranks: whole gradients in float32 are 29.9 GiB, shards 3.7; a reduction sends 7/8 of the former."""
     given = (toml(LLAMA_8B), "--world-size", "8", "--device", "h100", "activation_checkpointing.mode=full")
     found = {}
     for value in ("true", "false"):
