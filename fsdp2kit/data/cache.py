@@ -64,7 +64,8 @@ def _stand_in(cache: Path, why: str) -> Path:
     if _run_dir is not None:
         folders.insert(0, _run_dir / "cache")
     for folder in folders:
-        if _refuses(folder) is None:
+        # Anybody may have made a folder of this name among temporary files, with tokens of theirs.
+        if _refuses(folder) is None and (folder.parent == _run_dir or folder.stat().st_uid == os.getuid()):
             if is_main_process():
                 print(f"the cache {cache} cannot be written ({why}): {folder} is used; {_TODO}", file=sys.stderr)
             return folder
@@ -72,7 +73,7 @@ def _stand_in(cache: Path, why: str) -> Path:
 
 
 def _refuses(folder: Path) -> str | None:
-    """Why a folder cannot be made or written to; None if it can, and belongs to this user."""
+    """Why a folder cannot be made or written to; None if it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -125,3 +125,15 @@ def test_a_download_into_a_cache_that_cannot_be_written_names_it(
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
     with pytest.raises(UserError, match=r"Read-only file system.*; set HF_HOME to a folder that can be written"):
         fetch(ModelConfig(path="someone/something"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_another_users_folder_of_temporary_files_is_not_used(
+    unwritable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"fsdp2kit-{os.getuid()}"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(UserError, match="set HF_HOME"):
+        cache.writable_cache()
