@@ -67,6 +67,20 @@ def replace_file(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def todo_of_cache(error: BaseException | None) -> str | None:
+    """What to do where an error is that Hugging Face's cache cannot be written; None where it is something else."""
+    from huggingface_hub import constants
+
+    caches = [Path(constants.HF_HOME), Path(constants.HF_HUB_CACHE)]
+    while error is not None:
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            path = Path(error.filename)  # in the cache, or a folder above it that cannot be made
+            if any(path.is_relative_to(cache) or cache.is_relative_to(path) for cache in caches):
+                return "set HF_HOME to a folder that can be written"
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def sync(path: Path) -> None:
     """Flush a file's contents, or a directory's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -23,8 +23,10 @@ import fsspec
 import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
+from fsdp2kit.data.cache import hub_cache, writable_cache
 from fsdp2kit.data.sources import COMPRESSED, Source, find_source, first_line, is_url, suffix_of
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import todo_of_cache
 
 Position = dict[str, Any]  # what JSON can hold
 _BOM = b"\xef\xbb\xbf"
@@ -176,7 +178,8 @@ def _readable(source: Source) -> Iterator[None]:
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         what = f"cannot be read as {source.kind} ({first_line(reason or error)})"
-        raise UserError(source.where, what, "check the path, the split and the file") from error
+        todo = todo_of_cache(error) or "check the path, the split and the file"
+        raise UserError(source.where, what, todo) from error
 
 
 @contextlib.contextmanager
@@ -201,7 +204,8 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
     import datasets
 
     if source.kind == "hub":
-        found = datasets.load_dataset(source.path, split=source.split, streaming=not download)
+        cache = str(hub_cache())
+        found = datasets.load_dataset(source.path, split=source.split, streaming=not download, cache_dir=cache)
         return found.to_iterable_dataset() if download else found
     if source.kind == "saved":
         saved = datasets.load_from_disk(source.path)
@@ -212,10 +216,11 @@ def _open_table(source: Source, file: str, *, download: bool) -> Any:
         return saved[source.split_name].to_iterable_dataset()
     if download and is_url(file):
         # A local copy, made anew when the file changes; `datasets` itself refuses URLs when offline.
-        storage = str(Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / "files")
+        storage = str(writable_cache() / "fsdp2kit" / "files")
         cache = {"cache_storage": storage, "check_files": True}
         file = str(fsspec.open_local(f"filecache::{file}", filecache=cache))
-    return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True)
+    cache = str(writable_cache())
+    return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True, cache_dir=cache)
 
 
 def without_none(value: Any) -> Any:

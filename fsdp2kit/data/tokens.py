@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +31,7 @@ import pyarrow as pa
 
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
+from fsdp2kit.data.cache import cached_file
 from fsdp2kit.data.chat import Tokenizer
 from fsdp2kit.data.formats import encode_rows, row_key, rows_together
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
@@ -84,8 +86,8 @@ def tokenise(source: Source, section: DataConfig, tokenizer: Tokenizer) -> pa.Ta
     file = _cache_file(source.digest() or hub_content(source), section, tokenizer)
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Moved there when it is whole: another process sees all of it or nothing.
-        beside = file.with_suffix(f".{os.getpid()}.partial")
+        # Moved there when it is whole: another process, of this machine or another, sees all of it or nothing.
+        beside = file.with_suffix(f".{uuid.uuid4().hex}.partial")
         try:
             with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
                 blocks = _one_pass(source, section, tokenizer)
@@ -109,10 +111,7 @@ def is_tokenised(source: Source, section: DataConfig, tokenizer: Tokenizer) -> b
 
 
 def _cache_file(content: str, section: DataConfig, tokenizer: Tokenizer) -> Path:
-    import datasets
-
-    name = f"{cache_key(content, section, tokenizer)}.{_code_digest()}.arrow"
-    return Path(datasets.config.HF_DATASETS_CACHE) / "fsdp2kit" / name
+    return cached_file(f"{cache_key(content, section, tokenizer)}.{_code_digest()}.arrow")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from fsdp2kit.distributed import one_per_machine_first
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.adapters import Adapter
 
 # Keys of a config that say nothing about which model it is.
@@ -52,7 +53,8 @@ def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of many kinds; each means that there is no model
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(key, f"{path}: {reason}", "check the path, or the hub id and your access") from None
+        todo = todo_of_cache(error) or "check the path, or the hub id and your access"
+        raise UserError(key, f"{path}: {reason}", todo) from None
 
 
 def save_assets(

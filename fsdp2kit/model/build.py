@@ -33,6 +33,7 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import OverrideText
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.names import tied_names
@@ -364,7 +365,8 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
         fields, _ = PretrainedConfig.get_config_dict(path, local_files_only=local_files_only)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError("model.path", f"{path}: {reason}", "check the path, or the hub id and your access") from None
+        todo = todo_of_cache(error) or "check the path, or the hub id and your access"
+        raise UserError("model.path", f"{path}: {reason}", todo) from None
     if not fields.get("model_type"):
         raise UserError("model.path", f"{path}/config.json names no model_type", "is it a transformers model?")
     if fields.get("quantization_config"):

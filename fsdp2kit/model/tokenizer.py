@@ -10,6 +10,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import TEMPLATES, may_be_hub_id, ready_template
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
+from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.assets import find_hf_dir
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: b
         # Broken files surface as OSError, ValueError, KeyError, JSONDecodeError or the bare Exception of tokenizers.
         reason = str(error).strip().split("\n")[0]
         what = f"the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
-        todo = "check its files, or set model.tokenizer to another directory or hub id"
+        todo = todo_of_cache(error) or "check its files, or set model.tokenizer to another directory or hub id"
         raise UserError(f"{key}: {source}", what, todo) from error
 
 
