@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
+from fsdp2kit.checkpoint.export_record import check_replaceable
+from fsdp2kit.checkpoint.hf import ensure_export
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import (

@@ -252,12 +252,16 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file()
 
 
-def to_path(text: str) -> Path:
+def to_path(text: str | Path) -> Path:
     """A path, ``~`` expanded, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+
+    What is a path, or behaves like one, is returned as it is.
 
     Raises:
         UserError: fsspec does not know the URL's scheme, or its package is not installed.
     """
+    if not isinstance(text, str):
+        return text
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text).expanduser()
