@@ -126,12 +126,13 @@ def find_recipe(name: str, *, toml: Path) -> Path:
     raise UserError(f"{toml}: recipe", f"{name!r} was not found", f"name one of {known}, or the path of a .py file")
 
 
-def load_recipe(path: Path) -> ModuleType:
+def load_recipe(path: str | Path) -> ModuleType:
     """Import a recipe file, which must define ``Config`` and ``main(config)``.
 
     Raises:
         UserError: it does not define them, is not Python, or cannot be executed.
     """
+    path = Path(path)
     spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(str(path), "is not a Python file", "name a .py file")

@@ -79,7 +79,7 @@ class CheckpointManager:
         self,
         section: CheckpointConfig,
         *,
-        run_dir: Path,
+        run_dir: str | Path,
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None = None,
@@ -87,6 +87,7 @@ class CheckpointManager:
         environment: dict[str, Any] | None = None,
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
+        run_dir = Path(run_dir)
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")

@@ -36,8 +36,9 @@ OLD, TEMPORARY, TRASH = ".old-", ".tmp-", ".trash-"
 BEGUN = ".begun"
 
 
-def open_store(root: Path) -> CheckpointStore:
-    """The checkpoints under a directory, or under what `to_path` makes of a URL."""
+def open_store(root: str | Path) -> CheckpointStore:
+    """The checkpoints under a directory, or under a URL that fsspec knows."""
+    root = to_path(root)
     return ObjectStore(root) if is_remote(root) else CheckpointStore(root)
 
 

@@ -43,12 +43,13 @@ ALTERNATIVES = (
 REMOVED_OPTIMIZERS = {"adamw_4bit": "use 'adamw_8bit' or 'adamw_bf16'"}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
         UserError: the file is missing, not readable, or not TOML.
     """
+    path = Path(path)
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def load_config(
     schema: type[ConfigT],
     values: Mapping[str, Any],
     *,
-    source: Path,
+    source: str | Path,
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = lambda line: None,
 ) -> ConfigT:
@@ -99,7 +100,7 @@ def load_config(
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
-    merged = copy.deepcopy(dict(values))
+    source, merged = Path(source), copy.deepcopy(dict(values))
     known = _known_keys(schema)
     for override in overrides:
         _apply_override(merged, override, known)
