@@ -24,6 +24,7 @@ from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
 from fsdp2kit.console import Bar, Line, progress_bar, say
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
+from fsdp2kit.errors import tool_command
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.weights import load_pretrained
 from tests.reference import tiny_model_dir
@@ -241,7 +242,7 @@ def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
     lines = iter(out.splitlines())
     for beginning in expected:
         assert any(line.startswith(beginning) for line in lines), (beginning, out)
-    assert f'python -m fsdp2kit.tools.generate {run_dir / "hf"} "…"' in out
+    assert f'{tool_command("generate")} {run_dir / "hf"} "…"' in out
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = int(re.search(r"an epoch: ([\d,]+) rows", out)[1].replace(",", ""))  # type: ignore[index]
     assert [record["epoch"] for record in records] == [pytest.approx(step / -(-rows // 2)) for step in (1, 2)]

@@ -40,7 +40,7 @@ from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, o
 from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.console import size_text
 from fsdp2kit.distributed import agreement, background_group, gather_objects, is_lost_rank, rank, work_on_this_device
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure, UserError, tool_command
 from fsdp2kit.model.assets import same_weights
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
@@ -379,7 +379,9 @@ def _check_same_run(path: Path, *, saved: dict[str, str], current: dict[str, str
         if not is_same:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
-                anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
+                anew = (
+                    f"go on from its adapter: export it ({tool_command('dcp_to_hf')}) and give that as model.adapter"
+                )
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 

@@ -24,6 +24,7 @@ from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
 from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.errors import tool_command
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter, adapter_of
 from fsdp2kit.model.assets import config_digest, find_hf_dir, generation_config, save_assets, weights_digest
@@ -164,7 +165,7 @@ class Checkpoints:
             kind = "model" if adapter_of(self.model) is None else "adapter"
             lines.append(f"{kind}: {self.manager.out}, of {self._describe_step(exported)}")
             if self.can_answer:
-                lines.append(f'try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"')
+                lines.append(f'try it: {tool_command("generate")} {self.manager.out} "…"')
         if exported and is_over and (repository := self.config.checkpoint.push_to_hub):
             lines.append(push_to_hub(self.manager.out, repository))
         return lines

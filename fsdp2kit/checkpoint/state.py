@@ -23,7 +23,7 @@ from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.names import base_name
@@ -203,7 +203,8 @@ def load_weights(path: str | Path, model: Any) -> None:
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
             if any(base_name(key) is None for key in shapes):
-                todo = "export it (tools/dcp_to_hf.py) and give that as model.adapter, or with --merge as model.path"
+                export = f"export it ({tool_command('dcp_to_hf')})"
+                todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
             keys = find_weights(path, shapes, tensors, tied=tied_names(model), smaller=grown)
