@@ -170,6 +170,13 @@ def test_the_installed_command_is_this_one() -> None:
     assert getattr(importlib.import_module(module), function) is command.main
 
 
+def test_the_extra_for_all_names_every_extra_that_a_run_can_use() -> None:
+    extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"[\w-]+", re.findall(r"fsdp2kit\[(.*?)\]", extras["all"][0])[0]))
+    assert named | {"liger"} == extras.keys() - {"all", "dev", "peers"}
+    assert extras["all"][1].startswith(extras["liger"][0])
+
+
 RECIPE = '''
 from fsdp2kit.config.schema import PositiveInt, Section, TrainingConfig
 
