@@ -178,7 +178,7 @@ class _Screen:
 
         with self._lock, contextlib.suppress(*_LOST):
             if self._bars is None:
-                columns = [TextColumn("{task.description}", markup=False)]
+                columns: list[Any] = [TextColumn("{task.description}", markup=False)]
                 if self.bar_width:
                     columns.insert(0, BarColumn(bar_width=self.bar_width))
                 self._bars = Progress(*columns, console=Console(), auto_refresh=False)
