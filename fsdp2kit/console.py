@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -93,18 +94,38 @@ class Bar:
 
 
 class Line:
-    """A bar that whoever has it paints, for as long as the run lasts; elsewhere than in a terminal, lines."""
+    """A line for each state of something that lasts; in a terminal also a bar below them, with the newest state."""
 
-    def paint(self, text: str, *, done: float, total: float, stays: bool = False) -> None:
-        """Show ``text`` beside the bar, with ``stays`` also above it; elsewhere print it."""
-        if stays or not _SCREEN.is_terminal:
-            say(text)
-        if _SCREEN.is_terminal:
-            _SCREEN.paint(self, text, done=done, total=total)
+    def paint(self, parts: Sequence[str], *, done: float, total: float) -> None:
+        """Print a state's parts, what matters most first.
+
+        In a terminal no part is split between lines, and the bar shows as many parts as stand beside it.
+        """
+        if not _SCREEN.is_terminal:
+            say("  ".join(parts))
+            return
+        say(*in_lines(parts, _SCREEN.width))
+        bar = _SCREEN.bar_width
+        _SCREEN.paint(self, in_lines(parts, _SCREEN.width - (bar and bar + 1))[0], done=done, total=total)
 
     def close(self) -> None:
         """Leave the bar as it is, and the cursor below it."""
         _SCREEN.remove(self, keep=True)
+
+
+def in_lines(parts: Sequence[str], width: int) -> list[str]:
+    """Parts, two spaces between them, in lines of at most ``width`` columns where none is longer by itself.
+
+    All lines but the first are indented by two spaces.
+    """
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        if lines[-1] and len(longer) > width:
+            longer = f"  {part}"
+            lines.append("")
+        lines[-1] = longer
+    return lines
 
 
 def size_text(number: float) -> str:
@@ -132,6 +153,16 @@ class _Screen:
     def is_terminal(self) -> bool:
         return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return shutil.get_terminal_size().columns
+
+    @property
+    def bar_width(self) -> int:
+        """Columns of a bar; 0 where the terminal is too narrow for one beside its text."""
+        return 20 if self.width >= 100 else 10 if self.width >= 80 else 0
+
     def print(self, text: str, *, aside: bool = False) -> None:
         """Print text; with ``aside`` on stderr, unless stdout is a terminal."""
         with self._lock, contextlib.suppress(*_LOST):
@@ -142,12 +173,15 @@ class _Screen:
 
     def paint(self, key: object, text: str, *, done: float, total: float | None) -> None:
         """Show a bar, or what became of it."""
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         with self._lock, contextlib.suppress(*_LOST):
             if self._bars is None:
-                columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-                self._bars = Progress(*columns, auto_refresh=False)
+                columns: list[Any] = [TextColumn("{task.description}", markup=False)]
+                if self.bar_width:
+                    columns.insert(0, BarColumn(bar_width=self.bar_width))
+                self._bars = Progress(*columns, console=Console(), auto_refresh=False)
             if key not in self._tasks:
                 self._tasks[key] = self._bars.add_task(text, total=total, completed=done)
             self._bars.update(self._tasks[key], completed=done, total=total, description=text)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
 
 
 class UserError(Exception):
@@ -40,6 +44,17 @@ def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
             return 2
 
     return run
+
+
+def tool_command(name: str) -> str:
+    """How a message names a tool: ``fsdp2kit plan``, or in a checkout ``python tools/plan.py``.
+
+    Whoever started ``fsdp2kit`` is told that everywhere. A wheel has no ``tools/`` beside the package.
+    """
+    in_checkout = Path.cwd() == _ROOT and (_ROOT / "tools" / f"{name}.py").is_file()
+    if in_checkout and not Path(sys.argv[0]).name.startswith("fsdp2kit"):
+        return f"python tools/{name}.py"
+    return f"fsdp2kit {'convert' if name in _CONVERTERS else name.replace('_', '-')}"
 
 
 class RunFailure(RuntimeError):

@@ -106,7 +106,7 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
 
 
 @contextlib.contextmanager
-def lock_run_dir(path: Path) -> Iterator[None]:
+def lock_run_dir(path: str | Path) -> Iterator[None]:
     """Create the run directory and lock it against other jobs.
 
     The kernel releases the lock when the process ends, so a killed job can be resumed at once. The file ``.lock``
@@ -115,6 +115,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
     Raises:
         UserError: another process has the run directory, or it cannot be created.
     """
+    path = Path(path)
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -136,7 +137,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write_record(path: Path, *, config_text: str, environment: Mapping[str, Any]) -> None:
+def write_record(path: str | Path, *, config_text: str, environment: Mapping[str, Any]) -> None:
     """Write ``config.toml`` and ``environment.json`` into a run directory.
 
     A different ``config.toml`` of an earlier start is kept as ``config.<n>.toml``, the oldest as 1.
@@ -144,6 +145,7 @@ def write_record(path: Path, *, config_text: str, environment: Mapping[str, Any]
     Raises:
         UserError: the directory cannot be created or written to, or is a file.
     """
+    path = Path(path)
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
         config, text = path / "config.toml", without_secrets(config_text)

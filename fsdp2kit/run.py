@@ -21,17 +21,18 @@ from pydantic import PydanticUndefinedAnnotation
 
 from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, load_config
-from fsdp2kit.config.checks import check_config
+from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import StorageFailure, UserError
+from fsdp2kit.files import positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a recipe as a TOML says, or only check the TOML. Returns the exit code."""
     options = _parse(arguments)
     if options.check:
-        return _check(options.toml, options.overrides)
+        return _check(options.toml, options.overrides, options.world_size)
     try:
         recipe, config, _ = load_and_start(options.toml, options.overrides)
         recipe.main(config)
@@ -96,18 +97,18 @@ def _say(line: str) -> None:
 
 
 def find_toml(name: str) -> Path:
-    """``name`` as a path, or else the TOML of that name that comes with the package.
+    """``name`` as a path, or else the TOML of that name, with or without ``.toml``, that comes with the package.
 
     Raises:
         UserError: there is neither.
     """
-    path = Path(name).expanduser()
-    bundled = bundled_folder("toml") / path.name
+    path, folder = Path(name).expanduser(), bundled_folder("toml")
     if path.is_file():
         return path
+    bundled = folder / (path.name if path.suffix == ".toml" else f"{path.name}.toml")
     if str(path.parent) in (".", "toml") and bundled.is_file():
         return bundled
-    known = ", ".join(sorted(file.name for file in bundled.parent.glob("*.toml")))
+    known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
     raise UserError(name, "no such file", f"give a TOML's path, or one that comes with fsdp2kit: {known}")
 
 
@@ -128,12 +129,13 @@ def find_recipe(name: str, *, toml: Path) -> Path:
     raise UserError(f"{toml}: recipe", f"{name!r} was not found", f"name one of {known}, or the path of a .py file")
 
 
-def load_recipe(path: Path) -> ModuleType:
+def load_recipe(path: str | Path) -> ModuleType:
     """Import a recipe file, which must define ``Config`` and ``main(config)``.
 
     Raises:
         UserError: it does not define them, is not Python, or cannot be executed.
     """
+    path = Path(path)
     spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(str(path), "is not a Python file", "name a .py file")
@@ -174,7 +176,16 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         "overrides", nargs="*", metavar="section.key=value", help="the value is TOML; a bare word is a string"
     )
     parser.add_argument("--check", action="store_true", help="validate only: no process group, no weights, no network")
-    return parse_with_overrides(parser, arguments)
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="with --check: ranks of the run (default: WORLD_SIZE, else the fewest that the TOML's mesh fits)",
+    )
+    options = parse_with_overrides(parser, arguments)
+    if options.world_size and not options.check:
+        parser.error("--world-size is for --check; torchrun --nproc-per-node N starts a run on N ranks")
+    return options
 
 
 def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -184,13 +195,24 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[st
     return options
 
 
-def _check(toml: str, overrides: Sequence[str]) -> int:
-    started = time.perf_counter()
+def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
+    """
+    Args:
+        world_size: ranks that the run will have; None: what the environment says, else the fewest that fit.
+    """
+    started, note = time.perf_counter(), ""
     # Set before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        _, world_size, _, local_world_size = distributed.ranks_from_environment()
+        _, size, _, local_world_size = distributed.ranks_from_environment()
         recipe, config = load(toml, overrides)
+        if world_size is None and "WORLD_SIZE" in os.environ:
+            world_size = size
+        else:
+            if world_size is None:
+                world_size = smallest_world(config)
+                note = " (the fewest that its mesh fits; --world-size N checks another number)"
+            local_world_size = local_world_size if "LOCAL_WORLD_SIZE" in os.environ else min(world_size, 8)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):
             lines, unchecked = [str(sizes)], recipe.check(config)
@@ -201,7 +223,7 @@ def _check(toml: str, overrides: Sequence[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    print(f"ok: {toml} on {counted(world_size, 'rank')}, checked in {time.perf_counter() - started:.1f} s")
+    print(f"ok: {toml} on {counted(world_size, 'rank')}{note}, checked in {time.perf_counter() - started:.1f} s")
     print(*lines, *(f"{what} unchecked: not on this machine" for what in unchecked), sep="\n")
     print("weights and memory unchecked: the start reads and takes them")
     return 0

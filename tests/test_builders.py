@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from fsdp2kit import distributed
+from fsdp2kit.checkpoint.export_model import export_model
+from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
+from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
 from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.manifest import verify
+from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     ChatDataConfig,
@@ -28,12 +33,16 @@ from fsdp2kit.config.schema import (
 )
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
-from fsdp2kit.job import start_job
+from fsdp2kit.errors import UserError
+from fsdp2kit.job import lock_run_dir, start_job, write_record
+from fsdp2kit.migrate.state_dicts import torch_to_dcp
+from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import build_model, decoder_layers, materialize
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.model.weights import initialize
+from fsdp2kit.model.weights import initialize, load_pretrained
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
+from fsdp2kit.overlap.report import build_report
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
@@ -121,6 +130,32 @@ def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
     assert manager.restore(path, model, optimizer).step == 3
     for name, value in model.state_dict().items():
         assert torch.equal(value, kept[name]), name
+
+
+def test_path_arguments_take_text(tmp_path: Path) -> None:
+    folder, dcp, back = (str(tmp_path / name) for name in ("model", "dcp", "back"))
+    plain = plain_copy(real_model())
+    plain.save_pretrained(folder)
+    torch.save(plain.state_dict(), tmp_path / "state.pt")
+    hf_to_dcp(folder, dcp)
+    torch_to_dcp(str(tmp_path / "state.pt"), str(tmp_path / "again"), config_dir=folder)
+    assert ": whole: " in verify(dcp)
+    dcp_to_hf(dcp, back, config_dir=folder)
+    assert not ensure_export(dcp, out=back, dtype="float32")
+    assert "the same logits" in compare_logits(dcp, back)
+    for fill in (lambda model: load_pretrained(model, folder), lambda model: load_weights(dcp, model)):
+        model = real_model()
+        fill(model)
+        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    export_model(model, str(tmp_path / "exported"))
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "exported")(TOKENS).logits, plain(TOKENS).logits)
+    assert find_hf_dir(Path(folder), key="mine", with_weights=True) == Path(folder)
+    assert weights_digest(folder) == weights_digest(Path(folder))
+    with lock_run_dir(str(tmp_path / "run")):
+        write_record(str(tmp_path / "run"), config_text="", environment={})
+    CheckpointManager(CheckpointConfig(), run_dir=str(tmp_path), identity={}, write_assets=lambda folder: None)
+    with pytest.raises(UserError, match="no trace"):
+        build_report(str(tmp_path / "run"))
 
 
 def test_profiler(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import tomli
 
 from fsdp2kit import __main__ as command
+from fsdp2kit import run
+from fsdp2kit.errors import tool_command
 from tools import schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +57,13 @@ def test_an_unknown_command_is_one_line_and_the_list(capsys: pytest.CaptureFixtu
         (["hf-to-dcp", "a", "b"], "fsdp2kit.tools.hf_to_dcp", ["a", "b"]),
         (["convert", "model", "out"], "fsdp2kit.tools.hf_to_dcp", ["model", "out"]),
         (["convert", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "out"]),
+        (["convert", "--merge", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "out", "--merge"]),
+        (
+            ["convert", "--merge", "base", "step-000003", "--dtype", "bfloat16", "out"],
+            "fsdp2kit.tools.dcp_to_hf",
+            ["step-000003", "out", "--dtype", "bfloat16", "--merge", "base"],
+        ),
+        (["convert", "--verify", "model", "out"], "fsdp2kit.tools.hf_to_dcp", ["model", "out", "--verify"]),
         (
             ["convert", "s3://bucket/step-000003", "out"],
             "fsdp2kit.tools.dcp_to_hf",
@@ -70,6 +81,82 @@ def test_each_command_starts_its_module(
     assert started == [(module, passed_on)]
 
 
+def test_convert_says_what_it_does_in_both_directions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["convert", "--help"])
+    shown = capsys.readouterr().out
+    for word in ("SOURCE OUT", "--merge", "--dtype", "--config", "--verify", "state dict"):
+        assert word in shown
+    for arguments, complaint in (
+        (["only-one"], "give SOURCE and OUT"),
+        ([str(tmp_path), "out", "--dtype", "float16"], "--dtype is for checkpoints"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            command.main(["convert", *arguments])
+        assert left.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {}, "on 2 ranks (the fewest that its mesh fits; --world-size N checks another number), checked in"),
+        (["--world-size", "8"], {}, "on 8 ranks, checked in"),
+        (["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
+        ([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
+        (["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
+        (["mesh.cp=1"], {}, "on 1 rank (the fewest"),
+    ],
+)
+def test_a_check_needs_no_ranks(
+    arguments: list[str], environment: dict[str, str], said: str, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo_cp2", "demo_cp2.toml"):  # as it is called elsewhere than in a checkout
+        assert run.main([name, "--check", "train.micro_batch_size=1", *arguments]) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_a_check_of_a_world_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["demo_cp2", "--check", "--world-size", "3"]) == 2
+    assert "mesh.cp: 2 does not divide the world size 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main(["demo_cp2", "--world-size", "3"])
+    assert "--world-size is for --check" in capsys.readouterr().err
+
+
+def test_messages_name_tools_as_the_user_starts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "fsdp2kit" / "run.py")])
+    assert tool_command("plan") == "python tools/plan.py"
+    assert tool_command("dcp_to_hf") == "python tools/dcp_to_hf.py"
+    monkeypatch.setattr(sys, "argv", ["fsdp2kit check"])
+    assert tool_command("plan") == "fsdp2kit plan"
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.chdir(tmp_path)
+    assert tool_command("dcp_to_hf") == tool_command("hf_to_dcp") == "fsdp2kit convert"
+    assert tool_command("overlap_report") == "fsdp2kit overlap-report"
+
+
+def test_no_message_names_a_tool_in_another_way() -> None:
+    for path in (ROOT / "fsdp2kit").rglob("*.py"):
+        if path.name == "errors.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documentation = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                assert not re.search(r"tools/\w+\.py|python -m fsdp2kit\.tools", node.value), f"{path}:{node.lineno}"
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_every_tool_is_a_module_of_the_package_in_a_checkout(name: str) -> None:
     spec = importlib.util.find_spec(f"fsdp2kit.tools.{name}")
@@ -81,6 +168,13 @@ def test_the_installed_command_is_this_one() -> None:
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, function = project["scripts"]["fsdp2kit"].split(":")
     assert getattr(importlib.import_module(module), function) is command.main
+
+
+def test_the_extra_for_all_names_every_extra_that_a_run_can_use() -> None:
+    extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"[\w-]+", re.findall(r"fsdp2kit\[(.*?)\]", extras["all"][0])[0]))
+    assert named | {"liger"} == extras.keys() - {"all", "dev", "peers"}
+    assert extras["all"][1].startswith(extras["liger"][0])
 
 
 RECIPE = '''

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(prog="dcp_to_hf", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="a checkpoint of fsdp2kit (path or URL), or of plain torch with --config")
-    parser.add_argument("out", help="the directory (path or URL) to write; only an earlier export is ever replaced")
+    parser.add_argument(
+        "out", nargs="?", help="the directory (path or URL) to write; only an earlier export is ever replaced"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: what the run's config says")
     parser.add_argument(
         "--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 1e9, help="largest file, in 10^9 bytes"
@@ -42,7 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="add the checkpoint's adapter to the model it was trained on (directory or hub id; default: as it was)",
     )
     parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.out is None and isinstance(options.merge, str):  # --merge CHECKPOINT OUT: a model is not named
+        options.checkpoint, options.out, options.merge = options.merge, options.checkpoint, True
+    if options.out is None:
+        parser.error("the following arguments are required: out")
     checkpoint, out = to_path(options.checkpoint), to_path(options.out)
     if options.verify and (options.merge or (checkpoint / "hf" / CONFIG_NAME).is_file()):
         what = "compares a whole model's checkpoint with its export, and this one holds an adapter"

@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "source", type=user_path, help="a Hugging Face directory, a file of torch.save, or a directory of plain DCP"
     )
-    parser.add_argument("out", type=user_path, help="the directory to write; for model.weights, or tools/dcp_to_hf.py")
+    parser.add_argument(
+        "out", type=user_path, help="the directory to write; for model.weights, or to be converted back"
+    )
     parser.add_argument(
         "--config",
         type=user_path,

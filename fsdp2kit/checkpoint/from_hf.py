@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.hf import copy_assets
+from fsdp2kit.checkpoint.export_record import copy_assets
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors
-from fsdp2kit.checkpoint.store import on_disk
+from fsdp2kit.checkpoint.store import on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
@@ -40,7 +40,7 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return tensor
 
 
-def hf_to_dcp(source: Path, out: Path) -> None:
+def hf_to_dcp(source: str | Path, out: str | Path) -> None:
     """Write the weights of a Hugging Face directory as a checkpoint for ``model.weights``; a tensor in memory at once.
 
     It has a manifest with checksums, and config and tokenizer in ``hf/``, so `verify` checks it and `dcp_to_hf`
@@ -55,7 +55,7 @@ def hf_to_dcp(source: Path, out: Path) -> None:
         write_weights(stored, out, model=model, config_dir=source)
 
 
-def model_of(config_dir: Path) -> PreTrainedModel:
+def model_of(config_dir: str | Path) -> PreTrainedModel:
     """The model of a Hugging Face directory without storage.
 
     Raises:
@@ -67,7 +67,9 @@ def model_of(config_dir: Path) -> PreTrainedModel:
     return model
 
 
-def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTrainedModel, config_dir: Path) -> None:
+def write_weights(
+    stored: Mapping[str, StoredTensor], out: str | Path, *, model: PreTrainedModel, config_dir: str | Path
+) -> None:
     """Write tensors as a checkpoint, whole or not at all; a tensor in memory at once.
 
     Args:
@@ -78,7 +80,7 @@ def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTr
         UserError: `out` is taken; a tensor cannot be read.
         RunFailure: `out` cannot be written.
     """
-    out = out.absolute()
+    out, config_dir = Path(out).absolute(), Path(config_dir)
     if out.exists():
         raise UserError(str(out), "exists", "choose another directory, or move that away")
     staging = out.with_name(f".{out.name}.partial")
@@ -107,7 +109,7 @@ def write_weights(stored: Mapping[str, StoredTensor], out: Path, *, model: PreTr
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def compare_logits(checkpoint: Path, hf_dir: Path) -> str:
+def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
     """Load the directory with `from_pretrained`, the checkpoint into a model of its own, and compare their logits.
 
     Both are whole in memory, in the directory's dtype. What is behind a URL is first fetched to a temporary folder.
@@ -118,7 +120,7 @@ def compare_logits(checkpoint: Path, hf_dir: Path) -> str:
     Raises:
         RunFailure: they do not.
     """
-    tokens = 32
+    tokens, hf_dir = 32, to_path(hf_dir)
     with on_disk(hf_dir) as folder:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()

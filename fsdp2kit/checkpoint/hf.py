@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.adapter import RECORD, MergedTensors, find_base, holds_adapter
+from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter
+from fsdp2kit.checkpoint.export_record import (
+    check_replaceable,
+    copy_assets,
+    read_record,
+    recorded_files,
+    write_json,
+    write_record,
+)
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
-from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk
+from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import replace_file, sha256, sync, sync_tree
+from fsdp2kit.files import sha256, sync, sync_tree
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
@@ -45,7 +53,6 @@ from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
-ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
@@ -69,16 +76,17 @@ class Group:
 class ExportPlan:
     """What an export will write; the same on every rank."""
 
-    checkpoint: Path
+    checkpoint: Path | None
+    """What is exported; None: a model in memory, by `fsdp2kit.checkpoint.export_model`."""
     out: Path
     config_dir: Path
     dtype: str
     files: dict[str, list[Group]]
     """File name → what goes into it, in the order of its bytes."""
     manifest: Manifest | None
-    """The checkpoint's; None for one that is not ours."""
+    """The checkpoint's; None without a checkpoint, and for one that is not ours."""
     model: PreTrainedModel | None
-    """On meta; None for one that transformers does not know itself, and for an adapter."""
+    """Without values; None for one that transformers does not know itself, and for an adapter."""
     base: Path | None = None
     """The directory of the model that the checkpoint's adapter is merged into; None: nothing is merged."""
 
@@ -98,12 +106,12 @@ class ExportPlan:
 
 
 def dcp_to_hf(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: str | Path,
+    out: str | Path,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    config_dir: Path | None = None,
+    config_dir: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
     check: bool = True,
     merge: bool | str = False,
@@ -115,7 +123,8 @@ def dcp_to_hf(
     transformers stores the model in other pieces than it runs it (fused experts).
 
     Args:
-        out: a directory, or what `to_path` makes of a URL; only an earlier export is ever replaced.
+        checkpoint: a directory, or a URL that fsspec knows.
+        out: the same; only an earlier export is ever replaced.
         dtype: of floating-point tensors, but for those that transformers keeps in float32 (`tensor_dtypes`). Default:
             the manifest's export dtype, else float32.
         max_shard_bytes: largest file, unless a single tensor is larger.
@@ -131,6 +140,7 @@ def dcp_to_hf(
     """
     rank, world_size = distributed.rank(), distributed.world_size()
     settle = partial(distributed.agreement, group)
+    checkpoint, out = to_path(checkpoint), to_path(out)
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
         with settle():
@@ -152,17 +162,23 @@ def dcp_to_hf(
 
 
 def ensure_export(
-    checkpoint: Path, group: dist.ProcessGroup | None = None, *, out: Path, dtype: str, check: bool = False
+    checkpoint: str | Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    out: str | Path,
+    dtype: str,
+    check: bool = False,
 ) -> bool:
     """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
 
     Args:
         check: as `dcp_to_hf`'s; needless for a checkpoint that was just written, or checked to resume from it.
     """
+    checkpoint, out = to_path(checkpoint), to_path(out)
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
     if distributed.rank() == 0:
-        record, digest = _read_record(out), _manifest_digest(checkpoint)
+        record, digest = read_record(out), _manifest_digest(checkpoint)
         if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
             stale = not all((out / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
@@ -172,12 +188,12 @@ def ensure_export(
 
 
 def plan_export(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: str | Path,
+    out: str | Path,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    config_dir: Path | None = None,
+    config_dir: str | Path | None = None,
     merge: bool | str = False,
 ) -> ExportPlan:
     """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
@@ -185,13 +201,14 @@ def plan_export(
     Raises:
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
     """
+    checkpoint, out = to_path(checkpoint), to_path(out)
     manifest: Manifest | None = None
     if is_complete(checkpoint) or not checkpoint.is_dir():
         manifest = read_manifest(checkpoint)
         check_sizes(checkpoint, manifest)
     elif config_dir is None:
         raise no_manifest(checkpoint, "give a complete checkpoint, or for one written by torch alone --config HF_DIR")
-    config_dir = config_dir or checkpoint / "hf"
+    config_dir = to_path(config_dir) if config_dir else checkpoint / "hf"
     base: Path | None = None
     if merge:
         if not holds_adapter(config_dir):
@@ -199,13 +216,11 @@ def plan_export(
         base = find_base(config_dir, manifest, merge if isinstance(merge, str) else None)
         dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
-    if dtype not in DTYPES:
-        raise UserError("--dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     out = out.absolute()
     check_replaceable(out, read=[base])
     if holds_adapter(config_dir) and not merge:
-        shapes = {adapter_file_name(name): one for name, one in _shapes(checkpoint, None, None).items()}
-        files = {ADAPTER_WEIGHTS: _groups(shapes, None, DTYPES[dtype])}
+        files = plan_adapter_file(_shapes(checkpoint, None, None), dtype)
         return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model=None)
     model = model_on_meta(config_dir)
     if model is None and merge:
@@ -214,7 +229,7 @@ def plan_export(
     if model is None and manifest is None:
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
-    files = _pack(_groups(_shapes(checkpoint, model, base), model, DTYPES[dtype]), max_shard_bytes)
+    files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes)
     return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model, base)
 
 
@@ -233,6 +248,32 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
         keys = find_weights(checkpoint, {key: one.size for key, one in stored.items()}, expected, tied=tied)
     metas = {key: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for key, one in stored.items()}
     return {name: (key, metas[key]) for name, key in keys.items()}
+
+
+def check_dtype(dtype: str) -> None:
+    """
+    Raises:
+        UserError: no export has this dtype.
+    """
+    if dtype not in DTYPES:
+        raise UserError("dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
+
+
+def plan_files(
+    shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: str, max_shard_bytes: int
+) -> dict[str, list[Group]]:
+    """What goes into which file of a model's export.
+
+    Args:
+        shapes: the model's tensors by name, a tied one once: the key under which each is read, and a meta tensor.
+    """
+    return _pack(_groups(shapes, model, DTYPES[dtype]), max_shard_bytes)
+
+
+def plan_adapter_file(shapes: dict[str, tuple[str, Tensor]], dtype: str) -> dict[str, list[Group]]:
+    """The one file of an adapter's export; see `plan_files`."""
+    renamed = {adapter_file_name(name): one for name, one in shapes.items()}
+    return {ADAPTER_WEIGHTS: _groups(renamed, None, DTYPES[dtype])}
 
 
 def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
@@ -275,7 +316,7 @@ def begin_export(plan: ExportPlan) -> None:
         assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
         plan.out.mkdir(parents=True, exist_ok=True)
         # Not yet an export of anything, but all of it is ours and may be replaced.
-        _write_record(plan.out, {*plan.files, INDEX_NAME, *assets, *_recorded_files(plan.out)}, {})
+        write_record(plan.out, {*plan.files, INDEX_NAME, *assets, *recorded_files(plan.out)}, {})
         return
     shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
     plan.staging.mkdir(parents=True)
@@ -288,6 +329,7 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
         UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
         RunFailure: a file of the checkpoint cannot be read.
     """
+    assert plan.checkpoint is not None, "a model in memory is written by `export_model`"
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as checked:
         if check and plan.manifest is not None:
             share = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
@@ -295,19 +337,31 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
             checked.callback(share.result)
             if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
                 share.result()
-        reader: StoredTensors | MergedTensors = StoredTensors(SafeReader(plan.checkpoint))
+        reader: TensorReader = StoredTensors(SafeReader(plan.checkpoint))
         if plan.base is not None and plan.model is not None:
             base = checked.enter_context(open_pretrained(plan.model, plan.base, allow_unexpected=True))
             reader = MergedTensors(plan.config_dir, base, reader)
         forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
         with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
             for file, tensors in forms.items():
-                path, blocks = plan.staging / file, _tensors_of(plan, file, reader)
+                path, blocks = plan.staging / file, tensors_of(plan, file, reader)
                 write_safetensors(path, tensors, blocks, advance=bar.advance)
 
 
-def _tensors_of(plan: ExportPlan, file: str, stored: StoredTensors | MergedTensors) -> Iterator[Iterable[Tensor]]:
-    """The tensors of a file as flat blocks."""
+class TensorReader(Protocol):
+    """Where the tensors of an export come from, by the keys of its plan; see `StoredTensors`."""
+
+    def read(self, key: str, /) -> Tensor:
+        """A whole tensor."""
+        ...
+
+    def blocks(self, key: str, /) -> Iterator[Tensor]:
+        """Its elements in order, as flat tensors."""
+        ...
+
+
+def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[Iterable[Tensor]]:
+    """The tensors of a file as flat blocks, in the order of its bytes; read one group after the other."""
     for group in plan.files[file]:
         if group.is_copied:
             yield stored.blocks(*group.keys.values())
@@ -330,7 +384,7 @@ def publish_export(plan: ExportPlan) -> None:
     check_replaceable(plan.out)
     written = {*plan.files, *fill(plan.staging, partial(_write_assets, plan))}
     facts = {
-        "checkpoint": str(plan.checkpoint),
+        "checkpoint": plan.checkpoint and str(plan.checkpoint),
         "step": plan.manifest.step if plan.manifest else None,
         "manifest": _manifest_digest(plan.checkpoint),
         "dtype": plan.dtype,
@@ -338,11 +392,11 @@ def publish_export(plan: ExportPlan) -> None:
         **({"base": plan.manifest.identity.get("model.weights")} if plan.is_adapter and plan.manifest else {}),
     }
     if is_remote(plan.out):
-        for stale in _recorded_files(plan.out) - written:
+        for stale in recorded_files(plan.out) - written:
             (plan.out / stale).unlink(missing_ok=True)
-        _write_record(plan.out, written, facts)
+        write_record(plan.out, written, facts)
         return
-    _write_record(plan.staging, written, facts)
+    write_record(plan.staging, written, facts)
     sync_tree(plan.staging)
     old = plan.out.with_name(f".{plan.out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -367,64 +421,14 @@ def _write_assets(plan: ExportPlan, folder: Path) -> None:
         part["dtype"] = plan.dtype
     if plan.model is not None:  # a config that never was a model's lacks it
         config.setdefault("architectures", [type(plan.model).__name__])
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     if len(plan.files) > 1:
         weight_map = {name: file for file in plan.files for name in plan.forms(file)}
         total = sum(group.size for groups in plan.files.values() for group in groups)
-        _write_json(
+        write_json(
             folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         )
 
 
-def copy_assets(source: Path, target: Path) -> None:
-    """Copy everything but weights, their index and hidden files from one directory into another."""
-    for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
-        is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
-        if path.is_file() and is_asset and not path.name.startswith("."):
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True, parents=True)
-            shutil.copyfile(path, copy)
-
-
-def check_replaceable(out: Path, *, read: Iterable[Path | None] = ()) -> None:
-    """Check that ``out`` is absent, empty, or holds nothing but an earlier export of ours, and none of ``read``.
-
-    Raises:
-        UserError: it holds something else; the error names it. Or what is exported is made from it.
-    """
-    if not out.exists():
-        return
-    todo = "choose another directory, or move that away"
-    if any(path is not None and path.resolve() == out.resolve() for path in read):
-        raise UserError(str(out), "is read here, and the export would replace it", "choose another directory")
-    if not out.is_dir():
-        raise UserError(str(out), "is not a directory", todo)
-    present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-    if others := sorted(present - {RECORD} - _recorded_files(out)):
-        raise UserError(str(out), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(value, indent=2) + "\n")
-
-
-def _write_record(directory: Path, files: Iterable[str], facts: dict[str, Any]) -> None:
-    _write_json(directory / RECORD, {**facts, "files": sorted(files)})
-
-
-def _read_record(out: Path) -> dict[str, Any]:
-    """The record of an export; empty where there is none that can be read."""
-    try:
-        record = json.loads((out / RECORD).read_text(encoding="utf-8"))
-        return record if isinstance(record["files"], list) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _recorded_files(out: Path) -> set[str]:
-    """The files that exports of ours wrote to ``out``, or were about to."""
-    return set(_read_record(out).get("files", []))
-
-
-def _manifest_digest(checkpoint: Path) -> str | None:
-    return sha256(checkpoint / MANIFEST) if is_complete(checkpoint) else None
+def _manifest_digest(checkpoint: Path | None) -> str | None:
+    return sha256(checkpoint / MANIFEST) if checkpoint is not None and is_complete(checkpoint) else None

@@ -12,7 +12,7 @@ from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest
 from fsdp2kit.checkpoint.store import is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.data.contents import changes
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
 from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
@@ -102,7 +102,8 @@ def check_same_run(
         if not is_same:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
-                anew = "go on from its adapter: export it (tools/dcp_to_hf.py) and give that as model.adapter"
+                export = tool_command("dcp_to_hf")
+                anew = f"go on from its adapter: export it ({export}) and give that as model.adapter"
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
             if field == "data" and contents_saved and contents:
                 trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from fsdp2kit.checkpoint.hf import check_replaceable, ensure_export
+from fsdp2kit.checkpoint.export_record import check_replaceable
+from fsdp2kit.checkpoint.hf import ensure_export
 from fsdp2kit.checkpoint.identity import check_same_run
 from fsdp2kit.checkpoint.manifest import Manifest, check_sizes, read_manifest, record_files, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
@@ -74,7 +75,7 @@ class CheckpointManager:
         self,
         section: CheckpointConfig,
         *,
-        run_dir: Path,
+        run_dir: str | Path,
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None = None,
@@ -82,6 +83,7 @@ class CheckpointManager:
         environment: dict[str, Any] | None = None,
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
+        run_dir = Path(run_dir)
         with agreement():
             root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
             check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.checkpoint.store import MANIFEST, in_use
+from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file, sha256, sync_tree
@@ -71,12 +71,13 @@ def no_manifest(checkpoint: Path, todo: str) -> UserError:
     return UserError(str(checkpoint), what, todo)
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: str | Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
     Raises:
         UserError: there is no such directory, no manifest, or one that cannot be read.
     """
+    checkpoint = to_path(checkpoint)
     if not checkpoint.is_dir():
         raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
     path = checkpoint / MANIFEST
@@ -140,12 +141,13 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
                 raise UserError(str(checkpoint / name), what, USE_ANOTHER)
 
 
-def verify(checkpoint: Path) -> str:
+def verify(checkpoint: str | Path) -> str:
     """Check the manifest, and the size and SHA-256 of every file; return one line that says what was found.
 
     Raises:
         UserError: the checkpoint is incomplete or damaged; the error names the file.
     """
+    checkpoint = to_path(checkpoint)
     with in_use(checkpoint):
         manifest = read_manifest(checkpoint)
         check_contents(checkpoint, manifest)

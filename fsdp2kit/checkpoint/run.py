@@ -28,6 +28,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.errors import tool_command
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.build import source_of
@@ -178,7 +179,7 @@ class Checkpoints:
             kind = "model" if adapter_of(self.model) is None else "adapter"
             lines.append(f"{kind}: {self.manager.out}, of {self._describe_step(exported)}")
             if self.can_answer:
-                lines.append(f'try it: python -m fsdp2kit.tools.generate {self.manager.out} "…"')
+                lines.append(f'try it: {tool_command("generate")} {self.manager.out} "…"')
         if exported and is_over and (repository := self.config.checkpoint.push_to_hub):
             lines.append(push_to_hub(self.manager.out, repository))
         return lines

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
-from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote
+from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.model.names import base_name
@@ -117,13 +117,14 @@ def initialise_state(optimizer: Optimizer) -> None:
             optimizer.state[parameter]["step"].zero_()
 
 
-def check_together(path: Path) -> None:
+def check_together(path: str | Path) -> None:
     """Check every byte of a checkpoint against its manifest, each rank its share of the files. Collective.
 
     Raises:
         UserError: it is incomplete or damaged; the error, the same on every rank, names the file.
     """
     with agreement():
+        path = to_path(path)
         check_contents(path, read_manifest(path), rank=rank(), world_size=world_size())
 
 
@@ -180,7 +181,7 @@ def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
     load_tensors(reader, wanted)
 
 
-def load_weights(path: Path, model: Any) -> None:
+def load_weights(path: str | Path, model: Any) -> None:
     """Fill a model's parameters and persistent buffers from a distributed checkpoint, and read no more. Collective.
 
     The checkpoint is ours, or plain DCP of a Hugging Face state dict, with or without a ``model.`` before its names.
@@ -193,6 +194,7 @@ def load_weights(path: Path, model: Any) -> None:
             error names the file or the tensor.
         RunFailure: a file cannot be read.
     """
+    path = to_path(path)
     with in_use(path):
         if any(gather_objects(is_complete(path))):
             check_together(path)
@@ -201,7 +203,8 @@ def load_weights(path: Path, model: Any) -> None:
             reader = SafeReader(path)
             shapes = {key: one.size for key, one in reader.stored_tensors().items()}
             if any(base_name(key) is None for key in shapes):
-                todo = "export it (tools/dcp_to_hf.py) and give that as model.adapter, or with --merge as model.path"
+                export = f"export it ({tool_command('dcp_to_hf')})"
+                todo = f"{export} and give that as model.adapter, or with --merge as model.path"
                 raise UserError(str(path), "holds an adapter, and not the model that it belongs to", todo)
             grown, new = grown_tensors(model)
             keys = find_weights(path, shapes, tensors, tied=tied_names(model), smaller=grown)

@@ -36,8 +36,9 @@ OLD, TEMPORARY, TRASH = ".old-", ".tmp-", ".trash-"
 BEGUN = ".begun"
 
 
-def open_store(root: Path) -> CheckpointStore:
-    """The checkpoints under a directory, or under what `to_path` makes of a URL."""
+def open_store(root: str | Path) -> CheckpointStore:
+    """The checkpoints under a directory, or under a URL that fsspec knows."""
+    root = to_path(root)
     return ObjectStore(root) if is_remote(root) else CheckpointStore(root)
 
 
@@ -255,12 +256,16 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file()
 
 
-def to_path(text: str) -> Path:
+def to_path(text: str | Path) -> Path:
     """A path, ``~`` expanded, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+
+    What is a path, or behaves like one, is returned as it is.
 
     Raises:
         UserError: fsspec does not know the URL's scheme, or its package is not installed.
     """
+    if not isinstance(text, str):
+        return text
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text).expanduser()

@@ -21,7 +21,7 @@ from fsdp2kit.config.schema import (
 )
 from fsdp2kit.config.section import Section, may_be_hub_id
 from fsdp2kit.config.wandb_login import check_wandb
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
@@ -88,6 +88,16 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         todo = "change one of them, leave it to 'auto', or start another number of processes"
         raise UserError("mesh", f"{product}, but the world size is {world_size}", todo)
     return sizes
+
+
+def smallest_world(config: TrainingConfig) -> int:
+    """The fewest ranks that the sizes in ``[mesh]`` fit; where they do not fit its batches, no larger world does."""
+    mesh = config.mesh
+    sizes = [size for size in (mesh.dp_replicate, mesh.dp_shard) if size != "auto"]
+    ranks = mesh.cp * math.prod(sizes)
+    if isinstance(config, RLConfig) and mesh.dp_shard == "auto":
+        ranks = math.lcm(ranks, config.rollout.tp)
+    return ranks
 
 
 def shard_ranks(fsdp: FSDPConfig, sizes: MeshSizes) -> int:
@@ -280,7 +290,7 @@ def _check_lora(config: TrainingConfig) -> None:
         raise UserError("model.freeze", "is set with adapters, which freeze the whole model", "leave it out")
     if model.weights not in ("pretrained", "random"):
         what = "is a checkpoint: an adapter is kept by itself, and peft could not load the model that it belongs to"
-        todo = "convert it (tools/dcp_to_hf.py) and give the directory as model.path"
+        todo = f"convert it ({tool_command('dcp_to_hf')}) and give the directory as model.path"
         raise UserError("model.weights", what, todo)
     if model.weights == "random" and config.checkpoint.export_hf != "never":
         what = "'random' with adapters, whose export would be of no use without those random weights"

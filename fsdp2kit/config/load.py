@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from fsdp2kit.config.foreign import RECIPE_OF, SECTION_OF, advise_on_key, advise_on_path, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 _Known = dict[str, FieldInfo | None]
@@ -26,8 +26,8 @@ _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(
 
 # Removed keys: the value that changed nothing (a run's own config.toml has it), and what to do instead of another.
 REMOVED = {
-    "baseline.compare": ("none", "leave it out; tools/bench.py fsdp1 TOML trains with FSDP1 beside it"),
-    "baseline.warmup": (3, "leave it out; tools/bench.py fsdp1 TOML has --warmup"),
+    "baseline.compare": ("none", "leave it out; {bench} fsdp1 TOML trains with FSDP1 beside it"),
+    "baseline.warmup": (3, "leave it out; {bench} fsdp1 TOML has --warmup"),
     "compile.cache_dir": (
         None,
         "set the environment variable TORCHINDUCTOR_CACHE_DIR, where torch keeps compiled code",
@@ -43,12 +43,13 @@ ALTERNATIVES = (
 REMOVED_OPTIMIZERS = {"adamw_4bit": "use 'adamw_8bit' or 'adamw_bf16'"}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
         UserError: the file is missing, not readable, or not TOML.
     """
+    path = Path(path)
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def load_config(
     schema: type[ConfigT],
     values: Mapping[str, Any],
     *,
-    source: Path,
+    source: str | Path,
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = lambda line: None,
 ) -> ConfigT:
@@ -99,7 +100,7 @@ def load_config(
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
-    merged = copy.deepcopy(dict(values))
+    source, merged = Path(source), copy.deepcopy(dict(values))
     known = _known_keys(schema)
     for override in overrides:
         _apply_override(merged, override, known)
@@ -218,7 +219,9 @@ def _drop_removed(known: Collection[str], values: dict[str, Any], source: Path, 
         if key in known or not isinstance(given, dict) or name not in given:
             continue
         if given.pop(name) != harmless:
-            raise UserError(_where([section, name], source, overrides), "was removed", instead)
+            raise UserError(
+                _where([section, name], source, overrides), "was removed", instead.format(bench=tool_command("bench"))
+            )
         if not given and section not in known:
             del values[section]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 
 Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
 
@@ -40,19 +40,19 @@ _NO_MODEL: dict[Kind, str] = {
 _INSTEAD: dict[str, dict[Kind, str]] = {
     "model.path": {
         **_NO_MODEL,
-        "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: tools/dcp_to_hf.py",
+        "checkpoint": "set model.weights = '{path}' and model.path = '{path}/hf', or convert it: {dcp_to_hf}",
         "run": "give its export, model.path = '{path}/hf', or model.weights = one of '{path}/checkpoints/'",
     },
     "model.weights": {
         **_NO_MODEL,
         "model": "set model.path to it, and leave model.weights out",
         "run": "give one of its checkpoints, in '{path}/checkpoints/'",
-        "weights": "convert it first: tools/hf_to_dcp.py '{path}' OUT --config HF_DIR",
+        "weights": "convert it first: {hf_to_dcp} '{path}' OUT --config HF_DIR",
         "gguf": "GGUF is not read: set model.path to the directory of the original",
     },
     "model.tokenizer": {"checkpoint": "give '{path}/hf'", "run": "give '{path}/hf'", "rows": _ROWS},
     "model.adapter": {
-        "checkpoint": "give the export of a run with [lora], or make one: tools/dcp_to_hf.py",
+        "checkpoint": "give the export of a run with [lora], or make one: {dcp_to_hf}",
         "run": "give its export, '{path}/hf'",
         "weights": "give the directory that holds adapter_config.json",
         "gguf": "give the directory that holds adapter_config.json",
@@ -65,9 +65,9 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
     },
     "distill.teacher": {
         **_NO_MODEL,
-        "checkpoint": "give '{path}/hf', or convert it: tools/dcp_to_hf.py",
+        "checkpoint": "give '{path}/hf', or convert it: {dcp_to_hf}",
         "run": "give its export, '{path}/hf'",
-        "adapter": "merge it into its model first: tools/dcp_to_hf.py --merge",
+        "adapter": "merge it into its model first: {dcp_to_hf} --merge",
     },
     "data": {
         "model": f"set model.path to it, and {_ROWS_HERE}",
@@ -88,10 +88,11 @@ def check_paths(config: TrainingConfig) -> None:
     Raises:
         UserError: naming the key that the path belongs to.
     """
+    tools = {name: tool_command(name) for name in ("dcp_to_hf", "hf_to_dcp")}
     for key, text in _paths_of(config):
         instead = _INSTEAD["data" if key.startswith(("data.", "eval.")) else key]
         if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
-            raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text))
+            raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text, **tools))
     if os.path.isfile(config.run.dir):  # noqa: PTH113 (as below)
         raise UserError("run.dir", f"{config.run.dir} is a file", "name a directory, which need not be there yet")
     for key, text in (("model.weights", config.model.weights), ("run.resume", config.run.resume)):

@@ -25,7 +25,7 @@ from fsdp2kit.data.packing import plan_packs, plan_single
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import Source
 from fsdp2kit.data.tokens import encode_table, iterate_blocks
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, tool_command
 
 State = dict[str, Any]  # what JSON can hold
 WINDOW_ROWS = 32  # documents for this many rows are packed together
@@ -79,7 +79,7 @@ def packed_rows(
             empty_passes, has_documents = 0 if has_documents else empty_passes + 1, False
             if empty_passes == 2:
                 what = f"no document holds a token to learn ({counted(rows_read, 'row')})"
-                raise UserError(source.where, what, "look at the data with tools/preview.py")
+                raise UserError(source.where, what, f"look at the data with {tool_command('preview')}")
 
 
 def read_held_out(

@@ -115,7 +115,7 @@ class Draft:
     @property
     def toml(self) -> str:
         """The text. Its first line is the command that runs it."""
-        lines = [f"# {self._command()}", f"# Translated from {self.source} by tools/migrate_fsdp1.py.", ""]
+        lines = [f"# {self._command()}", f"# Translated from {self.source} by fsdp2kit migrate-fsdp1.", ""]
         lines += _key_lines("recipe", *self.recipe)
         for section in _SECTIONS:
             keys = [key for key in self._lines if _section_of(key) == section]

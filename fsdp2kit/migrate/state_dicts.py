@@ -28,7 +28,7 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
-def torch_to_dcp(source: Path, out: Path, *, config_dir: Path | None = None) -> None:
+def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path | None = None) -> None:
     """Write the weights of a state dict, or of a DCP directory, as a checkpoint for ``model.weights``.
 
     The names are those of the model's modules, under any prefix (``model.``, ``module.``, …) and with or without what
@@ -43,8 +43,9 @@ def torch_to_dcp(source: Path, out: Path, *, config_dir: Path | None = None) -> 
         UserError: the source is damaged, is none of these, or of another model; there is no config; `out` is taken.
         RunFailure: `out` cannot be written.
     """
+    source = Path(source)
     stored = {_WRAPPERS.sub("", key): one for key, one in (_in_folder if source.is_dir() else _in_file)(source)}
-    config_dir = config_dir or _folder_with_config(source)
+    config_dir = Path(config_dir) if config_dir else _folder_with_config(source)
     model = model_of(config_dir)
     tied = tied_names(model)
     names = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

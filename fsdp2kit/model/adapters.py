@@ -160,13 +160,13 @@ def _new_config(section: LoraConfig) -> Any:
     )
 
 
-def read_adapter_config(directory: Path, where: str) -> Any:
+def read_adapter_config(directory: str | Path, where: str) -> Any:
     """peft's ``LoraConfig`` of an adapter's directory.
 
     Raises:
         UserError: it is none, or of a kind that is not supported here; ``where`` is the TOML's key.
     """
-    path = directory / CONFIG_NAME
+    path = Path(directory) / CONFIG_NAME
     todo = "give the directory of a LoRA adapter, with adapter_config.json and adapter_model.safetensors"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from fsdp2kit.model.adapters import Adapter
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
-def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
+def find_hf_dir(path: str | Path, *, key: str, with_weights: bool) -> Path:
     """The local directory of a path or hub id; a hub id's small files and safetensors are fetched into the cache.
 
     In a job every rank calls this: one rank of each machine fetches first.
@@ -38,7 +38,7 @@ def find_hf_dir(path: str, *, key: str, with_weights: bool) -> Path:
             return Path(path)
         if Path(path).is_absolute():
             raise UserError(key, f"{path} is not a directory", "check the path")
-        return _fetch(path, key=key, with_weights=with_weights)
+        return _fetch(str(path), key=key, with_weights=with_weights)
 
     # Ranks meet whatever the text is: whether it is a directory may differ by machine.
     return one_per_machine_first(find)
@@ -58,7 +58,7 @@ def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
 
 
 def save_assets(
-    directory: Path,
+    directory: str | Path,
     *,
     config: PretrainedConfig,
     architecture: str,
@@ -75,7 +75,7 @@ def save_assets(
         stops: tokens that end what is trained; generation stops at them, too.
         adapter: the adapters that are trained, if any are; their config is written beside the model's.
     """
-    config = copy.deepcopy(config)
+    directory, config = Path(directory), copy.deepcopy(config)
     config.architectures = [architecture]
     config.save_pretrained(directory)
     generation, _ = generation_config(config, tokenizer=tokenizer, source=source, stops=stops)
@@ -121,14 +121,14 @@ _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 """Bytes of each end of a file, of a sample of a tensor, and how many samples."""
 
 
-def weights_digest(directory: Path) -> str:
+def weights_digest(directory: str | Path) -> str:
     """Two digests of which safetensors a model directory holds: of their sizes, headers and last bytes, as checkpoints
     of earlier versions have it alone (`same_weights`), and of samples of every tensor.
 
     Wherever the directory lies, the same files give the same digests; reading them whole would take minutes.
     """
     edges, samples = hashlib.sha256(), hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(Path(directory).glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
             edges.update(f"{path.name} {size}".encode())

@@ -226,13 +226,13 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
         return ()  # not on this machine, or what whoever reads the data will say
 
 
-def model_on_meta(config_dir: Path) -> PreTrainedModel | None:
+def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
     """The model of ``config_dir/config.json`` without storage; None where transformers does not know the class itself.
 
     Raises:
         UserError: there is no config, or transformers cannot build the model from it.
     """
-    path = config_dir / "config.json"
+    path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

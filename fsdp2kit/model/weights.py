@@ -51,7 +51,7 @@ _BLOCK = 1 << 22  # elements
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected: bool = False) -> None:
+def load_pretrained(model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False) -> None:
     """Fill a materialised (sharded) model from the safetensors of a Hugging Face directory, in place.
 
     Args:
@@ -62,6 +62,7 @@ def load_pretrained(model: PreTrainedModel, directory: Path, *, allow_unexpected
     Raises:
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
+    directory = Path(directory)
     targets = base_tensors(model)  # aliases of the parameters and persistent buffers
     quantized = nf4_layers(model)
     skeleton = build_skeleton(model)  # in which conversions find the names of the files' own model
@@ -99,7 +100,7 @@ class StoredTensor:
 
 @contextlib.contextmanager
 def open_pretrained(
-    model: PreTrainedModel, directory: Path, *, allow_unexpected: bool = False
+    model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False
 ) -> Iterator[dict[str, StoredTensor]]:
     """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while this lasts.
 
@@ -110,6 +111,7 @@ def open_pretrained(
     Raises:
         UserError: as `load_pretrained`.
     """
+    directory = Path(directory)
     with _open_safetensors(_safetensors_files(directory)) as slices:
         shapes, found = {name: tensor.shape for name, tensor in model.state_dict().items()}, {}
 
@@ -126,7 +128,7 @@ def open_pretrained(
         yield found
 
 
-def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place.
 
     Raises:
@@ -134,7 +136,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """
     # By name: a frozen copy of the model has adapters, too.
     wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
-    path, todo = directory / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
+    path, todo = Path(directory) / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {ADAPTER_WEIGHTS}", todo)
     with _open_safetensors([path]) as slices:

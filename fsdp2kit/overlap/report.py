@@ -135,7 +135,7 @@ def _split_json(split: Split, *, suffix: str = "_ms") -> dict[str, Any]:
     }
 
 
-def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Report:
+def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) -> Report:
     """Read the traces of a run directory, a ``trace`` directory or a file, and split every step of every rank.
 
     Args:
@@ -144,6 +144,7 @@ def build_report(path: Path, traces: Sequence[RankTrace] | None = None) -> Repor
     Raises:
         UserError: there is no trace, or one is damaged.
     """
+    path = Path(path)
     traces = read_traces(path) if traces is None else traces
     measured = _measured(path)
     steps = []

@@ -59,7 +59,7 @@ class RankTrace:
     """Phase and unit of the host from a time on."""
 
 
-def read_traces(path: Path) -> list[RankTrace]:
+def read_traces(path: str | Path) -> list[RankTrace]:
     """Every rank's trace, by rank; their collectives' `transfer` is filled in where it can be known.
 
     Args:
@@ -68,6 +68,7 @@ def read_traces(path: Path) -> list[RankTrace]:
     Raises:
         UserError: there is none, one is damaged, or two are of the same rank.
     """
+    path = Path(path)
     folder = path / "trace" if (path / "trace").is_dir() else path
     found = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
     found = [file for file in found if file.name != "environment.json"]  # a run's, which lies beside its trace

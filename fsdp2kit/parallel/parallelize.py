@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import attach_loss
@@ -22,6 +25,8 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     """Make a meta ``model`` parallel over ``mesh``, in place; its parameters are then allocated, without values.
 
     Fill them with `load_pretrained`, `initialize` or a checkpoint; build the optimizer after that. Collective.
+    transformers cannot save shards, so ``model.save_pretrained`` raises a `UserError` from here on; `export_model` of
+    `fsdp2kit.checkpoint.export_model` writes what it would.
 
     Args:
         plan: `plan_parallel`'s, for this model and a mesh of these sizes.
@@ -52,4 +57,11 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     # 6. Only now memory is allocated, for the shards alone.
     shard_device = torch.device("cpu") if plan.fsdp.offload == "params" else mesh.device
     materialize(model, device=shard_device, whole_device=mesh.device)
+    vars(model)["save_pretrained"] = _refuse_to_save  # it would leave half a directory
     return model
+
+
+def _refuse_to_save(*arguments: Any, **options: Any) -> NoReturn:
+    """What a sharded model's ``save_pretrained`` does."""
+    todo = "call export_model(model, directory) of fsdp2kit.checkpoint.export_model on every rank"
+    raise UserError("model.save_pretrained", "the model is sharded, which transformers cannot save", todo)

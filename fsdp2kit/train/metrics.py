@@ -188,34 +188,34 @@ def move_aside(path: Path, *, resume_step: int) -> Path | None:
 
 def format_record(
     record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None, also: Collection[str] = ()
-) -> str:
-    """One console line: ``step  12/100  epoch 0.24  loss 2.3456  grad_norm 1.234  lr 1.00e-05  input tokens/s …``.
+) -> list[str]:
+    """The parts of a console line, what is looked at most first: ``step  12/100``, ``loss 2.3456``, speed, eta, ….
 
     Args:
         also: keys to show besides those that every line has, and with them ``eval_KEY``.
     """
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
-    for key, name, form in (
-        ("epoch", "epoch", ".2f"),
-        ("loss", "loss", ".4f"),
-        ("eval_loss", "eval_loss", ".4f"),
-        ("grad_norm", "grad_norm", ".3f"),
-        ("lr", "lr", ".2e"),
-        *((key, key, ".4g") for own in also for key in (own, f"eval_{own}")),
-        ("tokens_per_second", "input tokens/s", ">7,.0f"),
-        ("mfu", "mfu", ".1%"),
+    eta = None if eta_seconds is None else timedelta(seconds=round(eta_seconds))
+    shown = {**record, "eta": eta}
+    for key, form in (
+        ("loss", "loss {:.4f}"),
+        ("tokens_per_second", "tokens/s {:>7,.0f}"),
+        ("eta", "eta {}"),
+        ("eval_loss", "eval_loss {:.4f}"),
+        *((key, f"{key} {{:.4g}}") for own in also for key in (own, f"eval_{own}")),
+        ("grad_norm", "grad_norm {:.3f}"),
+        ("lr", "lr {:.2e}"),
+        ("epoch", "epoch {:.2f}"),
+        ("mfu", "mfu {:.1%}"),
+        ("memory_gib", "memory {:.1f} GiB"),
     ):
-        if record.get(key) is not None:
-            parts.append(f"{name} {record[key]:{form}}")
-    if record.get("memory_gib") is not None:
-        parts.append(f"memory {record['memory_gib']:.1f} GiB")
-    if eta_seconds is not None:
-        parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
-    return "  ".join(parts)
+        if shown.get(key) is not None:
+            parts.append(form.format(shown[key]))
+    return parts
 
 
 class Console:
-    """One line per record, or in a terminal a progress line, shown from the first record on."""
+    """A line for each record, in a terminal above a bar with the newest."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
@@ -224,9 +224,8 @@ class Console:
 
     def log(self, record: Mapping[str, Any], *, also: Collection[str]) -> None:
         seconds_left = self._seconds_left(record)
-        text = format_record(record, total_steps=self._total, eta_seconds=seconds_left, also=also)
-        # Evaluations stay visible when the progress line moves on.
-        self._line.paint(text, done=record["step"], total=self._total, stays=record.get("eval_loss") is not None)
+        parts = format_record(record, total_steps=self._total, eta_seconds=seconds_left, also=also)
+        self._line.paint(parts, done=record["step"], total=self._total)
 
     def close(self) -> None:
         self._line.close()

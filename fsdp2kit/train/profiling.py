@@ -38,12 +38,13 @@ class StepProfiler:
         self,
         section: ProfileConfig,
         *,
-        trace_dir: Path,
+        trace_dir: str | Path,
         rank: int,
         device_type: str,
         steps: int | None = None,
         first_step: int = 1,
     ) -> None:
+        trace_dir = Path(trace_dir)
         self._trace, self._snapshot = trace_dir / f"rank-{rank:05d}.json.gz", trace_dir / f"memory-{rank:05d}.pickle"
         self._before = section.start_step - 1
         self._until = self._before + section.steps

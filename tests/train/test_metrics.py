@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,13 +171,40 @@ def test_a_full_line() -> None:
         "mfu": 0.41,
         "memory_gib": 1.23,
     }
-    assert format_record(record, total_steps=100, eta_seconds=80, also=["accuracy"]) == (
-        "step  12/100  epoch 0.26  loss 2.3456  grad_norm 1.234  lr 1.00e-05  accuracy 0.9876  "
-        "input tokens/s   1,234  mfu 41.0%  memory 1.2 GiB  eta 0:01:20"
+    assert "  ".join(format_record(record, total_steps=100, eta_seconds=80, also=["accuracy"])) == (
+        "step  12/100  loss 2.3456  tokens/s   1,234  eta 0:01:20  accuracy 0.9876  "
+        "grad_norm 1.234  lr 1.00e-05  epoch 0.26  mfu 41.0%  memory 1.2 GiB"
     )
-    assert format_record({"step": 1, "loss": math.nan, "mfu": None}, total_steps=9, eta_seconds=None) == (
-        "step 1/9  loss nan"
-    )
+    assert format_record({"step": 1, "loss": math.nan, "mfu": None}, total_steps=9, eta_seconds=None) == [
+        "step 1/9",
+        "loss nan",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_shows_what_matters_and_keeps_earlier_steps(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    metrics = build(tmp_path)
+    rest = {"epoch": 0.25, "grad_norm": 1.25, "lr": 1e-5, "tokens_per_second": 123456.0, "memory_gib": 70.1}
+    for step in (1, 2, 3):
+        metrics.log({"step": step, "loss": 2.5, "step_seconds": 20.0, "eval_loss": 2.25, **rest})
+    metrics.close(ok=True)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line], "no part is cut"
+    for step in (1, 2, 3):
+        [at, *bars] = [at for at, line in enumerate(lines) if f"step   {step}/100" in line]
+        assert lines[at].startswith("step"), "its own line"
+        whole = " ".join(lines[at : at + 3])
+        assert all(word in whole for word in ("eval_loss 2.2500", "grad_norm 1.250", "memory 70.1 GiB"))
+        [bar] = {lines[bar].strip() for bar in bars}
+        assert all(word in bar for word in ("loss 2.5000", "tokens/s 123,456", "eta 0:"))
 
 
 def test_progress_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

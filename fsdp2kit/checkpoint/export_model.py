@@ -1,0 +1,202 @@
+"""From a sharded model in memory to a Hugging Face directory: how a training loop of one's own saves.
+
+Plan, packing, writing and publishing are those of an export of a checkpoint (`fsdp2kit.checkpoint.hf`); only the
+tensors come from elsewhere. The files are dealt out over the ranks, which write at the same time. For each file in
+turn all ranks gather the next tensors, cast on their shards, and its writer keeps them: so a rank holds no more than
+three tensors (or groups of tensors that transformers stores in other pieces) beside the model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp2kit import distributed
+from fsdp2kit.checkpoint.export_record import check_replaceable
+from fsdp2kit.checkpoint.hf import (
+    MAX_SHARD_BYTES,
+    ExportPlan,
+    Group,
+    begin_export,
+    check_dtype,
+    plan_adapter_file,
+    plan_files,
+    publish_export,
+    tensors_of,
+)
+from fsdp2kit.checkpoint.reader import in_blocks
+from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
+from fsdp2kit.checkpoint.state import model_tensors
+from fsdp2kit.checkpoint.store import to_path
+from fsdp2kit.console import progress_bar
+from fsdp2kit.distributed import agree, agreement, sharded_like
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.assets import save_assets
+from fsdp2kit.model.build import ModelSource, source_of
+from fsdp2kit.model.names import build_skeleton
+from fsdp2kit.model.tokenizer import turn_ends
+
+
+def export_model(
+    model: PreTrainedModel,
+    out: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model as a Hugging Face directory, which `from_pretrained` loads. Collective: every rank calls it.
+
+    It holds weights, config and generation config, and with a tokenizer its files and chat template. It is written
+    beside ``out``, its files' sizes are checked, and it is moved there whole. A model with adapters gives what peft
+    would write: the adapter, without the model that it belongs to.
+
+    Args:
+        model: as `build_model` and `parallelize_model` made it, with its values. It is left as it is, but for units
+            that a forward left gathered: those are freed.
+        out: a directory, or a URL that fsspec knows, which all ranks reach; only an earlier export is ever replaced.
+        tokenizer: what ends an answer in its chat template also ends generation.
+        dtype: "float32", "bfloat16" or "float16", of floating-point tensors. Default: that of the model it was built
+            from; float32 for adapters and for a model from a config alone.
+        max_shard_bytes: largest file, unless a single tensor is larger.
+
+    Raises:
+        UserError: ``out`` holds something else than an export, or is where the model came from; a dtype that is none
+            of these; transformers cannot convert the architecture in parts.
+        RunFailure: a file was not written whole, or another rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with agreement():
+            source = _source(model)
+            tensors = model_tensors(model)
+            plan = _plan(model, source, tensors, to_path(out), Path(folder), dtype, max_shard_bytes)
+            if distributed.rank() == 0:
+                save_assets(
+                    Path(folder),
+                    config=source.config,
+                    architecture=type(build_skeleton(model)).__name__,
+                    tokenizer=tokenizer,
+                    source=source.directory,
+                    stops=turn_ends(tokenizer) if tokenizer is not None else (),
+                    adapter=adapter_of(model),
+                )
+        with agreement():
+            if distributed.rank() == 0:
+                begin_export(plan)
+        with torch.no_grad():
+            _write_files(plan, tensors)
+        with agreement():
+            if distributed.rank() == 0:
+                publish_export(plan)
+
+
+def _source(model: PreTrainedModel) -> ModelSource:
+    try:
+        return source_of(model)
+    except KeyError:
+        what = f"this {type(model).__name__} does not say where it comes from"
+        raise UserError("export_model", what, "build it with fsdp2kit.model.build.build_model") from None
+
+
+def _plan(
+    model: PreTrainedModel,
+    source: ModelSource,
+    tensors: Mapping[str, Tensor],
+    out: Path,
+    config_dir: Path,
+    dtype: str | None,
+    max_shard_bytes: int,
+) -> ExportPlan:
+    """What goes into which file; the same on every rank."""
+    dtype = dtype or source.dtype
+    check_dtype(dtype)
+    out, adapter = out.absolute(), adapter_of(model)
+    check_replaceable(out, read=[source.directory, adapter.directory if adapter is not None else None])
+    metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+    shapes = {name: (name, meta) for name, meta in metas.items()}
+    skeleton = build_skeleton(model) if adapter is None else None
+    if skeleton is None:
+        files = plan_adapter_file(shapes, dtype)
+    else:
+        files = plan_files(shapes, skeleton, dtype, max_shard_bytes)
+    return ExportPlan(None, out, config_dir, dtype, files, manifest=None, model=skeleton)
+
+
+def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Write every file of the plan into ``plan.staging``, each on one rank. Collective."""
+    rank, world_size = distributed.rank(), distributed.world_size()
+    files, problem = list(plan.files), None
+    size = sum(file_size(plan.forms(file)) for file in files[rank::world_size])
+    with progress_bar("exporting", total=size) as bar:
+        for start in range(0, len(files), world_size):
+            turn = files[start : start + world_size]
+            mine = turn[rank] if rank < len(turn) else None
+            gathered = _gather(plan, tensors, turn, mine)
+            try:
+                if mine is not None and problem is None:
+                    blocks = tensors_of(plan, mine, _Gathered(gathered))
+                    write_safetensors(plan.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
+            except Exception as error:  # a full disk, say
+                problem = error
+            for _ in gathered:  # what the others write also needs this rank's shards
+                pass
+    agree(problem)
+
+
+def _gather(
+    plan: ExportPlan, tensors: Mapping[str, Tensor], turn: Sequence[str], mine: str | None
+) -> Iterator[dict[str, Tensor]]:
+    """The groups of file ``mine``, one after the other: whole tensors by key, on the CPU. Collective.
+
+    Args:
+        turn: the files that are written at the same time. All ranks go through the groups of all of them together.
+    """
+    for number in range(max(len(plan.files[file]) for file in turn)):
+        kept = None
+        for file in turn:
+            if number < len(plan.files[file]):
+                group = plan.files[file][number]
+                whole = {key: _whole(tensors[key], _dtype_of(group)) for key in group.keys.values()}
+                if file == mine:
+                    kept = {key: tensor.cpu() for key, tensor in whole.items()}
+                del whole
+        if kept is not None:
+            yield kept
+
+
+def _dtype_of(group: Group) -> torch.dtype | None:
+    """The dtype of all that becomes of a group; None where there are several."""
+    dtypes = {form.dtype for form in group.forms.values()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor that is sharded as a whole one, cast on its shards to ``dtype``, if there is one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type, dtype or tensor.dtype)  # offloaded ones go there, too
+    gathered = sharded_like(tensor, local)
+    return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+
+class _Gathered:
+    """The tensors of a file, read in the order of its plan."""
+
+    def __init__(self, groups: Iterator[dict[str, Tensor]]) -> None:
+        self._groups = groups
+        self._held: dict[str, Tensor] = {}
+
+    def read(self, key: str) -> Tensor:
+        if key not in self._held:
+            self._held = next(self._groups)
+        return self._held.pop(key)
+
+    def blocks(self, key: str) -> Iterator[Tensor]:
+        yield from in_blocks(self.read(key))

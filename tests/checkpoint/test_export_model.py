@@ -1,0 +1,210 @@
+"""A sharded model to a Hugging Face directory, against plain transformers' and peft's `save_pretrained`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from fsdp2kit.checkpoint import export_model as module
+from fsdp2kit.checkpoint.export_model import export_model
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.parity.reference import load_plain
+from tests.parallel.jobs import Case, build
+from tests.parallel.test_lora import write_adapter
+from tests.reference import DEMO, demo_model_dir, tiny_model_dir
+from tests.rl.jobs import Held, change
+from tests.workers import WorkerPool
+
+HYBRID = (("strategy", "hybrid_shard"),)
+IGNORED = (("ignored_modules", ["model.embed_tokens"]),)
+CASES = [
+    Case("smollm2", 1),
+    Case("llama3", 3, fsdp=(("param_dtype", "bfloat16"),)),
+    Case("mixtral", 2, 1),
+    Case("qwen3_moe", 1, 2),
+    Case("llama3", 2, fsdp=IGNORED, frozen=("model.embed_tokens.*",)),
+]
+MORE = [Case("cohere", 4, fsdp=HYBRID, dp_replicate=2), Case("smollm2", 2, fsdp=(("strategy", "no_shard"),))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in {case.kind for case in (*CASES, *MORE)}:
+        tiny_model_dir(kind, folder)
+        GenerationConfig(max_new_tokens=7, eos_token_id=[3, 4]).save_pretrained(folder / kind)
+    write_adapter(folder, "llama3", "dora")
+    return folder
+
+
+def export(folder: Path, case: Case, out: Path, **options: Any) -> None:
+    """Change a model as training does, and export it twice: an export is replaced."""
+    model = build(case.config(folder, steps=1, rows=4)).model
+    if case.cp == 1:
+        model(input_ids=torch.arange(8)[None], use_cache=False)  # which leaves units gathered
+    export_model(model, str(out), dtype="float32")
+    change(model)
+    export_model(model, out, **options)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    assert left.keys() == right.keys()
+    return [name for name in left if left[name].dtype != right[name].dtype or not left[name].equal(right[name])]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=str)
+def test_a_sharded_model_is_written_as_transformers_writes_it(
+    case: Case, models: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    pool.run(case.world, export, models, case, out, dtype="bfloat16", max_shard_bytes=20_000)
+    plain: Any = load_plain(models / case.kind)
+    for pattern in case.frozen:
+        plain.get_submodule(pattern.removesuffix(".*")).requires_grad_(False)
+    change(plain)
+    plain.to(torch.bfloat16).save_pretrained(reference)
+    assert not differing(tensors_in(out), tensors_in(reference))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = {path.name for path in out.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert len(files) > case.world, "every rank wrote files, some more than one"
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, reference))
+    assert ours == theirs
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [3, 4]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    assert not any(info.values())
+    expected = AutoModelForCausalLM.from_pretrained(reference, dtype="auto")
+    ids = torch.arange(12)[None]
+    assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_an_adapter_is_written_as_peft_writes_it(models: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, export, models, Case("llama3", 2, adapter="dora"), tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain: Any = PeftModel.from_pretrained(
+            load_plain(models / "llama3"), str(models / "llama3-dora"), is_trainable=True
+        )
+        change(plain)
+        plain.save_pretrained(tmp_path / "reference")
+        loaded: Any = PeftModel.from_pretrained(load_plain(models / "llama3"), str(tmp_path / "out"))
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "reference"))
+    assert not differing(ours, theirs)
+    assert not (tmp_path / "out" / "config.json").exists()
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits)
+
+
+class Memory(Held):
+    """Counts a sharded tensor's own shard alone, which is seen by itself."""
+
+    def _see(self, tensor: torch.Tensor) -> Any:
+        return super()._see(torch.empty(0) if isinstance(tensor, DTensor) else tensor)
+
+
+def peak(folder: Path, case: Case, out: Path) -> int:
+    """The most bytes that an export holds beside the model."""
+    model = build(case.config(folder, steps=1, rows=4)).model
+    found = []
+    for _ in range(3):  # gloo's own thread lets go of a tensor a moment after its work was waited for
+        with Memory() as memory:
+            memory.mark([*model.parameters(), *model.buffers()], "model")
+            memory.start()
+            export_model(model, out, max_shard_bytes=40_000)
+            found.append(sum(size for allocation, size in memory.peak() if allocation.category != "model"))
+    return min(found)
+
+
+def test_a_rank_holds_a_few_tensors_and_not_the_model(models: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    sizes = [parameter.nbytes for parameter in load_plain(models / "llama3").parameters()]
+    for most in pool.run(2, peak, models, Case("llama3", 2), tmp_path / "out"):
+        assert most <= 4 * max(sizes) + 1000
+    assert sum(sizes) > 8 * max(sizes), "else this would show nothing"
+
+
+def export_with_tokenizer(folder: Path, out: Path) -> None:
+    case = Case(folder.name, 2)
+    config = case.config(folder.parent, steps=1, rows=4)
+    section = config.model.model_copy(update={"chat_template": "chatml"})
+    model = build(config.model_copy(update={"model": section})).model
+    export_model(model, out, tokenizer=build_tokenizer(section))
+
+
+def test_tokenizer_template_and_the_end_of_a_turn_travel_along(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = demo_model_dir(tmp_path / "demo", dtype=torch.bfloat16)
+    pool.run(2, export_with_tokenizer, folder, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template != AutoTokenizer.from_pretrained(DEMO / "tokenizer").chat_template
+    ends = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16, "that of the model it was built from"
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def refused(folder: Path, case: Case, out: Path) -> list[str]:
+    """What is said of a directory of someone else's, the model's own, a dtype, and transformers' own method."""
+    model = build(case.config(folder, steps=1, rows=4)).model
+    lines = []
+    for call in (
+        lambda: export_model(model, out),
+        lambda: export_model(model, folder / case.kind),
+        lambda: export_model(model, out / "new", dtype="int8"),
+        lambda: model.save_pretrained(out / "new"),
+    ):
+        with pytest.raises(UserError) as caught:
+            call()
+        lines.append(str(caught.value))
+    return lines
+
+
+def test_what_is_not_an_export_is_left_alone(models: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for lines in pool.run(2, refused, models, Case("llama3", 2), tmp_path):
+        taken, source, dtype, theirs = lines
+        assert "holds thesis.txt, which no export of fsdp2kit wrote there" in taken
+        assert "is read here, and the export would replace it" in source
+        assert "'int8' is not a dtype for exports" in dtype
+        assert "the model is sharded" in theirs
+        assert "export_model(model, directory)" in theirs
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def fail_on_one_rank(folder: Path, case: Case, out: Path) -> str:
+    from fsdp2kit.distributed import rank
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        if rank() == 1:
+            raise OSError(28, "No space left on device")
+        return written(path, *arguments, **options)
+
+    model = build(case.config(folder, steps=1, rows=4)).model
+    written = module.write_safetensors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_safetensors", write)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            export_model(model, out, max_shard_bytes=20_000)
+    return str(caught.value)
+
+
+def test_a_full_disk_on_one_rank_ends_all_and_publishes_nothing(
+    models: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    for line in pool.run(3, fail_on_one_rank, models, Case("llama3", 3), tmp_path / "out"):
+        assert "No space left on device" in line
+    assert not (tmp_path / "out").exists()
