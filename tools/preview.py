@@ -62,10 +62,8 @@ _LEGEND = {
     (True, True): ("special token, learnt", "bold #000000 on gold1"),
     (True, False): ("special token, read", "bold gold3"),
 }
-_MOST_PIECES = 60
-_BINS = 10
-_PERCENTILES = (50, 75, 90, 95, 99, 100)
-_SHORTEST_CHOICE = 1024
+_MOST_PIECES, _BINS = 60, 10
+_PERCENTILES, _SHORTEST_CHOICE = (50, 75, 90, 95, 99, 100), 1024
 
 
 @in_one_line
@@ -394,8 +392,8 @@ def _preview(options: argparse.Namespace) -> Preview:
         train = {"micro_batch_size": 1, "steps": 1, "epochs": None}
         config = _changed(config, train=train, eval={"every": 0}, data=shown)
         data = _load(config, tokenizer=tokenizer)
-        warnings = [*data.warnings, *([positions] if positions else [])]
-        warnings += find_system_twice(training_sets(asked.data), tokenizer, count=SAMPLE)
+        systems = find_system_twice(training_sets(asked.data), tokenizer, count=SAMPLE)
+        warnings = [*data.warnings, *systems, *([positions] if positions else [])]
         loader = data.loader
         assert isinstance(loader, Loader), "a stream's beginning was made data that is read whole"
         too_long = sum(part.documents.report.truncated for part in loader.parts)
