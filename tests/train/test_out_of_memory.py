@@ -37,12 +37,20 @@ SIZES = MeshSizes(dp_replicate=1, dp_shard=8, cp=1)
     ("alive", "sections", "advice"),
     [
         (_alive(), {"train": {"micro_batch_size": 4}}, ["micro_batch_size = 1", '"selective"']),
-        (_alive(), {"activation_checkpointing": {"mode": "selective"}}, ['mode = "full"', "reduce_every_micro"]),
+        (_alive(), {"activation_checkpointing": {"mode": "selective"}}, ['mode = "full"', "backward_prefetch = 0"]),
+        (
+            _alive(),
+            {
+                "activation_checkpointing": {"mode": "selective"},
+                "fsdp": {"reduce_every_micro_batch": False},
+            },
+            ['mode = "full"', "reduce_every_micro_batch = true"],
+        ),
         (
             _alive(),
             {
                 "activation_checkpointing": FULL,
-                "fsdp": {"reduce_every_micro_batch": True, "backward_prefetch": 0},
+                "fsdp": {"backward_prefetch": 0},
             },
             ["checkpointing.offload = true", "mesh.cp"],
         ),
@@ -50,7 +58,7 @@ SIZES = MeshSizes(dp_replicate=1, dp_shard=8, cp=1)
         (_alive(parameters=20, moments=40), {}, ['offload = "optimizer"', 'optimizer.name = "adamw_bf16"']),
         (_alive(parameters=20, moments=40), {"fsdp": {"offload": "optimizer"}}, ['offload = "params"', "more ranks"]),
         # What the start would refuse is not advised.
-        (_alive(), {"model": {"liger": True}}, ['mode = "full"', "reduce_every_micro"]),
+        (_alive(), {"model": {"liger": True}}, ['mode = "full"', "backward_prefetch = 0"]),
         (_alive(parameters=20, moments=40), {"optimizer": {"name": "adamw_8bit"}}, ["more ranks"]),
         (
             _alive(parameters=20, moments=40),
