@@ -23,6 +23,7 @@ from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.names import base_name
 from fsdp2kit.model.nf4 import BLOCK, BLOCK_BYTES, NF4Linear
+from fsdp2kit.parallel.fsdp import stays_in_float32
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
 
 _MULTIPLE = 16
@@ -211,6 +212,7 @@ def _choose_layers(
     hf_config = model.config.get_text_config().to_dict()
     # The numbers of experts, under any name; none without experts.
     expert_counts = {value for key, value in hf_config.items() if "expert" in key and type(value) is int}
+    kept = set(stays_in_float32(fsdp, model, fsdp.param_dtype))
     chosen: list[str] = []
     left_out: dict[str, tuple[str, ...]] = {}
     for name, layer in linear.items():
@@ -219,6 +221,7 @@ def _choose_layers(
             "routers": _is_router(own_name, layer, expert_counts),
             "of a class of their own": type(layer) is not nn.Linear,
             "in another dtype by fsdp.class_dtypes": _has_own_dtype(name, modules, fsdp),
+            "kept in float32 by the model": f"{name}.weight" in kept,
             "whose parameters are used elsewhere": own_name in traits.uncalled_modules or name in tied,
             **reasons(name, layer),
         }

@@ -232,7 +232,9 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         buffers = sum(unit.whole for unit in ahead if unit.gathers_in_backward)
         now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
         now["reduction buffers"] = reduced  # of the unit before: kept until the next unit's reduction
-        now["unsharded parameters"] = held + sum(size for other, size in kept_whole.items() if other)
+        # A unit around this module is in ``held``.
+        others = [size for other, size in kept_whole.items() if other and not f"{name}.".startswith(f"{other}.")]
+        now["unsharded parameters"] = held + sum(others)
         now["all-gather buffers"] = buffers if step.shards > 1 else 0
         new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
         if number == 0:

@@ -73,10 +73,11 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     sizes = []
     for unit in plan.units:
         item = item_bytes(unit.param_dtype)
+        updated = item if unit.kept else storage  # what stays in float32 is stored so as well
         padded = {parameter: padded_elements(parameter, shards) for parameter in inside[unit.name]}
         trained = [parameter for parameter in padded if parameter.requires_grad]
         # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
-        stored = {p: storage if p.requires_grad or plan.adapter is None else item for p in padded}
+        stored = {p: updated if p.requires_grad or plan.adapter is None else item for p in padded}
         sizes.append(
             UnitSize(
                 name=unit.name,
@@ -85,7 +86,7 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
                 unpadded=sum(parameter.numel() for parameter in trained),
                 item=item,
                 shard_sizes=tuple(in_4_bits.get(p, size * stored[p]) // shards for p, size in padded.items()),
-                gradient_sizes=tuple(padded[parameter] // shards * storage for parameter in trained),
+                gradient_sizes=tuple(padded[parameter] // shards * updated for parameter in trained),
                 reshard=unit.reshard_after_forward,
                 gathers_in_backward=not isinstance(model.get_submodule(unit.name), nn.Embedding),
             )

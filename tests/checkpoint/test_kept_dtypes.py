@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsdp2kit.checkpoint.from_hf import hf_to_dcp
+from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.parity.reference import load_plain
 from tests.kept import kept_model
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
@@ -67,3 +73,37 @@ def test_an_export_is_what_transformers_loads_in_its_dtype(kind: str, dtype: tor
 
 # Models whose names count for float16 alone.
 _WITHOUT = {(torch.bfloat16, kind) for kind in ("afmoe", "gpt_oss", "longcat_flash", "rwkv")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+def test_a_merge_keeps_them(tmp_path: Path) -> None:
+    kind = "ernie4_5_moe"
+    kept_model(kind).save_pretrained(tmp_path / kind)
+    adapter = tmp_path / "adapter"
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(load_plain(tmp_path / kind), lora)
+    model.save_pretrained(adapter)
+    trained = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    tensors = {f"model.{name.removeprefix('base_model.model.')}": tensor for name, tensor in trained.items()}
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shutil.copy(tmp_path / kind / "config.json", adapter)
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "merged", config_dir=adapter, merge=True, dtype="bfloat16")
+
+    model.merge_and_unload().save_pretrained(tmp_path / "float32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "expected")
+    assert_same_files(tmp_path / "merged", tmp_path / "expected")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", pytest.param("deepseek_v4", marks=pytest.mark.full)])
+def test_a_directory_that_keeps_them_becomes_a_checkpoint_and_comes_back(kind: str, tmp_path: Path) -> None:
+    kept_model(kind).save_pretrained(tmp_path / "float32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "source")
+    hf_to_dcp(tmp_path / "source", tmp_path / "dcp")
+    assert read_manifest(tmp_path / "dcp").export_dtype == "bfloat16"
+    assert "gives the same logits" in compare_logits(tmp_path / "dcp", tmp_path / "source")
+    dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
+    assert_same_files(tmp_path / "back", tmp_path / "source")

@@ -63,7 +63,6 @@ def _rounded(_layer: object, args: Any, kwargs: Any) -> Any:
         pytest.param("flint", (), marks=pytest.mark.full),
         pytest.param("deepseek_v4", (), marks=pytest.mark.full),
         pytest.param("hy_v4", (), marks=pytest.mark.full),
-        pytest.param("inkling_text", (), marks=pytest.mark.full),
         pytest.param("olmo_hybrid", (), marks=pytest.mark.full),
     ],
 )

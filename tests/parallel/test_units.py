@@ -14,6 +14,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, freeze
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.parallel.fsdp import plan_units
+from tests.kept import kept_model
 from tests.reference import tiny_model
 
 
@@ -145,3 +146,23 @@ def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:
         modeling_llama.LlamaMLP = original
     projections = {f"{layer}.mlp.{name}_proj" for layer in LAYERS for name in ("gate", "up")}
     assert found == {"model.layers", *projections}
+
+
+def test_what_stays_in_float32_is_one_unit_around_the_layers() -> None:
+    model = kept_model("ernie4_5_moe")
+    found = {unit.name: unit for unit in plan_units(FSDPConfig(), model)}
+    plain = {unit.name: unit for unit in plan_units(FSDPConfig(param_dtype="float32"), model)}
+    exact = found.pop("model")
+    assert exact.param_dtype == "float32"
+    assert exact.kept
+    assert all(name.split(".mlp.")[1].startswith("gate.") for name in exact.kept)
+    assert exact.parameters == sum(model.get_parameter(name).numel() for name in exact.kept)
+    assert found.keys() == plain.keys()
+    assert {unit.param_dtype for unit in found.values()} == {"bfloat16"}
+    assert exact.parameters + sum(unit.parameters for unit in found.values()) == sum(
+        p.numel() for p in model.parameters()
+    )
+    decided = plan_units(FSDPConfig(class_dtypes={"Ernie4_5_MoeTopKRouter": "bfloat16"}), model)
+    assert "model" not in {unit.name for unit in decided}
+    with pytest.raises(UserError, match=r"Ernie4_5_MoeModel is the unit of what stays in float32"):
+        plan_units(FSDPConfig(unit_classes=["Ernie4_5_MoeModel"]), model)
