@@ -76,10 +76,7 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     chosen |= set(_frozen_outside(model, chosen))
     ignored = ignored_modules(section, model)
     chosen -= set(ignored)
-    stays, parameters = stays_in_float32(section, model, section.param_dtype), dict(model.named_parameters())
-    owners = {name: name.rpartition(".")[0] for name in stays if name in parameters}
-    of_head = {name for name, owner in owners.items() if owner in chosen and model.get_submodule(owner) is head}
-    kept = {name: backbone_name(model) for name in owners if name not in of_head and owners[name] not in ignored}
+    kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
         what = (
             f"{type(model.get_submodule(backbone)).__name__} is the unit of what stays in float32, and of nothing else"
@@ -109,6 +106,20 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
         else:
             units.append(Unit(name, type(module).__name__, inside[name], dtype, output, reshard))
     return tuple(units)
+
+
+def _split_kept(
+    section: FSDPConfig, model: PreTrainedModel, units: set[str], ignored: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
+    """The parameters that stay in float32: those of their own unit, with its name, and those of a head in its unit."""
+    stays, parameters = stays_in_float32(section, model, section.param_dtype), dict(model.named_parameters())
+    head, owners = (
+        model.get_output_embeddings(),
+        {name: name.rpartition(".")[0] for name in stays if name in parameters},
+    )
+    of_head = {name for name, owner in owners.items() if owner in units and model.get_submodule(owner) is head}
+    kept = {name: backbone_name(model) for name in owners if name not in of_head and owners[name] not in ignored}
+    return kept, of_head
 
 
 def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) -> list[str]:
