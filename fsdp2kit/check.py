@@ -14,7 +14,8 @@ from fsdp2kit.console import counted
 from fsdp2kit.data.build import ROWS_CHECKED, check_first_rows, count_steps
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import build_model, load_hf_config
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.distillation import build_teacher
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel

@@ -43,7 +43,7 @@ from fsdp2kit.data.sources import training_sets
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
 from fsdp2kit.errors import UserError, in_one_line
 from fsdp2kit.files import user_path
-from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens
 from fsdp2kit.run import load, parse_with_overrides

@@ -15,7 +15,7 @@ import torch
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World, agreement, gather_objects
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import (
     Curves,

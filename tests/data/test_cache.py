@@ -19,7 +19,7 @@ from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.data import cache
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_hf_dir
-from fsdp2kit.model.build import load_hf_config
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

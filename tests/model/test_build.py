@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.build import build_model, decoder_layers, load_hf_config, materialize, tied_names
+from fsdp2kit.model.build import build_model, decoder_layers, materialize, tied_names
+from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.weights import load_pretrained
 from tests.reference import TINY, make_rows, tiny_model, tiny_model_dir
 

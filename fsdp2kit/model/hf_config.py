@@ -1,0 +1,209 @@
+"""Read a model's Hugging Face config, with the user's overrides, and refuse what cannot be trained here."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+
+from fsdp2kit.config.schema import ModelConfig
+from fsdp2kit.config.section import OverrideText
+from fsdp2kit.errors import UserError
+from fsdp2kit.files import todo_of_cache
+
+logger = logging.getLogger(__name__)
+
+
+def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
+    """The Hugging Face config of ``section.path`` (or of ``config.model_type``) with the overrides applied.
+
+    Derived lists that follow the depth (``layer_types``) are cut to an overridden ``num_hidden_layers``.
+
+    Raises:
+        UserError: no such model, an override that the config does not know, or one that it rejects.
+    """
+    overrides = dict(section.config)
+    if section.path is None:
+        model_type, fields = overrides.pop("model_type"), {}
+        try:
+            known: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
+        except (KeyError, ValueError):
+            what = f"{model_type!r} is not known to transformers"
+            raise UserError("model.config.model_type", what, "check its spelling") from None
+    else:
+        fields = known = _read_config_dict(section, local_files_only=local_files_only)
+        model_type = overrides.pop("model_type", fields.get("model_type"))
+    merged = _merge(fields, overrides, known=known, where="model.config", model_type=model_type)
+    depth = _aliases(model_type).get("num_hidden_layers", "num_hidden_layers")
+    if (
+        {"num_hidden_layers", depth} & overrides.keys()
+        and "layer_types" not in overrides
+        and merged.get("layer_types")
+    ):
+        merged["layer_types"] = merged["layer_types"][: merged[depth]]
+    merged.pop("model_type", None)
+    where = "model.path" if section.path else "model.config.model_type"
+    runs_own_code = "auto_map" in merged and section.trust_remote_code
+    if model_type not in CONFIG_MAPPING and not runs_own_code:
+        todo = "check the path and the model_type in its config.json, or install a newer transformers"
+        raise UserError(where, f"{model_type!r} is not known to transformers {transformers.__version__}", todo)
+    try:
+        if "auto_map" in merged and section.trust_remote_code and section.path:
+            config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
+            config.update(overrides)
+            return config
+        with _rope_warnings() as complaints:
+            config = AutoConfig.for_model(model_type, **merged)
+    except Exception as error:  # transformers validates configs with exceptions of many types
+        where = f"model.path {section.path}" if section.path else "model.config"
+        reason = str(error).replace(OverrideText.__name__, "str")
+        what = f"not a usable model config: {textwrap.shorten(reason, 200, placeholder=' …')}"
+        raise UserError(where, what, "check it and the overrides") from None
+    if not runs_own_code:
+        _check_decoder(config, where=where)
+    _check_heads(config, where=where)
+    if complaints and _names_rope(overrides):
+        raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
+    for complaint in complaints:
+        logger.warning("%s", complaint)
+    return config
+
+
+def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
+    """Refuse a model that is no decoder-only text model, whatever of it transformers would build.
+
+    Raises:
+        UserError: saying what it is.
+    """
+    architecture = next(iter(config.architectures or ()), None) or ""
+    kind = None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder model"
+    elif any(hasattr(config, name) for name in ("vision_config", "audio_config", "speech_config")):
+        kind = "a model of text and images, audio or video"
+    elif re.search(r"Classification|QuestionAnswering|MultipleChoice|Reward|Regression", architecture):
+        kind = "a model with a classification head"
+    elif re.search(r"MaskedLM|ForPreTraining|ForCTC", architecture):
+        kind = "an encoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = "no language model that predicts the next token"
+    if kind is not None:
+        todo = "give a decoder-only text model (one for AutoModelForCausalLM); docs/not_supported.md says more"
+        raise UserError(where, f"{architecture or config.model_type} is {kind}", todo)
+
+
+def _check_heads(config: PretrainedConfig, *, where: str) -> None:
+    """Refuse key and value heads that the query heads cannot share evenly: some attention kernels do not mind.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    heads, kv_heads = (
+        getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        what = f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        raise UserError(where, what, "set model.config.num_key_value_heads to a divisor")
+
+
+def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[str, Any]:
+    path = str(section.path)
+    if Path(path).is_absolute() and not (Path(path) / "config.json").is_file():
+        raise UserError("model.path", f"{path} is not a model directory (no config.json)", "check the path")
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(path, local_files_only=local_files_only)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        todo = todo_of_cache(error) or "check the path, or the hub id and your access"
+        raise UserError("model.path", f"{path}: {reason}", todo) from None
+    if not fields.get("model_type"):
+        raise UserError("model.path", f"{path}/config.json names no model_type", "is it a transformers model?")
+    if fields.get("quantization_config"):
+        todo = 'start from the unquantised model; lora.quantize = "nf4" quantises it as it is read'
+        raise UserError("model.path", f"{path} holds quantised weights", todo)
+    return fields
+
+
+@contextlib.contextmanager
+def _rope_warnings() -> Iterator[list[str]]:
+    """Collects what transformers has to say against ``rope_parameters``: a warning that would scroll by."""
+    complaints: list[str] = []
+    rope_logger = logging.getLogger("transformers.modeling_rope_utils")
+    level = rope_logger.level
+
+    def keep(record: logging.LogRecord) -> bool:
+        complaints.append(record.getMessage())
+        return False  # it is not shown as well
+
+    rope_logger.addFilter(keep)
+    rope_logger.setLevel(logging.WARNING)
+    try:
+        yield complaints
+    finally:
+        rope_logger.removeFilter(keep)
+        rope_logger.setLevel(level)
+
+
+def _names_rope(overrides: Mapping[str, Any]) -> bool:
+    return "rope_parameters" in overrides or any(
+        _names_rope(value) for value in overrides.values() if isinstance(value, Mapping)
+    )
+
+
+def _merge(
+    fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str, model_type: Any
+) -> dict[str, Any]:
+    """The fields of a config with others in their place, by their own names or by transformers' for them.
+
+    Args:
+        known: fields that the config may have.
+        model_type: its class has the other names, in its ``attribute_map``.
+    """
+    merged, aliases, seen = dict(fields), _aliases(model_type), {}
+    for key, value in overrides.items():
+        own = aliases.get(key, key)
+        if own in seen:
+            todo = "give one of them"
+            raise UserError(f"{where}.{key}", f"is another name of {seen[own]}, which is given as well", todo)
+        seen[own] = key
+        names = [own, *(alias for alias, name in aliases.items() if name == own)]
+        found = next((name for name in names if name in known), key)
+        _check_known(found, known, where=where, also=aliases)
+        for name in names:
+            merged.pop(name, None)
+        merged[own], nested = value, known[found]
+        if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
+            continue
+        # Sub-configs merge. `rope_parameters`-like dicts are replaced whole: their keys depend on one another.
+        if "model_type" in nested:
+            inner = fields.get(found, {})
+            within = f"{where}.{key}"
+            merged[own] = _merge(inner, value, known=nested, where=within, model_type=nested["model_type"])
+        else:
+            for inner in (name for name, item in value.items() if isinstance(item, Mapping)):
+                _check_known(inner, nested, where=f"{where}.{key}")  # one for each kind of layer, say
+    return merged
+
+
+def _aliases(model_type: Any) -> Mapping[str, str]:
+    """Other names of a config's fields, each with the config's own; none if transformers does not know the class."""
+    return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
+
+
+# What older versions of transformers called a key.
+_RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters", "torch_dtype": "dtype"}
+
+
+def _check_known(key: str, known: Mapping[str, Any], *, where: str, also: Collection[str] = ()) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(_RENAMED.get(key, key), [*known, *also], n=1)
+        todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
+        raise UserError(f"{where}.{key}", "not a key of this model's config", todo)
