@@ -24,6 +24,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.model.names import base_name
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = tor
     Autograd leads back to the float32 ones.
     """
     wanted = tensor_dtypes(model, dtype)
-    cast = {name: parameter.to(wanted[name]) for name, parameter in model.named_parameters()}
+    # An adapter's own parameters are no names of transformers'.
+    cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
     inputs = {
         "input_ids": rows.input_ids.to(model.device),
         "position_ids": rows.position_ids.to(model.device),
