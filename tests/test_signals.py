@@ -36,6 +36,31 @@ def alive(pid: int) -> bool:
         return False
 
 
+def test_a_signal_to_the_ranks_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    toml, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    toml.write_text(TOML)
+    options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "checkpoint.async_save=true"]
+    ranks, logs = start_ranks(2, tmp_path, "fsdp2kit.run", str(toml), *options)
+    try:
+        deadline = time.monotonic() + 240
+        while steps_done(run_dir) < 3 and ranks[0].is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGTERM)
+        for rank in ranks:
+            rank.join(90)
+        codes = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    said, done = logs[0].read_text(), steps_done(run_dir)
+    assert codes == [0, 0], said
+    assert f"asked to stop (SIGTERM) after step {done}" in said
+    assert f"whole: step {done}," in verify(run_dir / "checkpoints" / f"step-{done:06d}")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "to", "code"),
     [

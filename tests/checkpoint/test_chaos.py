@@ -12,7 +12,7 @@ import pytest
 
 from fsdp2kit.files import sha256
 from tests.checkpoint.chaos import Harness, Kill, draw, tally
-from tests.reference import demo_model_dir
+from tests.reference import demo_model_dir, full
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo"
 STEPS, EVERY, SIZE = 6, 2, 2
@@ -74,9 +74,11 @@ def kill_runs(folder: Path, *, runs: int, seed: int, options: Sequence[str] = ()
     return kills
 
 
-@pytest.mark.full
-def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kills = kill_runs(tmp_path, runs=4, seed=1)
+@pytest.mark.parametrize("runs", [1, full(4)])
+def test_killed_runs_end_as_if_they_had_not_been(
+    runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kills = kill_runs(tmp_path, runs=runs, seed=1)
     with capsys.disabled():
         print(f"\n{tally(kills)}")
 
