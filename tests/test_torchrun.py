@@ -23,6 +23,7 @@ from fsdp2kit import torchrun
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint.test_chaos import TOML
+from tests.reference import full
 from tests.test_signals import ROOT, alive, children, steps_done
 from tests.workers import FORKS, _be_command
 
@@ -208,10 +209,16 @@ HOSTS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("hosts", "killed"),
-    [("standalone", 1), ("standalone", 0), *((hosts, rank) for hosts in ("c10d", "static") for rank in (0, 1))],
+    [
+        full("standalone", 1),
+        full("c10d", 0),
+        pytest.param("standalone", 0, marks=pytest.mark.slow),
+        pytest.param("c10d", 1, marks=pytest.mark.slow),
+        pytest.param("static", 0, marks=pytest.mark.slow),
+        pytest.param("static", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_torchrun_starts_again_end_as_if_none_had_been_killed(
     tmp_path: Path, hosts: str, killed: int
