@@ -19,29 +19,39 @@ with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
 from tests.workers import WorkerPool
 
 TESTS = Path(__file__).parent
-# Half a minute and more each: they come first, so that no worker of `pytest -n` is left alone with one at the end.
+# A quarter of a minute and more each: they come first, so that no worker of `pytest -n` is left alone with one at the end.
 LONGEST = (
     "test_readme.py",
+    "test_torchrun.py",
     "parallel/test_lora.py",
     "rl/test_rollouts.py",
-    "parity/test_check.py",
+    "checkpoint/test_chaos.py",
     "planner/test_memory.py",
     "parallel/test_methods.py",
-    "test_lora.py",
+    "parity/test_check.py",
     "test_resume.py",
     "parallel/test_parity.py",
     "planner/test_plan_tool.py",
     "parallel/test_controls.py",
-    "model/test_weights.py",
-    "test_peers.py",
-    "test_fsdp1_baseline.py",
-    "checkpoint/test_chaos.py",
+    "test_lora.py",
     "train/test_loop.py",
-    "parallel/test_traffic.py",
+    "test_bench.py",
+    "model/test_weights.py",
     "test_signals.py",
+    "test_peers.py",
     "parallel/test_float8.py",
-    "test_elastic.py",
+    "parallel/test_traffic.py",
     "optim/test_options.py",
+    "test_evaluation.py",
+    "test_fsdp1_baseline.py",
+    "data/test_stream.py",
+    "test_dpo.py",
+    "planner/test_communication.py",
+    "data/test_cache.py",
+    "checkpoint/test_kept_dtypes.py",
+    "test_bad_input.py",
+    "parallel/test_kept_dtypes.py",
+    "test_elastic.py",
 )
 
 

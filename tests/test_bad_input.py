@@ -156,7 +156,7 @@ def test_without_a_mistake_it_runs(pool: WorkerPool, model_dir: Path, tmp_path: 
 
 
 def test_a_missing_toml_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    refused(pool, ["nowhere.toml"], tmp_path, says=["nowhere.toml", "demo_cp2.toml"])
+    refused(pool, ["nowhere.toml"], tmp_path, says=["nowhere.toml", "demo_cp2"])
 
 
 @pytest.mark.parametrize(

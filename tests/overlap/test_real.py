@@ -113,7 +113,7 @@ def test_every_collective_is_found_with_its_unit(traced: tuple[Report, list[dict
                 # What forward has freed and backward reads: not the root, nor the head, whose backward comes at once,
                 # nor the embedding, whose backward does without.
                 ("all_gather", "backward"): (len(UNITS) - 3) * MICRO_BATCHES,
-                ("reduce_scatter", "backward"): len(UNITS),
+                ("reduce_scatter", "backward"): len(UNITS) * MICRO_BATCHES,
             }
             communicating = {
                 unit for (unit, phase), row in split.units.items() if row.communication and phase != "other"

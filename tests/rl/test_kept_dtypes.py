@@ -40,7 +40,7 @@ def received(folder: Path, case: Case) -> tuple[Found, Found]:
     return with_dtypes(server.tensors), with_dtypes(engine._model.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe", pytest.param("zaya", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
 def test_engines_get_what_transformers_loads(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     kept_model(kind).save_pretrained(tmp_path / kind)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.bfloat16)
