@@ -19,7 +19,7 @@ with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
 from tests.workers import WorkerPool
 
 TESTS = Path(__file__).parent
-# A quarter of a minute and more each: they come first, so that no worker of `pytest -n` is left alone with one at the end.
+# A quarter of a minute and more each. They come first, so no worker of `pytest -n` is left alone with one at the end.
 LONGEST = (
     "test_readme.py",
     "test_torchrun.py",
