@@ -62,4 +62,12 @@ class RunFailure(RuntimeError):
 
 
 class StorageFailure(RunFailure):
-    """A disk refused what the run wrote, on all ranks alike: one line, no traceback, exit code 1."""
+    """A disk refused what the run wrote: one line, no traceback, exit code 1.
+
+    Args:
+        alone: only this rank knows, and the others are in some other collective.
+    """
+
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        super().__init__(message)
+        self.alone = alone

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as problem:
         distributed.leave(problem)
     except StorageFailure as failure:
-        distributed.leave(failure, code=1)
+        distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import logging
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -121,7 +123,7 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
     try:
         fields, _ = PretrainedConfig.get_config_dict(path, local_files_only=local_files_only)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         todo = todo_of_cache(error) or "check the path, or the hub id and your access"
         raise UserError("model.path", f"{path}: {reason}", todo) from None
     if not fields.get("model_type"):
@@ -176,10 +178,11 @@ def _merge(
         seen[own] = key
         names = [own, *(alias for alias, name in aliases.items() if name == own)]
         found = next((name for name in names if name in known), key)
-        _check_known(found, known, where=where, also=aliases)
+        if found not in known and found not in _read_by_model(model_type):
+            _check_known(found, known, where=where, also=aliases)
         for name in names:
             merged.pop(name, None)
-        merged[own], nested = value, known[found]
+        merged[own], nested = value, known.get(found)
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
             continue
         # Sub-configs merge. `rope_parameters`-like dicts are replaced whole: their keys depend on one another.
@@ -196,6 +199,14 @@ def _merge(
 def _aliases(model_type: Any) -> Mapping[str, str]:
     """Other names of a config's fields, each with the config's own; none if transformers does not know the class."""
     return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
+
+
+def _read_by_model(model_type: Any) -> set[str]:
+    """The keys that a model's code reads from its config. Some have no default there (``head_dim`` of Qwen3-MoE)."""
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return set()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    return set(re.findall(r'\bconfig(?:\.|, ")(\w+)', inspect.getsource(sys.modules[kind.__module__])))
 
 
 # What older versions of transformers called a key.

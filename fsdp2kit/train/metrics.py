@@ -13,6 +13,7 @@ from typing import Any
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import Line, say
 from fsdp2kit.distributed import agreement
+from fsdp2kit.errors import StorageFailure
 from fsdp2kit.files import replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -146,14 +147,24 @@ def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null."""
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            finite = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in record.items()
-            }
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null.
+
+    Raises:
+        StorageFailure: the disk is full, say.
+    """
+    lines = ""
+    for record in records:
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        lines += json.dumps(finite, allow_nan=False) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError as error:
+        what = f"{path}: cannot be written ({error.strerror or error}); mend that, and start again"
+        raise StorageFailure(f"{what}: a run resumes from its newest checkpoint", alone=True) from error
 
 
 def move_aside(path: Path, *, resume_step: int) -> Path | None:

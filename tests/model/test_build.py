@@ -104,6 +104,15 @@ def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> No
     load_pretrained(model, path, allow_unexpected=True)
 
 
+def test_a_key_that_the_model_reads_and_its_config_does_not_declare(tmp_path: Path) -> None:
+    """``head_dim`` of Qwen3-MoE: published configs have it."""
+    assert not hasattr(AutoConfig.for_model("qwen3_moe"), "head_dim")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = {"model_type": "qwen3_moe", **sizes, "head_dim": 32, "vocab_size": 100, "num_experts": 4}
+    model = build_model(ModelConfig(config=config, weights="random"))
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 32, 64)
+
+
 ALIASES = {
     "qwen3_moe": ("num_experts", 4),
     "mixtral": ("num_experts", 4),

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import StorageFailure
 from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
@@ -139,6 +140,18 @@ def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
     metrics = Metrics(NO_THROUGHPUT, wandb=Fragile(), path=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
     metrics.log_samples(1, [])
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    metrics = build(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        StorageFailure, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"
+    ) as failure:
+        metrics.log({"step": 1, "loss": 2.5})
+    assert failure.value.alone, "no other rank writes this file"
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
