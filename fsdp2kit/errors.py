@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +30,16 @@ class UserError(Exception):
 
     def __reduce__(self):
         return (UserError, (self.where, self.what, self.todo))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from; of DCP's `CheckpointException` also the errors of all ranks."""
+    while error is not None:
+        yield error
+        if type(error).__name__ == "CheckpointException":  # torch is not imported here
+            for failure, _ in getattr(error, "failures", {}).values():
+                yield from causes(failure)
+        error = error.__cause__ or error.__context__
 
 
 def in_one_line(main: Callable[..., int]) -> Callable[..., int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, causes
 
 CHUNK_BYTES = 1 << 22
 
@@ -68,16 +69,28 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def todo_of_cache(error: BaseException | None) -> str | None:
-    """What to do where an error is that Hugging Face's cache cannot be written; None where it is something else."""
+    """Advice if Hugging Face's cache cannot be written; None for any other error."""
+    refused = [
+        Path(cause.filename)
+        for cause in causes(error)
+        if isinstance(cause, OSError)
+        and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        and isinstance(cause.filename, str)
+    ]
+    if not refused:
+        return None
+    import datasets
     from huggingface_hub import constants
 
-    caches = [Path(constants.HF_HOME), Path(constants.HF_HUB_CACHE)]
-    while error is not None:
-        if isinstance(error, OSError) and isinstance(error.filename, str):
-            path = Path(error.filename)  # in the cache, or a folder above it that cannot be made
-            if any(path.is_relative_to(cache) or cache.is_relative_to(path) for cache in caches):
-                return "set HF_HOME to a folder that can be written"
-        error = error.__cause__ or error.__context__
+    caches = {
+        "HF_HOME": constants.HF_HOME,
+        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+        "HF_DATASETS_CACHE": datasets.config.HF_DATASETS_CACHE,
+    }
+    for variable, cache in caches.items():
+        # In the cache, or a folder above it that cannot be made.
+        if any(path.is_relative_to(cache) or Path(cache).is_relative_to(path) for path in refused):
+            return f"set {variable} to a folder that can be written"
     return None
 
 

@@ -8,8 +8,10 @@ three tensors (or groups of tensors that transformers stores in other pieces) be
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from fsdp2kit.checkpoint.hf import (
     Group,
     begin_export,
     check_dtype,
+    clear_failed,
     plan_adapter_file,
     plan_files,
     publish_export,
@@ -40,7 +43,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import save_assets
 from fsdp2kit.model.build import ModelSource, source_of
-from fsdp2kit.model.names import build_skeleton
+from fsdp2kit.model.names import build_skeleton, own_class
 from fsdp2kit.model.tokenizer import turn_ends
 
 
@@ -72,7 +75,8 @@ def export_model(
             of these; transformers cannot convert the architecture in parts.
         RunFailure: a file was not written whole, or another rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         with agreement():
             source = _source(model)
             tensors = model_tensors(model)
@@ -81,12 +85,14 @@ def export_model(
                 save_assets(
                     Path(folder),
                     config=source.config,
-                    architecture=type(build_skeleton(model)).__name__,
+                    architecture=own_class(model).__name__,
                     tokenizer=tokenizer,
                     source=source.directory,
                     stops=turn_ends(tokenizer) if tokenizer is not None else (),
                     adapter=adapter_of(model),
                 )
+        if distributed.rank() == 0:
+            stack.push(partial(clear_failed, plan))
         with agreement():
             if distributed.rank() == 0:
                 begin_export(plan)
@@ -137,16 +143,19 @@ def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
     with progress_bar("exporting", total=size) as bar:
         for start in range(0, len(files), world_size):
             turn = files[start : start + world_size]
-            mine = turn[rank] if rank < len(turn) else None
+            mine = turn[rank] if rank < len(turn) and problem is None else None
             gathered = _gather(plan, tensors, turn, mine)
             try:
-                if mine is not None and problem is None:
+                if mine is not None:
                     blocks = tensors_of(plan, mine, _Gathered(gathered))
                     write_safetensors(plan.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
             except Exception as error:  # a full disk, say
                 problem = error
-            for _ in gathered:  # what the others write also needs this rank's shards
-                pass
+            try:
+                for _ in gathered:  # what the others write also needs this rank's shards
+                    pass
+            except Exception as error:
+                problem = problem or error
     agree(problem)
 
 
@@ -157,18 +166,27 @@ def _gather(
 
     Args:
         turn: the files that are written at the same time. All ranks go through the groups of all of them together.
+
+    Raises:
+        Exception: a copy to the CPU failed; only after the last group, which the other ranks gather with this one.
     """
+    problem: Exception | None = None
     for number in range(max(len(plan.files[file]) for file in turn)):
         kept = None
         for file in turn:
             if number < len(plan.files[file]):
                 group = plan.files[file][number]
                 whole = {key: _whole(tensors[key], _dtype_of(group)) for key in group.keys.values()}
-                if file == mine:
-                    kept = {key: tensor.cpu() for key, tensor in whole.items()}
+                if file == mine and problem is None:
+                    try:
+                        kept = {key: tensor.cpu() for key, tensor in whole.items()}
+                    except Exception as error:  # no memory, say
+                        problem = error
                 del whole
         if kept is not None:
             yield kept
+    if problem is not None:
+        raise problem
 
 
 def _dtype_of(group: Group) -> torch.dtype | None:

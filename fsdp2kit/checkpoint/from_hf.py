@@ -22,7 +22,7 @@ from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sync
 from fsdp2kit.model.build import model_on_meta, tied_names
-from fsdp2kit.model.dtypes import tensor_dtypes
+from fsdp2kit.model.dtypes import cast_model, tensor_dtypes
 from fsdp2kit.model.weights import StoredTensor, open_pretrained
 from fsdp2kit.progress import Progress
 
@@ -86,7 +86,7 @@ def write_weights(
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     placeholders = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
-    # What stays in float32 whatever the model's dtype is says nothing of it.
+    # Tensors that always stay in float32 do not tell the model's dtype.
     follows = tensor_dtypes(model, torch.bfloat16)
     dtypes = [one.dtype for name, one in stored.items() if follows.get(name) == torch.bfloat16]
     try:
@@ -125,9 +125,7 @@ def compare_logits(checkpoint: str | Path, hf_dir: str | Path) -> str:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
         ours = AutoModelForCausalLM.from_config(config, dtype=theirs.dtype).eval()
-        tensors = ours.state_dict(keep_vars=True)
-        for name, tensor in theirs.state_dict().items():  # some stay in float32
-            tensors[name].data = tensors[name].data.to(tensor.dtype)
+        cast_model(ours, theirs.dtype)  # some stay in float32
         load_weights(checkpoint, ours)
         ids = torch.arange(tokens)[None] * 7 % config.get_text_config().vocab_size
         with torch.no_grad():

@@ -150,7 +150,7 @@ def dcp_to_hf(
                 checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
         if rank == 0:
-            stack.push(partial(_clear_failed, plan))
+            stack.push(partial(clear_failed, plan))
         with settle():
             if rank == 0:
                 begin_export(plan)
@@ -177,10 +177,11 @@ def ensure_export(
     checkpoint, out = to_path(checkpoint), to_path(out)
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
-    if distributed.rank() == 0:
-        record, digest = read_record(out), _manifest_digest(checkpoint)
-        if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
-            stale = not all((out / name).is_file() for name in record["files"])
+    with distributed.agreement(group):
+        if distributed.rank() == 0:
+            record, digest = read_record(out), _manifest_digest(checkpoint)
+            if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
+                stale = not all((out / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
         dcp_to_hf(checkpoint, out, dtype=dtype, group=group, check=check)
@@ -229,7 +230,8 @@ def plan_export(
     if model is None and manifest is None:
         what = "the model runs code of its own, so its tensors cannot be told from others in the checkpoint"
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
-    files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes)
+    kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
+    files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept)
     return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model, base)
 
 
@@ -260,14 +262,20 @@ def check_dtype(dtype: str) -> None:
 
 
 def plan_files(
-    shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: str, max_shard_bytes: int
+    shapes: dict[str, tuple[str, Tensor]],
+    model: PreTrainedModel | None,
+    dtype: str,
+    max_shard_bytes: int,
+    *,
+    kept: Iterable[str] = (),
 ) -> dict[str, list[Group]]:
     """What goes into which file of a model's export.
 
     Args:
         shapes: the model's tensors by name, a tied one once: the key under which each is read, and a meta tensor.
+        kept: the tensors that stay in float32, where `model` is None; else its class is asked.
     """
-    return _pack(_groups(shapes, model, DTYPES[dtype]), max_shard_bytes)
+    return _pack(_groups(shapes, model, DTYPES[dtype], kept=kept), max_shard_bytes)
 
 
 def plan_adapter_file(shapes: dict[str, tuple[str, Tensor]], dtype: str) -> dict[str, list[Group]]:
@@ -276,9 +284,15 @@ def plan_adapter_file(shapes: dict[str, tuple[str, Tensor]], dtype: str) -> dict
     return {ADAPTER_WEIGHTS: _groups(renamed, None, DTYPES[dtype])}
 
 
-def _groups(shapes: dict[str, tuple[str, Tensor]], model: PreTrainedModel | None, dtype: torch.dtype) -> list[Group]:
+def _groups(
+    shapes: dict[str, tuple[str, Tensor]],
+    model: PreTrainedModel | None,
+    dtype: torch.dtype,
+    *,
+    kept: Iterable[str] = (),
+) -> list[Group]:
     """The tensors of `_shapes` in groups that can be converted by themselves, in the dtypes of the files."""
-    dtypes = {} if model is None else tensor_dtypes(model, dtype)
+    dtypes = dict.fromkeys(kept, torch.float32) if model is None else tensor_dtypes(model, dtype)
     tensors = {
         name: tensor.to(dtypes.get(name, dtype)) if tensor.is_floating_point() else tensor
         for name, (_, tensor) in shapes.items()
@@ -301,8 +315,8 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
     return files
 
 
-def _clear_failed(plan: ExportPlan, kind: type[BaseException] | None, *_: object) -> None:
-    """Free what an export that failed took of a disk."""
+def clear_failed(plan: ExportPlan, kind: type[BaseException] | None, *_: object) -> None:
+    """Delete the unfinished files of a failed export."""
     if kind is not None and not is_remote(plan.staging):
         shutil.rmtree(plan.staging, ignore_errors=True)
 

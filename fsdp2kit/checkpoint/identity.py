@@ -107,7 +107,7 @@ def check_same_run(
             what = f"was made with {field} = {before!r}, and this run has {field} = {now!r}"
             if field == "data" and contents_saved and contents:
                 trained_on = {key: value for key, value in contents.items() if key.startswith("data.")}
-                how = "the files are the same, and the mix (data.sources), data.overlong, columns or the tokenizer not"
+                how = "its files are the same; data.sources, data.overlong, data.columns or the tokenizer changed"
                 what = f"was made with other data: {'; '.join(changes(contents_saved, trained_on)) or how}"
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 

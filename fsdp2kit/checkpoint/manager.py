@@ -63,6 +63,7 @@ class CheckpointManager:
         write_assets: writes config, tokenizer, chat template and generation config of an export into a directory.
             Called on rank 0 alone, so it must not contain a collective.
         export_dtype: default dtype of an export where the section names none, e.g. the source model's.
+        kept_in_float32: as in the manifest.
         read: directories that the run reads models from, which an export must not replace.
         environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
         tell: called with a line for each checkpoint and each export that was written, on every rank.
@@ -79,6 +80,7 @@ class CheckpointManager:
         identity: dict[str, str],
         write_assets: Callable[[Path], None],
         export_dtype: str | None = None,
+        kept_in_float32: dict[str, list[str]] | None = None,
         read: Iterable[Path | None] = (),
         environment: dict[str, Any] | None = None,
         tell: Callable[[str], object] = lambda line: None,
@@ -100,6 +102,7 @@ class CheckpointManager:
         self.exported: Path | None = None
         """The checkpoint that `out` was made from."""
         self.export_dtype = section.export_dtype or export_dtype
+        self._kept = kept_in_float32 or {}
         self._settings = run_dir / "config.toml"  # kept with each checkpoint
         # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
         self._reached = 0
@@ -339,6 +342,7 @@ class CheckpointManager:
                     export_dtype=self.export_dtype,
                     files=records,
                     environment=self.environment,
+                    kept_in_float32=self._kept,
                 )
                 _check_shared(directory, manifest)
                 write_manifest(directory, manifest)

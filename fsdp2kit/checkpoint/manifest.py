@@ -43,6 +43,8 @@ class Manifest:
     """Every other file of the checkpoint, by its path relative to the checkpoint."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, mesh, devices, … of the run that wrote it."""
+    kept_in_float32: dict[str, list[str]] = field(default_factory=dict)
+    """Dtype of an export → tensors that stay in float32 in it; only of a model with code of its own."""
     format: int = FORMAT
 
 
@@ -86,7 +88,8 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
         if raw["format"] != FORMAT:
             what = f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}"
             raise UserError(str(path), what, "use the fsdp2kit that it was written by")
-        known = {one.name: raw[one.name] for one in fields(Manifest) if one.name in raw or one.name != "environment"}
+        optional = ("environment", "kept_in_float32")  # not in checkpoints of earlier versions
+        known = {one.name: raw[one.name] for one in fields(Manifest) if one.name in raw or one.name not in optional}
         known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
         return Manifest(**known)
     except FileNotFoundError:

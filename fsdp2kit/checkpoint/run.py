@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from torch.distributed.fsdp import FSDPModule
+import torch
+import transformers
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +33,8 @@ from fsdp2kit.errors import tool_command
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.build import source_of
+from fsdp2kit.model.dtypes import kept_in_float32
+from fsdp2kit.model.names import own_class
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 from fsdp2kit.model.weights import fill_adapter, initialize, load_pretrained
 from fsdp2kit.progress import Progress
@@ -54,7 +57,7 @@ def build_checkpoints(
         job: has ``run_dir``, and ``environment`` (versions, mesh, …), which is kept with each checkpoint.
         data: has a ``fingerprint``, which is part of what may not change when the run is resumed, and may have
             ``contents``, by which a resumed run says what of it changed, and ``endings``, the tokens that its
-            documents end in, where an export's generation stops.
+            documents end in, where an export's generation stops, and ``total_steps`` of the whole run.
         tokenizer: is part of an export; None: the export has none.
         contents: what else the run reads, by TOML key, whose changes a resumed run lists.
 
@@ -76,8 +79,8 @@ def build_checkpoints(
         identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, teacher=teacher)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
-    # `fully_shard` puts a class of its own in front of the model's.
-    architecture = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
+        kept = _kept_in_float32(model) if adapter is None else {}
+    architecture = own_class(model).__name__
     read = {**getattr(data, "contents", {}), **(contents or {})}
     recorded = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
     manager = CheckpointManager(
@@ -86,6 +89,7 @@ def build_checkpoints(
         identity=identity,
         write_assets=partial(save_assets, architecture=architecture, adapter=adapter, **assets),
         export_dtype=source.dtype,
+        kept_in_float32=kept,
         read=[source.directory, teacher, None if adapter is None else adapter.directory],
         environment={**job.environment, **recorded},
         tell=say,
@@ -95,7 +99,10 @@ def build_checkpoints(
         notes += describe_base(adapter.directory, config.model.path)
     if tokenizer is not None and config.data.format == "chat" and not stops:
         notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
-    return Checkpoints(manager, config, model, optimizer, notes, can_answer=tokenizer is not None)
+    total_steps = getattr(data, "total_steps", None)
+    return Checkpoints(
+        manager, config, model, optimizer, notes, can_answer=tokenizer is not None, total_steps=total_steps
+    )
 
 
 @dataclass(eq=False)
@@ -113,6 +120,8 @@ class Checkpoints:
     """What an export has that its source had not, a line each."""
     can_answer: bool = False
     """Whether an export has a tokenizer."""
+    total_steps: int | None = None
+    """Those of the whole run. Default: ``train.steps``; under ``train.epochs`` only the data tell."""
     resumed: Path | None = None
     """The checkpoint that `start` resumed from."""
     exporting: Progress | None = None
@@ -151,7 +160,8 @@ class Checkpoints:
     def _check_room(self) -> list[str]:
         """`check_room`, unless nothing will be saved."""
         done = read_manifest(self.resumed).step if self.resumed else 0
-        if self.config.train.steps is not None and done >= self.config.train.steps:
+        total = self.config.train.steps if self.total_steps is None else self.total_steps
+        if total is not None and done >= total:
             return []
         manager, dtype = self.manager, DTYPES[self.manager.export_dtype or "float32"]
         return check_room(
@@ -244,6 +254,14 @@ class Checkpoints:
                 if read_manifest(candidate).progress.get("best_eval_loss") == progress.best_eval_loss:
                     return candidate
         return None
+
+
+def _kept_in_float32(model: PreTrainedModel) -> dict[str, list[str]]:
+    """As in the manifest: an export of a model that transformers itself does not know cannot ask its class."""
+    if hasattr(transformers, own_class(model).__name__):
+        return {}
+    narrow = {name: dtype for name, dtype in DTYPES.items() if dtype != torch.float32}
+    return {name: sorted(kept_in_float32(model, dtype)) for name, dtype in narrow.items()}
 
 
 def _notes(tokenizer: PreTrainedTokenizerBase | None, **assets: Any) -> list[str]:

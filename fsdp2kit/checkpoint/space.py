@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp2kit.checkpoint.state import model_tensors
@@ -16,8 +16,10 @@ from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
 from fsdp2kit.distributed import gather_objects, is_lost_rank
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, causes
 from fsdp2kit.optim.build import state_sizes
+
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 def check_room(
@@ -44,10 +46,10 @@ def check_room(
     """
     section = config.checkpoint
     one, export = _sizes(config, model, export_dtype)
-    export = 0 if section.export_hf == "never" or out.exists() else export
+    export = 0 if section.export_hf == "never" else export  # an earlier one stays until this one is whole
     most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
     missing = max(1, most - len(store.complete()))
-    beside = not is_remote(out) and _is_same_disk(store.root, out.parent)
+    beside = export > 0 and not is_remote(out) and _is_same_disk(store.root, out.parent)
     needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
     if needed and _free(store.root) < needed:
         make_room()
@@ -58,7 +60,7 @@ def check_room(
         raise UserError(where, what, f"free space there, or choose another {where}")
     if free < needed:
         kept = f"{counted(missing, 'more checkpoint')} of {size_text(one)}"
-        if export and beside:
+        if beside:
             kept += f" and an export of {size_text(export)}"
         warnings.append(
             f"{where}: the disk may become full: {kept} may be written to {store.root}, "
@@ -71,13 +73,14 @@ def check_room(
 
 
 def is_storage_failure(error: BaseException, directory: Path, *, group: dist.ProcessGroup | None) -> bool:
-    """Whether a disk refused a write, on any rank: then no traceback tells more than its message. Collective.
+    """Whether on any rank the disk is full, or has refused access or failed: no traceback is needed then. Collective.
 
-    Every rank has failed in the same save; torch's writers do not say that a disk is full.
+    Every rank has failed in the same save. Free space is looked at, because torch's writers do not say that a disk is
+    full. Any other `OSError` (a missing file, a lost connection) may be a mistake in the code, and is no such failure.
     """
     if is_lost_rank(error):
         return False
-    own = is_full(directory) or any(isinstance(cause, OSError) for cause in _causes(error))
+    own = is_full(directory) or any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
     try:
         return any(gather_objects(own, group=group))
     except RuntimeError:  # a rank is lost
@@ -108,13 +111,3 @@ def _free(directory: Path) -> int:
 
 def _is_same_disk(one: Path, other: Path) -> bool:
     return not is_remote(one) and one.stat().st_dev == other.stat().st_dev
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from, also of DCP's, which keeps those of all ranks."""
-    while error is not None:
-        yield error
-        if isinstance(error, dcp.CheckpointException):
-            for failure, _ in error.failures.values():
-                yield from _causes(failure)
-        error = error.__cause__ or error.__context__

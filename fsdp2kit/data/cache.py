@@ -64,7 +64,7 @@ def _stand_in(cache: Path, why: str) -> Path:
     if _run_dir is not None:
         folders.insert(0, _run_dir / "cache")
     for folder in folders:
-        # Anybody may have made a folder of this name among temporary files, with tokens of theirs.
+        # In a shared temporary folder another user may have made this one and put tokens into it.
         if _refuses(folder) is None and (folder.parent == _run_dir or folder.stat().st_uid == os.getuid()):
             if is_main_process():
                 print(f"the cache {cache} cannot be written ({why}): {folder} is used; {_TODO}", file=sys.stderr)

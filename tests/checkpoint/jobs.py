@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.run import Checkpoints
@@ -189,6 +190,26 @@ def export_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
         message, kind = str(failure), type(failure).__name__
     dist.barrier()
     return message, kind, sorted(path.name for path in run_dir.iterdir())
+
+
+def export_of_unreadable_manifest(run_dir: Path) -> list[str]:
+    """Rank 0 cannot tell whether the export is there already: the error on this rank, and that of what comes next."""
+    model = sharded(tiny_llama())
+    manager = manager_of(run_dir)
+    path = manager.save(model, adamw(model), progress_at(1))
+
+    def fail(checkpoint: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    digest, lines = hf._manifest_digest, []
+    for read in (fail, digest):
+        hf._manifest_digest = read
+        try:
+            manager.export(path)
+            lines.append("exported")
+        except RunFailure as failure:
+            lines.append(str(failure))
+    return lines
 
 
 def fill_disk(folder: Path) -> None:

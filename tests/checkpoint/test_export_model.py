@@ -185,7 +185,7 @@ def test_what_is_not_an_export_is_left_alone(models: Path, pool: WorkerPool, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def fail_on_one_rank(folder: Path, case: Case, out: Path) -> str:
+def fail_on_one_rank(folder: Path, case: Case, out: Path, what: str) -> str:
     from fsdp2kit.distributed import rank
 
     def write(path: Path, *arguments: Any, **options: Any) -> None:
@@ -193,18 +193,29 @@ def fail_on_one_rank(folder: Path, case: Case, out: Path) -> str:
             raise OSError(28, "No space left on device")
         return written(path, *arguments, **options)
 
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if rank() == 1 and tensor.is_floating_point():
+            raise RuntimeError("can't allocate memory")
+        return copied(tensor)
+
     model = build(case.config(folder, steps=1, rows=4)).model
-    written = module.write_safetensors
+    written, copied = module.write_safetensors, torch.Tensor.cpu
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_safetensors", write)
+        if what == "disk":
+            patch.setattr(module, "write_safetensors", write)
+        else:
+            patch.setattr(torch.Tensor, "cpu", copy)
         with pytest.raises((OSError, RuntimeError)) as caught:
             export_model(model, out, max_shard_bytes=20_000)
     return str(caught.value)
 
 
-def test_a_full_disk_on_one_rank_ends_all_and_publishes_nothing(
-    models: Path, pool: WorkerPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("what", "message"), [("disk", "No space left on device"), ("memory", "can't allocate memory")]
+)
+def test_what_fails_on_one_rank_ends_all_and_leaves_nothing(
+    models: Path, pool: WorkerPool, tmp_path: Path, what: str, message: str
 ) -> None:
-    for line in pool.run(3, fail_on_one_rank, models, Case("llama3", 3), tmp_path / "out"):
-        assert "No space left on device" in line
-    assert not (tmp_path / "out").exists()
+    for line in pool.run(3, fail_on_one_rank, models, Case("llama3", 3), tmp_path / "out", what):
+        assert message in line
+    assert list(tmp_path.iterdir()) == []

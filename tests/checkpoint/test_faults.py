@@ -51,6 +51,13 @@ def test_an_export_onto_a_full_disk_leaves_nothing_but_the_checkpoint(pool: Work
         assert left == ["checkpoints", "filler"]
 
 
+def test_a_manifest_that_one_rank_cannot_read_ends_the_export_on_all(pool: WorkerPool, tmp_path: Path) -> None:
+    for failure, then in pool.run(2, jobs.export_of_unreadable_manifest, tmp_path):
+        assert "hf: was not exported: " in failure
+        assert "Input/output error" in failure
+        assert then == "exported"
+
+
 @pytest.mark.parametrize("is_async", ["false", "true"])
 def test_a_run_whose_disk_fills_ends_in_one_line(small_disk: Path, tmp_path_factory: Any, is_async: str) -> None:
     """Two ranks; there is room for two checkpoints, and a third is due."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.run import build_checkpoints
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
+from tests.checkpoint import jobs
 from tests.kept import kept_model
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
@@ -107,3 +112,28 @@ def test_a_directory_that_keeps_them_becomes_a_checkpoint_and_comes_back(kind: s
     assert "gives the same logits" in compare_logits(tmp_path / "dcp", tmp_path / "source")
     dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
     assert_same_files(tmp_path / "back", tmp_path / "source")
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    """A model with code of its own, of which an export knows no more than the checkpoint says."""
+
+    _keep_in_fp32_modules_strict = ("q_proj",)  # float16 alone goes by the name without "strict"
+    _keep_in_fp32_modules = ("norm",)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> None:
+    config = jobs.tiny_llama().config
+    config.auto_map = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    model = OwnForCausalLM(config)
+    model.save_pretrained(tmp_path / "source")
+    vars(model)["_fsdp2kit_source"] = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
+    job = SimpleNamespace(run_dir=tmp_path, environment={})
+    settings = TrainingConfig(recipe="sft", checkpoint={"export_dtype": dtype})  # pyright: ignore[reportArgumentType]
+    data = SimpleNamespace(fingerprint="of the data")
+    with build_checkpoints(settings, model, jobs.adamw(model), job=job, data=data, tokenizer=None) as checkpoints:
+        checkpoints.save(jobs.progress_at(1), is_over=True)
+    loaded = OwnForCausalLM.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype))
+    loaded.save_pretrained(tmp_path / "expected")
+    assert_same_files(tmp_path / "hf", tmp_path / "expected")
+    assert {str(tensor.dtype) for tensor in files(tmp_path / "hf").values()} == {"torch.float32", f"torch.{dtype}"}

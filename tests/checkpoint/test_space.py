@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from fsdp2kit.checkpoint import space
-from fsdp2kit.checkpoint.space import check_room
+from fsdp2kit.checkpoint.space import check_room, is_storage_failure
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
@@ -40,12 +41,13 @@ def tensor_bytes(path: Path) -> int:
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`check_room` of a tiny model on a disk with so many bytes free."""
 
-    def check(free: int, *, make_room: Callable[[], object] = lambda: None, **settings: Any) -> list[str]:
+    def check(
+        free: int, *, make_room: Callable[[], object] = lambda: None, out: Path = tmp_path / "hf", **settings: Any
+    ) -> list[str]:
         monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         store = CheckpointStore(tmp_path / "checkpoints")
         store.root.mkdir(exist_ok=True)
         model = jobs.tiny_llama(hidden=256)
-        out = tmp_path / "hf"
         return check_room(config_of(**settings), model, store, out, export_dtype=torch.bfloat16, make_room=make_room)
 
     return check
@@ -80,6 +82,36 @@ def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> 
     assert room(2 * one, **options) == []
 
 
+def test_an_export_that_is_replaced_needs_room_as_well(tmp_path: Path, room: Callable[..., list[str]]) -> None:
+    """The new one is written whole beside it."""
+    model = jobs.tiny_llama(hidden=256)
+    one = tensor_bytes(jobs.manager_of(tmp_path / "real").save(model, jobs.adamw(model), jobs.progress_at(1)))
+    (tmp_path / "hf").mkdir()
+    [warning] = room(one, every=10, steps=5)
+    assert " and an export of " in warning
+
+
+def test_where_nothing_is_exported_no_folder_is_looked_for(tmp_path: Path, room: Callable[..., list[str]]) -> None:
+    assert room(10**9, out=tmp_path / "missing" / "hf", export_hf="never") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (OSError("of a library"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_bug_is_no_failure_of_a_disk(tmp_path: Path, error: OSError, is_one: bool) -> None:
+    failure = RuntimeError("the save failed")
+    failure.__cause__ = error
+    assert is_storage_failure(failure, tmp_path, group=None) is is_one
+
+
 def test_what_is_being_deleted_is_waited_for(room: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def delete() -> None:
         monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
@@ -107,3 +139,17 @@ def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoints.start()
     checkpoints.config = config_of(steps=0)
     assert checkpoints._check_room() == [], "nothing is saved, so nothing has to fit"
+
+
+def test_a_run_over_its_epochs_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started again only to export, and only its data know that it is over."""
+    model = jobs.tiny_llama()
+    jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(3))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    checkpoints = jobs.checkpoints_of(tmp_path, model)
+    checkpoints.config = config_of().model_copy(update={"train": TrainConfig(epochs=2)})
+    checkpoints.total_steps = 4
+    with pytest.raises(UserError, match="a checkpoint takes"):
+        checkpoints.start()
+    checkpoints.total_steps = 3
+    assert checkpoints.start() == jobs.progress_at(3)
