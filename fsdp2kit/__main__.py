@@ -6,7 +6,6 @@ It is world size 1. On several processes: ``torchrun --nproc-per-node N -m fsdp2
 
 from __future__ import annotations
 
-import argparse
 import ast
 import pkgutil
 import runpy
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import tools
-from fsdp2kit.config.paths import kind_of
+from fsdp2kit.checkpoint.conversion import parse_conversion
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
@@ -34,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif command == "verify":
         module, rest = "fsdp2kit.checkpoint", ["verify", *rest]
     elif command == "convert":
-        tool, rest = _parse_conversion(rest)
-        module = f"fsdp2kit.tools.{tool}"
+        to_hf = parse_conversion(rest, prog="fsdp2kit convert").to_hf
+        module = f"fsdp2kit.tools.{'dcp_to_hf' if to_hf else 'hf_to_dcp'}"
     elif command in found:
         module = f"fsdp2kit.tools.{command}"
     else:
@@ -43,39 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [f"fsdp2kit {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
-
-
-def _parse_conversion(arguments: list[str]) -> tuple[str, list[str]]:
-    """The tool that converts what is named, and its arguments, paths first."""
-    parser = argparse.ArgumentParser(
-        prog="fsdp2kit convert",
-        usage="%(prog)s SOURCE OUT [options]",
-        description="A checkpoint to a Hugging Face directory, or one of those (or a state dict) to a checkpoint.",
-    )
-    parser.add_argument("paths", nargs="+", metavar="SOURCE OUT", help="what SOURCE is decides the direction")
-    parser.add_argument(
-        "--config", metavar="HF_DIR", help="config and tokenizer from here, for SOURCE without its own"
-    )
-    parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
-    to_hf = parser.add_argument_group("from a checkpoint to a Hugging Face directory")
-    to_hf.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16; default: what the run says")
-    to_hf.add_argument("--max-shard-gb", metavar="GB", help="largest file, in 10^9 bytes")
-    to_hf.add_argument(
-        "--merge", nargs="?", const=True, metavar="MODEL", help="add the adapter to its model (default: where it was)"
-    )
-    options = parser.parse_intermixed_args(arguments)
-    if len(options.paths) == 1 and isinstance(options.merge, str):  # --merge SOURCE OUT: a model is not named
-        options.paths, options.merge = [options.merge, *options.paths], True
-    if len(options.paths) != 2:
-        parser.error(f"give SOURCE and OUT; {len(options.paths)} found: {' '.join(options.paths)}")
-    source = options.paths[0]
-    is_checkpoint = "://" in source or kind_of(Path(source).expanduser()) == "checkpoint"
-    of_checkpoints = {"--dtype": options.dtype, "--max-shard-gb": options.max_shard_gb, "--merge": options.merge}
-    if not is_checkpoint and (given := [flag for flag, value in of_checkpoints.items() if value is not None]):
-        parser.error(f"{given[0]} is for checkpoints, and {source} is none; leave it out")
-    flags = {**of_checkpoints, "--config": options.config, "--verify": options.verify or None}
-    rest = [text for flag, value in flags.items() if value is not None for text in (flag, value) if text is not True]
-    return "dcp_to_hf" if is_checkpoint else "hf_to_dcp", [*options.paths, *rest]
 
 
 def _list(command: str, lines: dict[str, str]) -> int:

@@ -59,7 +59,8 @@ def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
 def tool_command(name: str) -> str:
     """How a message names a tool: ``fsdp2kit plan``, or in a checkout ``python tools/plan.py``.
 
-    Whoever started ``fsdp2kit`` is told that everywhere. A wheel has no ``tools/`` beside the package.
+    A process started as ``fsdp2kit`` says ``fsdp2kit NAME`` even in a checkout. A wheel has no ``tools/`` beside
+    the package.
     """
     in_checkout = Path.cwd() == _ROOT and (_ROOT / "tools" / f"{name}.py").is_file()
     if in_checkout and not Path(sys.argv[0]).name.startswith("fsdp2kit"):

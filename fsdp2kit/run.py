@@ -180,7 +180,7 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         "--world-size",
         type=positive,
         metavar="N",
-        help="with --check: ranks of the run (default: WORLD_SIZE, else the fewest that the TOML's mesh fits)",
+        help="with --check: ranks of the run (default: WORLD_SIZE, else the fewest that [mesh] allows)",
     )
     options = parse_with_overrides(parser, arguments)
     if options.world_size and not options.check:
@@ -198,7 +198,8 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[st
 def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
     """
     Args:
-        world_size: ranks that the run will have; None: what the environment says, else the fewest that fit.
+        world_size: ranks that the run will have; None: what the environment says, else the fewest that ``[mesh]``
+            allows.
     """
     started, note = time.perf_counter(), ""
     # Set before the recipe imports the hub client: a check never waits for a network.
@@ -211,7 +212,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
         else:
             if world_size is None:
                 world_size = smallest_world(config)
-                note = " (the fewest that its mesh fits; --world-size N checks another number)"
+                note = " (the fewest ranks that [mesh] allows; --world-size N checks another number)"
             local_world_size = local_world_size if "LOCAL_WORLD_SIZE" in os.environ else min(world_size, 8)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):

@@ -1,8 +1,10 @@
-"""What a rank has to do with the torchrun that started it: meeting the others, also after a restart, and outliving it.
+"""How ranks meet, also after torchrun restarts them, and how they notice that torchrun has died.
 
-torchrun keeps one store for all attempts of ``--max-restarts``, and gloo reads there the
-addresses of the ranks of the attempt before. So rank 0 keeps the store of its own attempt; torchrun's only says where.
-That store also outlives torchrun, and so do the ranks: a killed torchrun tells them nothing.
+torchrun keeps one store for all attempts of ``--max-restarts``, and gloo reads there the addresses of the ranks of the
+attempt before. So rank 0 keeps the store of its own attempt; torchrun's only says where. That store also outlives
+torchrun, and so do the ranks: a killed torchrun tells them nothing. They poll instead of asking for a signal at the
+parent's death: only Linux has one, and sends it when the parent's thread that forked ends, while a look at each step
+serves every system and lets a rank save first.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -89,22 +92,24 @@ def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
     while time.monotonic() < deadline:
         if of_torchrun.check([_ADDRESS]):
             found, attempt = of_torchrun.get(_ADDRESS).decode().split()
-            store = _connect(host, int(found), timeout)
-            # This rank has counted itself in the store of an attempt before; another job's knows no such attempt.
-            if store is not None and store.check([attempt]) and store.add(f"{attempt}/{rank}", 1) == 1:
-                return store
+            # Rank 0 of an attempt before may be dying: at any of these calls, nobody listens there any more.
+            with suppress(OSError, dist.DistError):
+                store = _connect(host, int(found), timeout)
+                # This rank has counted itself in the store of an attempt before; another job's knows no such attempt.
+                if store.check([attempt]) and store.add(f"{attempt}/{rank}", 1) == 1:
+                    return store
         time.sleep(_POLL_SECONDS)
     raise TimeoutError(f"rank 0 named no store at {host}:{port}")
 
 
-def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store's client; None if nobody listens there any more."""
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-        store = dist.TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False
-        )
-    except (OSError, dist.DistError):
-        return None
+def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store's client.
+
+    Raises:
+        OSError | dist.DistError: nobody listens there.
+    """
+    socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    short = timedelta(seconds=_CONNECT_SECONDS)
+    store = dist.TCPStore(host, port, is_master=False, timeout=short, wait_for_workers=False)
     store.set_timeout(timeout)
     return store

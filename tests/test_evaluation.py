@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp2kit.checkpoint import manager
 from fsdp2kit.data.build import build_data
+from fsdp2kit.distributed import rank
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
+from fsdp2kit.train import loop
 from tests.reference import demo_model_dir
 from tests.workers import WorkerPool
 
@@ -94,6 +97,22 @@ def test_losses_by_other_rows_are_not_compared() -> None:
     # Where a checkpoint does not say it, it is taken to be the same, and known from then on.
     known, differing = replace(progress, best_by=None).compared_by({"held-out rows": "b"})
     assert (known.best_step, known.best_by, differing) == (3, {"held-out rows": "b"}, [])
+
+
+def _best_step(best_by: str) -> int | None:
+    """After ranks that read different copies of the rows have compared."""
+    evaluate: Any = SimpleNamespace(measured_by={"held-out rows": f"copy of rank {rank()}"})
+    metrics: Any = SimpleNamespace(message=lambda _: None)
+    progress = Progress(step=4, best_step=3, best_eval_loss=2.0, best_by={"held-out rows": best_by})
+    config: Any = None
+    run = loop._Run(config, 5, config, metrics, config, evaluate, progress)
+    run._compare_best()
+    return run.progress.best_step
+
+
+def test_ranks_agree_on_what_is_compared(pool: WorkerPool) -> None:
+    assert pool.run(2, _best_step, "copy of rank 0") == [3, 3]
+    assert pool.run(2, _best_step, "copy of rank 1") == [None, None]
 
 
 @pytest.mark.full

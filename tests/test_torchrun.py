@@ -60,6 +60,23 @@ def test_ranks_that_are_started_again_share_nothing_with_those_before(agent_stor
         assert second.result(60).get("0/address") == b"of this attempt"
 
 
+def test_a_former_rank_0_may_die_between_a_connection_and_a_look(
+    agent_store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying:
+        def check(self, _: list[str]) -> bool:
+            raise dist.DistNetworkError("recvValue failed: Connection reset by peer")
+
+    connect, former = torchrun._connect, [Dying()]
+    monkeypatch.setattr(torchrun, "_connect", lambda *where: former.pop() if former else connect(*where))
+    with ThreadPoolExecutor(1) as threads:
+        first = torchrun._store_of_attempt(0, MINUTE)
+        first.set("0/address", "of this attempt")
+        second = threads.submit(torchrun._store_of_attempt, 1, MINUTE)
+        assert second.result(60).get("0/address") == b"of this attempt"
+    assert not former
+
+
 def test_a_meeting_has_an_end(agent_store: dist.TCPStore) -> None:
     with pytest.raises(RunFailure, match=r"rank 1 of 2 did not meet .*localhost:\d+ \(run.timeout_minutes = 0.005\)"):
         torchrun.meet("gloo", rank=1, size=2, timeout=timedelta(minutes=0.005))

@@ -7,9 +7,9 @@ python tools/hf_to_dcp.py sharded/ out/ --config hf_dir/   # torch.distributed.c
 
 from __future__ import annotations
 
-import argparse
 import sys
 
+from fsdp2kit.checkpoint.conversion import parse_conversion
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.store import check_writable
 from fsdp2kit.errors import UserError, in_one_line
@@ -20,22 +20,8 @@ from fsdp2kit.migrate.state_dicts import torch_to_dcp
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
-    parser = argparse.ArgumentParser(prog="hf_to_dcp", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "source", type=user_path, help="a Hugging Face directory, a file of torch.save, or a directory of plain DCP"
-    )
-    parser.add_argument(
-        "out", type=user_path, help="the directory to write; for model.weights, or to be converted back"
-    )
-    parser.add_argument(
-        "--config",
-        type=user_path,
-        metavar="HF_DIR",
-        help="config and tokenizer for a state dict from here; default: those beside it",
-    )
-    parser.add_argument("--verify", action="store_true", help="load both again and compare their logits")
-    options = parser.parse_args(arguments)
-    source, out = options.source, options.out
+    options = parse_conversion(arguments, prog="hf_to_dcp", to_hf=False)
+    source, out = user_path(options.source), user_path(options.out)
     is_state_dict = source.is_file() or (source / ".metadata").is_file()
     if not is_state_dict and not (source / "config.json").is_file():
         what = "holds neither config.json nor .metadata" if source.exists() else "does not exist"

@@ -89,12 +89,12 @@ class RolloutConfig(Section):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What an engine is asked to sample with: the keys by which responses are others.
+        """What an engine is asked to sample with: the keys that change responses.
 
         Rollouts of a checkpoint that were sampled with another value are made again. The other keys do not count: `n`
         and `updates` may not change, `ahead` limits the age of rollouts, and `engine`, `url`, `tp`, `dtype`,
-        `batch_size` and `sleep` say where and how fast they are made. A response keeps the log-probabilities of the
-        engine that sampled it, so it stays right beside another engine.
+        `batch_size` and `sleep` say where and how fast they are made, `samples_every` what is shown of them. A
+        response keeps the log-probabilities of the engine that sampled it, so it stays right beside another engine.
         """
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 

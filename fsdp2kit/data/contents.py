@@ -35,11 +35,13 @@ def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Cont
         section: names the set, which `key` is the TOML key of.
         digest: of the rows as they are trained or evaluated on.
     """
-    files = find_source(section, key).files if section.path is not None else ()
-    if not files or is_url(files[0]):
+    if section.path is None or is_url(section.path) or not (files := find_source(section, key).files):
         return Content(digest, rows)
     folder = os.path.commonpath([Path(file).parent for file in files])
-    sizes = {str(Path(file).relative_to(folder)): Path(file).stat().st_size for file in files}
+    try:
+        sizes = {str(Path(file).relative_to(folder)): Path(file).stat().st_size for file in files}
+    except OSError:  # a file that went after it was read
+        return Content(digest, rows)
     if len(sizes) > _RECORDED:
         return Content(digest, rows, {f"one of {len(sizes)} files": f"{sum(sizes.values())} bytes"})
     return Content(digest, rows, {name: f"{size} bytes" for name, size in sizes.items()})

@@ -44,6 +44,8 @@ class Prompts:
     dropped: int = 0
     held_out: Sequence[Prompt] = ()
     """What an evaluation asks, and training never."""
+    held_out_fingerprint: str = ""
+    """Digest of `held_out`."""
     contents: Mapping[str, Content] = field(default_factory=dict)
     """By TOML key, each set of rows that was read."""
 
@@ -106,6 +108,8 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         held_out += found
         contents[one.key] = _content_of(one, found, long)
     most = evaluation.steps * train.global_batch_size if evaluation.steps else None
+    asked = held_out[:most] if config.evaluates else []
+    own = [content.digest for key, content in contents.items() if key != trained_on.key]  # one set, if it is no split
     steps = math.ceil((train.epochs or 0) * len(prompts) / per_step) if train.steps is None else train.steps
     return Prompts(
         prompts,
@@ -117,7 +121,8 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
         total_steps=steps,
         endings=frozenset(turn_ends(tokenizer)),
         dropped=dropped,
-        held_out=held_out[:most] if config.evaluates else [],
+        held_out=asked,
+        held_out_fingerprint=own[0] if own and len(asked) == len(held_out) else digest_of(asked),
         contents=contents,
     )
 

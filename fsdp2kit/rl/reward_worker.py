@@ -104,7 +104,7 @@ def text_of(messages: Any) -> Any:
 
 
 def shortened(text: Any) -> str:
-    """At most so many characters of a text, as JSON quotes it, in one line."""
+    """At most `MOST_SHOWN` characters of a text, as JSON quotes it, in one line."""
     text = str(text)
     return json.dumps(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…", ensure_ascii=False)
 

@@ -34,7 +34,7 @@ from fsdp2kit.parallel.tensor_parallel import apply_tensor_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Engine, Request, Response
 from fsdp2kit.rl.packing import Rollout, pack, token_values
-from fsdp2kit.rl.prompts import Prompts, arguments_of, digest_of
+from fsdp2kit.rl.prompts import Prompts, arguments_of
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rounds import Asked, Round, kept_rounds, round_state
 from fsdp2kit.rl.sglang_engine import SGLangEngine
@@ -145,14 +145,14 @@ class Rollouts:
         """What held-out rewards depend on besides the weights: those by the same are comparable."""
         weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
         return {
-            "held-out prompts": digest_of(self._prompts.held_out),
+            "held-out prompts": self._prompts.held_out_fingerprint,
             **{name: str(value) for name, value in self._made_by.items()},
             **{f"reward.{name}.weight": str(weight) for name, weight in weights},
         }
 
     @property
     def _made_by(self) -> dict[str, Any]:
-        """What decides rollouts and their rewards, besides what may not change: for each, what it is known by."""
+        """What decides rollouts and rewards and may change between starts: each with its value or digest."""
         sampling = {f"rollout.{name}": value for name, value in self._config.rollout.sampling.items()}
         return sampling | {name: content.digest for name, content in self._rewards.contents.items()}
 

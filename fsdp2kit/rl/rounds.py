@@ -18,7 +18,7 @@ class Round:
 
     number: int
     version: int
-    """Of the weights that sampled: so many steps."""
+    """Training steps behind the weights that sampled it."""
     rollouts: list[Rollout]
 
 
@@ -31,7 +31,7 @@ class Asked:
     responses: Future[list[Response]] = field(default_factory=Future)
     """Those that this rank asked for."""
     seconds: float | None = None
-    """That generating took, once it is done; None as well where they come from a checkpoint."""
+    """Seconds of generation. None until it is done, and for responses from a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
         if adapter is not None and layer in adapter.layers and leaf == "weight":
             keys = [f"{layer}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
             parts = tuple(parameters[key] for key in keys if key in parameters)
-        sent_as = dtypes[name] if tensor.is_floating_point() else tensor.dtype
+        sent_as = dtypes.get(name, dtype) if tensor.is_floating_point() else tensor.dtype
         weights[name] = _Weight(name, tensor, sent_as, model.get_submodule(layer) if parts else None, parts)
     metas = {name: torch.empty(one.tensor.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
     groups = []

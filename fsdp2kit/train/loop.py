@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fsdp2kit import torchrun
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
-from fsdp2kit.distributed import seconds_alive
+from fsdp2kit.distributed import gather_objects, seconds_alive
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
 from fsdp2kit.parallel.ledger import assert_ledger
@@ -157,6 +157,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.first = self.saved_at = self.progress.step
         self.saved_time = time.monotonic()
+        self.measured_by: dict[str, str] = {}
 
     def build_profiler(self, mesh: Mesh) -> StepProfiler:
         """What traces the steps that ``[profile]`` asks for."""
@@ -186,17 +187,16 @@ class _Run:
         self.metrics.throughput.restart()
 
     def _compare_best(self) -> None:
-        """Forget the best step where evaluations measure by something else from here on."""
+        """Forget the best step where evaluations measure by something else from here on. Collective."""
         if self.evaluate is None:
             return
         forgotten = self.progress.best_step
-        self.progress, differing = self.progress.compared_by(self._measured_by())
+        by = dict(getattr(self.evaluate, "measured_by", {}))  # a recipe's own may be any function
+        self.measured_by = gather_objects(by)[0]  # ranks that read different copies of the rows would part
+        self.progress, differing = self.progress.compared_by(self.measured_by)
         if differing:
             why = f"{', '.join(differing)} changed since step {forgotten} was the best"
             self.metrics.message(f"evaluations are compared anew from step {self.progress.step} on: {why}")
-
-    def _measured_by(self) -> Mapping[str, str]:
-        return getattr(self.evaluate, "measured_by", {})  # a recipe's own may be any function
 
     def next_batch(self, stop: StopRequest, *, mesh: Mesh) -> GlobalBatch | None:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
@@ -284,7 +284,7 @@ class _Run:
             self.metrics.shown = objective.shown
         self.metrics.log(line)
         self.metrics.log_samples(self.progress.step, self.evaluate.answers())
-        min_delta, by = self.config.eval.min_delta, self._measured_by()
+        min_delta, by = self.config.eval.min_delta, self.measured_by
         self.progress = self.progress.after_evaluation(line["eval_loss"], min_delta=min_delta, by=by)
         self.metrics.throughput.restart()
 

@@ -11,7 +11,9 @@ import pytest
 
 from fsdp2kit.checkpoint.identity import check_same_run
 from fsdp2kit.config.schema import DataConfig
+from fsdp2kit.data import contents
 from fsdp2kit.data.contents import Content, changes, content_of, stream_content
+from fsdp2kit.data.sources import Source
 from fsdp2kit.errors import UserError
 
 
@@ -42,6 +44,19 @@ def test_files_and_rows_that_changed_are_named(tmp_path: Path) -> None:
     assert changes(before, now) == [
         "data.path (more/two.jsonl is gone, one.jsonl is gone, n0.jsonl is new, and 4 more files, 3 → 9 rows)"
     ]
+
+
+def test_a_url_is_not_listed_again_and_a_file_may_go_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> Any:
+        raise AssertionError("listed")
+
+    path = tmp_path / "gone.jsonl"
+    gone = Source(str(path), "train", "json", (str(path),))
+    monkeypatch.setattr(contents, "find_source", lambda *_: gone)
+    assert content_of(DataConfig(path=str(path)), "data.path", rows=3, digest="a") == Content("a", 3)
+    monkeypatch.setattr(contents, "find_source", fail)
+    section = DataConfig(path="s3://bucket/*.jsonl")
+    assert content_of(section, "data.path", rows=3, digest="a") == Content("a", 3)
 
 
 def test_code_and_streams_have_no_rows() -> None:

@@ -33,7 +33,7 @@ from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Response
 from fsdp2kit.rl.packing import Rollout, deal_rows
-from fsdp2kit.rl.prompts import Prompts, build_prompts
+from fsdp2kit.rl.prompts import Prompts, build_prompts, digest_of
 from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.rl.rounds import Asked, Round, round_state
 from fsdp2kit.rl.transformers_engine import TransformersEngine
@@ -615,8 +615,9 @@ def test_an_evaluation_asks_as_many_as_it_is_told(toml: Path, tmp_path: Path) ->
     path.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(11)))
     for evaluation, count in (("every=1", 11), ("every=1, steps=2", 8), ("every=0, steps=2", 0)):
         overrides = ["train.global_batch_size=4", f"eval={{path='{path}', {evaluation}}}"]
-        held_out = _prompts(toml, *overrides).held_out
-        assert _asked(held_out) == [f"Tell {at}." for at in range(count)]
+        found = _prompts(toml, *overrides)
+        assert _asked(found.held_out) == [f"Tell {at}." for at in range(count)]
+        assert found.held_out_fingerprint == digest_of(found.held_out)
 
 
 def _asked(prompts: Sequence[Prompt]) -> list[str]:
@@ -630,6 +631,7 @@ def test_prompts_that_are_held_out_are_not_trained_on(toml: Path, tmp_path: Path
     for every in (1, 0):
         found = _prompts(toml, f"data.path='{rows}'", f"eval={{every={every}, split=0.3}}")
         trained, held_out = _asked(found.prompts), _asked(found.held_out)
+        assert found.held_out_fingerprint == digest_of(found.held_out)
         assert 0 < len(set(trained)) < 12
         assert [trained.count(one) for one in set(trained)] == [3] * len(set(trained))
         rest = {f"Say {at}." for at in range(12)} - set(trained)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.parity.reference import load_plain
+from fsdp2kit.rl.weight_sync import _plan
 from tests.parallel.jobs import Case
 from tests.parallel.test_lora import write_adapter
 from tests.reference import _SIZES, full, tiny_model_dir
@@ -122,6 +123,14 @@ def test_a_sync_holds_two_buckets_and_sends_the_engines_dtype(
         assert narrow[1] < 2 * sum(map(math.prod, shapes)) // 2 + 20_000, "what ranks tell each other is little"
         if mib >= 1:
             assert narrow[2] == wide[2], "one gather, whatever the number of tensors"
+
+
+def test_a_tensor_that_the_class_alone_lacks_has_the_engines_dtype(models: Path) -> None:
+    """As in an export: a buffer that was registered later, for one."""
+    model: Any = load_plain(models / "llama3")
+    vars(model)["_fsdp2kit_dtypes"] = {torch.bfloat16: {}}  # what `tensor_dtypes` remembers
+    sent = [weight.dtype for group in _plan(model, torch.bfloat16) for weight in group.weights]
+    assert set(sent) == {torch.bfloat16}
 
 
 def test_an_update_that_breaks_off_is_not_served_and_sent_again_whole(
