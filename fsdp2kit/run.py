@@ -7,6 +7,7 @@ python -m fsdp2kit.run toml/llama8b_cp2.toml --check
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
 import sys
@@ -108,8 +109,10 @@ def find_toml(name: str) -> Path:
     bundled = folder / (path.name if path.suffix == ".toml" else f"{path.name}.toml")
     if str(path.parent) in (".", "toml") and bundled.is_file():
         return bundled
-    known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
-    raise UserError(name, "no such file", f"give a TOML's path, or one that comes with fsdp2kit: {known}")
+    known = sorted(file.stem for file in folder.glob("*.toml"))
+    near = difflib.get_close_matches(bundled.stem, known, n=1)
+    todo = f"give a TOML's path, or one that comes with fsdp2kit: {', '.join(known)}"
+    raise UserError(name, "no such file", f"did you mean {near[0]}? Or {todo}" if near else todo)
 
 
 def find_recipe(name: str, *, toml: Path) -> Path:

@@ -36,7 +36,7 @@ from fsdp2kit.checkpoint.hf import (
 from fsdp2kit.checkpoint.reader import in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import model_tensors
-from fsdp2kit.checkpoint.store import to_path
+from fsdp2kit.checkpoint.store import check_writable, is_remote, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.distributed import agree, agreement, sharded_like
 from fsdp2kit.errors import UserError
@@ -52,7 +52,7 @@ def export_model(
     out: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model as a Hugging Face directory, which `from_pretrained` loads. Collective: every rank calls it.
@@ -66,13 +66,13 @@ def export_model(
             that a forward left gathered: those are freed.
         out: a directory, or a URL that fsspec knows, which all ranks reach; only an earlier export is ever replaced.
         tokenizer: what ends an answer in its chat template also ends generation.
-        dtype: "float32", "bfloat16" or "float16", of floating-point tensors. Default: that of the model it was built
-            from; float32 for adapters and for a model from a config alone.
+        dtype: float32, bfloat16 or float16, of floating-point tensors, as torch's dtype or its name. Default: that of
+            the model it was built from; float32 for adapters and for a model from a config alone.
         max_shard_bytes: largest file, unless a single tensor is larger.
 
     Raises:
-        UserError: ``out`` holds something else than an export, or is where the model came from; a dtype that is none
-            of these; transformers cannot convert the architecture in parts.
+        UserError: ``out`` cannot be written, holds something else than an export, or is where the model came from; a
+            dtype that is none of these; transformers cannot convert the architecture in parts.
         RunFailure: a file was not written whole, or another rank failed.
     """
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,10 @@ def export_model(
         with agreement():
             source = _source(model)
             tensors = model_tensors(model)
-            plan = _plan(model, source, tensors, to_path(out), Path(folder), dtype, max_shard_bytes)
+            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            plan = _plan(model, source, tensors, to_path(out), Path(folder), name, max_shard_bytes)
+            if not is_remote(plan.out):
+                check_writable(plan.out.parent, where="export_model")
             if distributed.rank() == 0:
                 save_assets(
                     Path(folder),
