@@ -71,7 +71,8 @@ def accumulated_shards(unit: Any) -> list[tuple[nn.Parameter, Tensor]]:
 
 def accumulated_partial_sums(unit: Any) -> list[Tensor]:
     """The gradients that a unit has reduced over its shards and not yet over replicas; no public name shows them."""
-    found = [group._partial_reduce_output for group in parameter_groups(unit)]
+    # Every run's first step asks: where another torch has no such name, this check finds nothing and the run goes on.
+    found = [getattr(group, "_partial_reduce_output", None) for group in parameter_groups(unit)]
     return [gradient for gradient in found if gradient is not None]
 
 

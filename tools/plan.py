@@ -37,18 +37,18 @@ def main(arguments: list[str] | None = None) -> int:
         from fsdp2kit.planner import report
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
-        from fsdp2kit.planner.speed import own_share
         from fsdp2kit.run import load
 
         device = find_device(options.device, memory_gib=options.device_memory)
         _, config = load(options.toml, options.overrides)
         model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
-        share = None if options.mfu is None else own_share(plan, options.mfu)
-    found = estimate(config, model, plan, device=device, local_world_size=local, share=share)
-    answers, parts, extra = [], [], {}
+    mfu = options.mfu
+    found = estimate(config, model, plan, device=device, local_world_size=local, mfu=mfu, prices_reduction=True)
+    share = None if mfu is None or found.speed is None else found.speed.share
+    answers, tables, parts, extra = [], [], [], {}
     for title, candidates in _alternatives(options, config, device, share):
-        answers.append(report.answer(title, candidates, config=config, world_size=options.world_size))
-        answers += [report.candidates_table(candidates, title=title)] if candidates and title != "longest" else []
+        answers += report.answers(title, candidates, config=config, world_size=options.world_size)
+        tables += [report.candidates_table(candidates, title=title)] if candidates and title != "longest" else []
         extra[title] = [report.candidate_json(one) for one in candidates]
     own = [*report.summary(found)] if answers and not options.verbose else [*report.renderables(found)]
     if options.kv_cache:
@@ -67,12 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
     _write("--png", options.png, lambda: report.draw(found, title=title))
-    _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *parts]).encode())
+    _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *tables, *parts]).encode())
     if options.json:
         print(json.dumps({**report.as_json(found), **extra}, ensure_ascii=False))
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
-        for part in [*answers, *own, *parts]:
+        for line in answers:
+            console.print(line, soft_wrap=True)  # whole, to be copied
+        for part in [*(tables if options.verbose else []), *own, *parts]:
             console.print(part)
     return 1 if found.fits is False else 0
 
@@ -157,12 +159,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", metavar="NAME", help="h100, a100, h200, b200, l40s, …")
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="instead of the device's own")
     parser.add_argument("--fit", action="store_true", help="the cheapest changes that fit")
-    parser.add_argument("--sweep", action="store_true", help="a table of cp × checkpointing × micro-batch")
+    parser.add_argument("--sweep", action="store_true", help="the fastest of cp × checkpointing × micro-batch")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
     parser.add_argument(
-        "--mfu", type=float, metavar="SHARE", help="what this TOML's runs reach, instead of published figures"
+        "--mfu", type=float, metavar="SHARE", help="the MFU that this TOML's runs reach, instead of published figures"
     )
-    parser.add_argument("--verbose", action="store_true", help="the plan's tables as well, below those answers")
+    parser.add_argument("--verbose", action="store_true", help="all candidates and the plan's tables, too")
     parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")

@@ -92,10 +92,11 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
 
 def smallest_world(config: TrainingConfig) -> int:
     """The fewest ranks that the sizes in ``[mesh]`` fit; where they do not fit its batches, no larger world does."""
-    mesh = config.mesh
-    sizes = [size for size in (mesh.dp_replicate, mesh.dp_shard) if size != "auto"]
-    ranks = mesh.cp * math.prod(sizes)
-    if isinstance(config, RLConfig) and mesh.dp_shard == "auto":
+    mesh, strategy = config.mesh, config.fsdp.strategy
+    sizes = [mesh.dp_shard] if strategy != "no_shard" else []
+    sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # of others there is one replica
+    ranks = mesh.cp * math.prod(size for size in sizes if size != "auto")
+    if isinstance(config, RLConfig) and "auto" in sizes:
         ranks = math.lcm(ranks, config.rollout.tp)
     return ranks
 

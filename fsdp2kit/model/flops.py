@@ -144,7 +144,7 @@ def _active_parameters(model: PreTrainedModel, config: PreTrainedConfig) -> floa
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether a model's config names experts, of which a token visits some."""
+    """Whether a model's config names experts, and a token visits only some."""
     return (_first(config.get_text_config(), _EXPERT_COUNT) or 1) > 1
 
 

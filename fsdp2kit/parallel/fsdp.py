@@ -78,9 +78,8 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     chosen -= set(ignored)
     kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
-        what = (
-            f"{type(model.get_submodule(backbone)).__name__} is the unit of what stays in float32, and of nothing else"
-        )
+        kind = type(model.get_submodule(backbone)).__name__
+        what = f"{kind} already is the unit of the parameters that stay in float32"
         raise UserError("fsdp.unit_classes and fsdp.class_dtypes", what, "name classes of modules inside it")
     chosen -= {backbone}
     _check_shared(model, chosen)
@@ -113,10 +112,8 @@ def _split_kept(
 ) -> tuple[dict[str, str], set[str]]:
     """The parameters that stay in float32: those of their own unit, with its name, and those of a head in its unit."""
     stays, parameters = stays_in_float32(section, model, section.param_dtype), dict(model.named_parameters())
-    head, owners = (
-        model.get_output_embeddings(),
-        {name: name.rpartition(".")[0] for name in stays if name in parameters},
-    )
+    head = model.get_output_embeddings()
+    owners = {name: name.rpartition(".")[0] for name in stays if name in parameters}
     of_head = {name for name, owner in owners.items() if owner in units and model.get_submodule(owner) is head}
     kept = {name: backbone_name(model) for name in owners if name not in of_head and owners[name] not in ignored}
     return kept, of_head
@@ -170,12 +167,21 @@ def parameters_by_unit(
         ignored: names of modules whose parameters no unit gathers (`ignored_modules`).
         kept: parameters that are gathered by another unit than the innermost → that unit, which gathers no others.
     """
-    kept, kept_whole = kept or {}, set(ignored)
-    inside: dict[str, list[nn.Parameter]] = {name: [] for name in [*units, *kept.values()]}
+    names = _names_by_unit(model, units, ignored=ignored, kept=kept or {})
+    parameters = dict(model.named_parameters())
+    return {unit: [parameters[name] for name in inside] for unit, inside in names.items()}
+
+
+def _names_by_unit(
+    model: nn.Module, units: Iterable[str], *, ignored: Iterable[str], kept: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """The names of what `parameters_by_unit` returns, which stay when sharding replaces the parameters."""
+    kept_whole = set(ignored)
+    inside: dict[str, list[str]] = {name: [] for name in [*units, *kept.values()]}
     innermost = inside.keys() - set(kept.values())
-    for key, parameter in model.named_parameters():
+    for key, _ in model.named_parameters():
         if key.rpartition(".")[0] not in kept_whole:
-            inside[kept[key] if key in kept else _unit_of(key, innermost)].append(parameter)
+            inside[kept[key] if key in kept else _unit_of(key, innermost)].append(key)
     return inside
 
 
@@ -211,10 +217,13 @@ def apply_fsdp(
     on_host = section.offload == "params" and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
     kept = {name: unit.name for unit in units for name in unit.kept}
+    names = _names_by_unit(model, [unit.name for unit in units], ignored=ignored, kept=kept)
+    # Outer units first, not bottom-up as torch documents: its `_get_managed_modules` passes over every module that is
+    # a unit already, and the unit of what stays in float32 has parameters of modules inside inner units. What is other
+    # units', sharded or not, `_get_managed_states` leaves out of a unit, because it is ignored.
     for unit in units:
         module = model.get_submodule(unit.name)
-        # torch leaves out what is in a unit already. Outer units first can have parameters from within inner ones.
-        own = parameters_by_unit(model, [each.name for each in units], ignored=ignored, kept=kept)[unit.name]
+        own = {model.get_parameter(name) for name in names[unit.name]}
         fully_shard(
             module,
             mesh=mesh,
@@ -226,7 +235,7 @@ def apply_fsdp(
                 cast_forward_inputs=not unit.kept,  # the module around them computes in param_dtype
             ),
             offload_policy=offload,
-            ignored_params=set(module.parameters()) - set(own),
+            ignored_params=set(module.parameters()) - own,
         )
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not depend on its weight

@@ -22,7 +22,7 @@ from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
-from fsdp2kit.planner.speed import Share, Speed, estimate_speed, published_share, why_untimed
+from fsdp2kit.planner.speed import PeakShare, Speed, estimate_speed, own_share, published_share, why_untimed
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ ALLOWANCE = 3 * GIB
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionPrice:
     """How often gradients are reduced, and what a step takes with the other value of the key than the config's."""
 
     every_micro_batch: bool
@@ -66,8 +66,8 @@ class Estimate:
     disk: dict[str, int]
     """Bytes of a checkpoint, of all that are kept, of the export."""
     collectives: tuple[Collective, ...]
-    reduction: Reduction | None
-    """None: there is one micro-batch, or nothing is sharded."""
+    reduction: ReductionPrice | None
+    """None: it was not asked for, there is one micro-batch, or nothing is sharded."""
     speed: Speed | None
     untimed: str | None
     """Why there is no speed."""
@@ -171,13 +171,20 @@ def estimate(
     *,
     device: Device | None = None,
     local_world_size: int = 8,
-    share: Share | None = None,
+    share: PeakShare | None = None,
+    mfu: float | None = None,
+    prices_reduction: bool = False,
 ) -> Estimate:
     """What a run of ``config`` needs.
 
     Args:
         model: on meta, before it is made parallel.
-        share: of the device's peak that is reached; by default that of published runs.
+        share: the share of the device's peak that is reached; by default that of published runs.
+        mfu: what a step's MFU is known to be, instead of ``share``.
+        prices_reduction: whether to go through a step with the other value of ``fsdp.reduce_every_micro_batch``, too.
+
+    Raises:
+        UserError: an ``mfu`` that would take more than the device's peak.
     """
     tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
     known = layers_memory(model, plan, tokens=tokens)
@@ -192,6 +199,8 @@ def estimate(
     untimed = why_untimed(config, step, device)
     speed = None
     if device is not None and untimed is None:
+        if mfu is not None:
+            share = own_share(config, step, sent, device, mfu=mfu)
         speed = estimate_speed(config, step, sent, device, share or published_share(config, model, device))
     cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
     load = Moment("load", "weights", at_rest(step, state=False))
@@ -205,7 +214,7 @@ def estimate(
         host=_host(config, model, step),
         disk=_disk(config, model, step),
         collectives=sent,
-        reduction=_reduction(config, model, step, local_world_size=local_world_size),
+        reduction=_reduction(config, model, step, local_world_size=local_world_size) if prices_reduction else None,
         speed=speed,
         untimed=untimed,
         activations_from="counted on one layer of each kind" if is_counted else "formula",
@@ -214,7 +223,7 @@ def estimate(
 
 def _reduction(
     config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
-) -> Reduction | None:
+) -> ReductionPrice | None:
     if step.micro_batches == 1 or step.shards == 1:
         return None
     each = step.plan.fsdp.accumulates_shards
@@ -224,7 +233,7 @@ def _reduction(
     for one in (step, other):
         peaks.append(max(moment.total for moment in step_moments(one)))
         sent.append(sum(each.sent for each in collectives(config, model, one, local_world_size=local_world_size)))
-    return Reduction(each, step.micro_batches, peaks[1] - peaks[0], sent[1] - sent[0])
+    return ReductionPrice(each, step.micro_batches, peaks[1] - peaks[0], sent[1] - sent[0])
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _range(low: float, high: float, form: str) -> str:
 
 
 def tokens_per_second(plan: Estimate) -> str:
-    """Of the whole job; "?" where no time is planned."""
+    """The whole job's; "?" where no time is planned."""
     if plan.speed is None:
         return "?"
     return _range(plan.speed.low.tokens_per_second, plan.speed.high.tokens_per_second, ",.0f")
@@ -113,8 +113,8 @@ def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
     return table
 
 
-def answer(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig, world_size: int) -> str:
-    """The answer to --fit, --sweep or --longest in a line.
+def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig, world_size: int) -> list[str]:
+    """The answer to --fit, --sweep or --longest in a line, and the next-best ones, at most three, in a line each.
 
     Args:
         config: what was asked about.
@@ -122,34 +122,42 @@ def answer(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig
     """
     fitting = [one for one in candidates if one.estimate.fits is not False]
     if not fitting:
-        return f"{name}: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"
-    best = fitting[0]
+        return [f"{name}: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"]
+    if name == "sweep":
+        is_timed = any(one.estimate.speed is not None for one in fitting)
+        fitting.sort(key=_pace if is_timed else lambda one: one.estimate.peak.total)
+    best, *others = fitting
     if name == "longest":
         length = best.values.get("data.seq_len", config.data.seq_len)
-        return f"longest: {length:,} tokens a row fit; {best.estimate.line()}"
+        return [f"longest: {length:,} tokens a row fit; {best.estimate.line()}"]
     if name == "fit" and not best.values and best.world_size == world_size:
-        return f"fit: it fits as it is; {best.estimate.line()}"
-    if name == "fit":
-        more = "" if best.world_size == world_size else f" on {best.world_size} ranks"
-        others = f" ({len(fitting) - 1} more are below)" if len(fitting) > 1 else ""
-        return f"fit: {as_overrides(best)}{more}{others}"
-    timed = [one for one in fitting if one.estimate.speed is not None]
-    if not timed:
-        smallest = min(fitting, key=lambda one: one.estimate.peak.total)
-        return f"sweep: least memory, {gib(smallest.estimate.needed)} GiB: {as_overrides(smallest)}"
-    fastest = max(timed, key=_pace)
-    return f"sweep: fastest of what fits, {tokens_per_second(fastest.estimate)} tokens/s: {as_overrides(fastest)}"
+        return [f"fit: it fits as it is; {best.estimate.line()}"]
+    first = f"fit: {as_overrides(best)}{_ranks(best, world_size)}"
+    if name == "sweep" and best.estimate.speed is not None:
+        first = f"sweep: fastest of what fits, {tokens_per_second(best.estimate)} tokens/s: {as_overrides(best)}"
+    elif name == "sweep":
+        first = f"sweep: least memory, {gib(best.estimate.needed)} GiB: {as_overrides(best)}"
+    return [first, *(_next_best(one, world_size) for one in others[:3])]
+
+
+def _next_best(one: Candidate, world_size: int) -> str:
+    speed = "" if one.estimate.speed is None else f", {tokens_per_second(one.estimate)} tokens/s"
+    return f"  or {as_overrides(one)}{_ranks(one, world_size)}: {gib(one.estimate.needed)} GiB needed{speed}"
+
+
+def _ranks(one: Candidate, world_size: int) -> str:
+    return "" if one.world_size == world_size else f" on {one.world_size} ranks"
 
 
 def _pace(one: Candidate) -> tuple[float, int]:
-    """Tokens a second in a slow run, and with as many the one of less memory."""
+    """Sorts by tokens a second in a slow run, the most first; of as many the one of less memory first."""
     speed = one.estimate.speed
-    return 0.0 if speed is None else speed.low.tokens_per_second, -one.estimate.peak.total
+    return 0.0 if speed is None else -speed.low.tokens_per_second, one.estimate.peak.total
 
 
 def as_overrides(one: Candidate) -> str:
     """A candidate's changes as the command line has them."""
-    return " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "none"
+    return " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "as it is"
 
 
 def _toml(value: Any) -> str:
@@ -181,8 +189,9 @@ def as_json(plan: Estimate) -> dict[str, Any]:
 
 
 def candidate_json(one: Candidate) -> dict[str, Any]:
-    """A candidate without its moments."""
-    plan = {key: value for key, value in as_json(one.estimate).items() if key not in ("moments", "collectives")}
+    """A candidate without its moments, collectives, and the price of reductions, which is the main plan's alone."""
+    left_out = ("moments", "collectives", "reduction")
+    plan = {key: value for key, value in as_json(one.estimate).items() if key not in left_out}
     return {"values": one.values, "world_size": one.world_size, **plan}
 
 

@@ -18,7 +18,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.estimate import Estimate, Known, estimate, plan_for
-from fsdp2kit.planner.speed import Share
+from fsdp2kit.planner.speed import PeakShare
 
 Values = dict[str, Any]
 """Values by ``section.key``."""
@@ -132,8 +132,8 @@ class Search:
     world_size: int
     device: Device | None
     local_world_size: int
-    share: Share | None = None
-    """Of the device's peak that is reached; by default that of published runs."""
+    share: PeakShare | None = None
+    """The share of the device's peak that is reached; by default that of published runs."""
     _known: Known = field(default_factory=dict, init=False)
 
     def fit(self, *, most: int = 4) -> list[Candidate]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.flops import flops_per_batch, is_mixture
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.communication import Collective
@@ -25,7 +26,7 @@ LONG = 32_768
 
 
 @dataclass(frozen=True)
-class Share:
+class PeakShare:
     """What part of a device's dense bfloat16 peak a step's arithmetic reaches, recomputation counted."""
 
     low: float
@@ -42,6 +43,7 @@ class Published:
     mfu: float
     recomputes: bool
     """Whether all layers' forward is computed again in backward, which MFU does not count."""
+    device: str = "H100"
 
     @property
     def share(self) -> float:
@@ -61,20 +63,20 @@ PUBLISHED = {
         Published("Qwen3-4B at 65,536 (prime-rl)", 0.354, recomputes=True),
     ),
     "mixture of experts": (
-        Published("Qwen3-30B-A3B at 65,536 (prime-rl)", 0.154, recomputes=True),
-        Published("Qwen3-30B-A3B (prime-rl)", 0.166, recomputes=True),
+        Published("Qwen3-30B-A3B at 65,536 (prime-rl)", 0.154, recomputes=True, device="H200"),
+        Published("Qwen3-30B-A3B (prime-rl)", 0.166, recomputes=True, device="H200"),
         Published("Qwen3-30B-A3B (NeMo Automodel)", 0.28, recomputes=False),
     ),
     "dense, on A100": (
-        Published("Llama 2 70B (torchtitan)", 0.508, recomputes=False),
-        Published("Llama 3 8B (torchtitan)", 0.568, recomputes=False),
-        Published("Llama 3 70B (torchtitan)", 0.517, recomputes=True),
+        Published("Llama 2 70B (torchtitan)", 0.508, recomputes=False, device="A100"),
+        Published("Llama 3 8B (torchtitan)", 0.568, recomputes=False, device="A100"),
+        Published("Llama 3 70B (torchtitan)", 0.517, recomputes=True, device="A100"),
     ),
 }
-"""By kind of model; on H100 and H200 where no device is named."""
+"""By kind of model; any other device than A100 is compared with the runs on H100 and H200."""
 
 
-def published_share(config: TrainingConfig, model: PreTrainedModel, device: Device) -> Share:
+def published_share(config: TrainingConfig, model: PreTrainedModel, device: Device) -> PeakShare:
     """The range of published runs of models of the same kind."""
     kind = "dense"
     if is_mixture(model.config):
@@ -84,24 +86,32 @@ def published_share(config: TrainingConfig, model: PreTrainedModel, device: Devi
     elif config.data.seq_len >= LONG:
         kind = "dense, long context"
     runs = sorted(PUBLISHED[kind], key=lambda run: run.share)
-    names = runs[0].run, runs[-1].run
-    return Share(runs[0].share, runs[-1].share, f"published runs ({kind}): {names[0]} to {names[1]}")
+    slowest, fastest = (f"{run.run} on {run.device}" for run in (runs[0], runs[-1]))
+    return PeakShare(runs[0].share, runs[-1].share, f"published runs ({kind}): {slowest} to {fastest}")
 
 
-def own_share(plan: ParallelPlan, mfu: float) -> Share:
-    """The share that belongs to an MFU which a run of this plan reaches."""
-    return Share(mfu * _recomputed(plan), mfu * _recomputed(plan), f"an MFU of {mfu:.0%}, as given")
+def own_share(
+    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, *, mfu: float
+) -> PeakShare:
+    """The share with which a planned step has an MFU that was measured, communication and recomputation included.
+
+    Raises:
+        UserError: it would be more than the whole peak.
+    """
+    waits, low, high = _waits(sent, device), 0.0, 1.0
+    most = _pace(config, step, waits, device, high).mfu
+    if most < mfu:
+        what = f"{mfu:.0%} cannot be: at the device's whole peak this plan's step has an MFU of {most:.0%}"
+        raise UserError("--mfu", what, "give what was measured with this TOML, on this device and as many ranks")
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _pace(config, step, waits, device, middle).mfu < mfu else (low, middle)
+    return PeakShare(high, high, f"an MFU of {mfu:.0%}, as given")
 
 
 def _of_forward(plan: ParallelPlan) -> float:
     """The part of a step's arithmetic that is forward: a third, or a half where weights are frozen."""
     return 1 / (3 - plan.frozen_parameters / plan.parameters)
-
-
-def _recomputed(plan: ParallelPlan) -> float:
-    """A step's arithmetic with recomputation ÷ that without."""
-    section = plan.activation_checkpointing
-    return 1 + (_of_forward(plan) / section.every if section.mode == "full" else 0)
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class Pace:
     serial: float
     """The same with nothing overlapped."""
     tokens_per_second: float
-    """Of the whole job, if overlapped."""
+    """The whole job's, if overlapped."""
     mfu: float
 
 
@@ -123,6 +133,7 @@ class Pace:
 class Speed:
     """A step's time, between two paces."""
 
+    share: PeakShare
     low: Pace
     high: Pace
     communication: float
@@ -144,7 +155,7 @@ def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None)
 
 
 def estimate_speed(
-    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, share: Share
+    config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, share: PeakShare
 ) -> Speed:
     """Time of a step of full rows of one document each, where `why_untimed` knows no reason against it."""
     assert device.peak_flops is not None, "a device whose peak is known"
@@ -158,11 +169,9 @@ def estimate_speed(
     ]
     if config.optimizer.name == "muon":
         assumptions.append("Muon's own matmuls and exchanges take no time")
-    waits: dict[tuple[str, str], float] = {}
-    for one in sent:
-        key = (one.phase, one.unit)
-        waits[key] = waits.get(key, 0.0) + one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY)
+    waits = _waits(sent, device)
     return Speed(
+        share=share,
         low=_pace(config, step, waits, device, share.low),
         high=_pace(config, step, waits, device, share.high),
         communication=sum(waits.values()),
@@ -170,7 +179,16 @@ def estimate_speed(
     )
 
 
-def _percent(share: Share) -> str:
+def _waits(sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], float]:
+    """Seconds of communication by phase and unit."""
+    waits: dict[tuple[str, str], float] = {}
+    for one in sent:
+        key = (one.phase, one.unit)
+        waits[key] = waits.get(key, 0.0) + one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY)
+    return waits
+
+
+def _percent(share: PeakShare) -> str:
     return f"{share.low:.0%}" if share.low == share.high else f"{share.low:.0%} to {share.high:.0%}"
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.checks import MeshSizes, check_config, resolve_accumulation, resolve_mesh, resolve_warmup
+from fsdp2kit.config.checks import (
+    MeshSizes,
+    check_config,
+    resolve_accumulation,
+    resolve_mesh,
+    resolve_warmup,
+    smallest_world,
+)
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import FSDPConfig, LRScheduleConfig, MeshConfig
 from fsdp2kit.errors import UserError
@@ -264,3 +271,29 @@ def test_what_goes_together(sections: dict[str, dict]) -> None:
 )
 def test_a_ratio_of_the_run_always_fits(ratio: float, total: int, steps: int) -> None:
     assert resolve_warmup(LRScheduleConfig(warmup_ratio=ratio), total) == steps
+
+
+@pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE, HYBRID, HYBRID2])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_smallest_world_is_the_first_that_is_accepted(strategy: str, tp: int) -> None:
+    """Where none is, the reason is told there: not that the mesh's sizes do not multiply to that world."""
+    fixed = {"recipe": "grpo", "model": {"path": "gpt2"}, "reward": [{"function": "a:b"}], "data": {"path": "x"}}
+    fixed |= {"rollout": {"tp": tp, "n": 2}, "train": {"steps": 1, "global_batch_size": 64}}
+
+    def refusal(config: RLConfig, world: int) -> str | None:
+        try:
+            check_config(config, world_size=world, local_world_size=min(world, 8))
+        except UserError as error:
+            return str(error)
+        return None
+
+    for replicate, shard, cp in itertools.product(("auto", 1, 2), ("auto", 1, 2), (1, 2)):
+        mesh = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
+        config = RLConfig.model_validate({**fixed, "mesh": mesh, "fsdp": {"strategy": strategy}})
+        accepted = [world for world in range(1, 33) if refusal(config, world) is None]
+        if accepted:
+            assert smallest_world(config) == accepted[0], mesh
+        else:
+            said = refusal(config, smallest_world(config))
+            assert said
+            assert said.startswith(("mesh.dp_shard: ", "mesh.dp_replicate: ", "rollout.tp: ")), said

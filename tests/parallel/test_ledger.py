@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
+from fsdp2kit.torch_compat import accumulated_partial_sums
 from tests.parallel.jobs import Case, accumulate
 from tests.reference import make_batches, tiny_model_dir
 from tests.workers import WorkerPool
@@ -118,3 +120,9 @@ def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool
     ((watched,), (plain,)) = (pool.run(1, compiled_step, tmp_path, case, is_watched) for is_watched in (True, False))
     assert (watched["graphs"], watched["breaks"]) == (1, {})
     assert watched == plain, "the ledger's own functions are not traced"
+
+
+def test_a_name_that_another_torch_lacks_ends_no_run() -> None:
+    """Sums that wait for the replicas are then not found, and nothing else is said of them."""
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace()]))
+    assert accumulated_partial_sums(unit) == []

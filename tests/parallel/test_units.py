@@ -164,5 +164,7 @@ def test_what_stays_in_float32_is_one_unit_around_the_layers() -> None:
     )
     decided = plan_units(FSDPConfig(class_dtypes={"Ernie4_5_MoeTopKRouter": "bfloat16"}), model)
     assert "model" not in {unit.name for unit in decided}
-    with pytest.raises(UserError, match=r"Ernie4_5_MoeModel is the unit of what stays in float32"):
+    with pytest.raises(
+        UserError, match=r"Ernie4_5_MoeModel already is the unit of the parameters that stay in float32"
+    ):
         plan_units(FSDPConfig(unit_classes=["Ernie4_5_MoeModel"]), model)

@@ -8,13 +8,14 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.communication import place
 from fsdp2kit.planner.devices import find_device
 from fsdp2kit.planner.estimate import Estimate, estimate
 from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
-from fsdp2kit.planner.speed import LINK_EFFICIENCY, PUBLISHED, Share, own_share
+from fsdp2kit.planner.speed import LINK_EFFICIENCY, PUBLISHED, PeakShare
 from tests.planner.likeness import LLAMA_8B, MIXTRAL, config_of, planned, small
 
 H100 = find_device("h100")
@@ -23,7 +24,7 @@ PARAMETERS = 8_030_261_248
 EMBEDDING = 128256 * 4096
 LAYERS = PARAMETERS - 2 * EMBEDDING  # and the final norm's 4,096
 ATTENTION = 32 * 3 * 2 * 2 * 4096 / 2  # 2 (keys and values) × 2 FLOPs × width, forward and backward, causal; a pair
-HALF = Share(0.5, 0.5, "as tried")
+HALF = PeakShare(0.5, 0.5, "as tried")
 RATE = 989.4e12 * HALF.low
 
 
@@ -71,21 +72,33 @@ def test_time_lies_between_published_runs(
     assert (speed.low.share, speed.high.share) == pytest.approx((low, high))
     assert speed.low.tokens_per_second <= speed.high.tokens_per_second
     runs = [run for runs in PUBLISHED.values() for run in runs]
-    assert all(any(run.run in text for run in runs) for text in speed.assumptions[:1])
+    assert all(any(f"{run.run} on {run.device}" in text for run in runs) for text in speed.assumptions[:1])
+    assert ("on A100" in speed.assumptions[0]) == (device == "a100")
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 8}, "checkpoint": {"export_hf": "never"}}])
 def test_ones_own_figure_is_the_mfu_of_that_toml(mode: str, adapters: dict[str, Any]) -> None:
-    """Nearly: the head is not recomputed, attention is as with trained weights, and the optimizer takes its time."""
+    """With recomputation and over a network, whose communication is in a measured MFU already."""
     sections = {"data": {"seq_len": 8192}, "activation_checkpointing": {"mode": mode}, **adapters}
     config = config_of(LLAMA_8B, rows=64, **sections)
     model = build_model(config.model, lora=config.lora)
-    plan = plan_parallel(model, config, check_config(config, world_size=8, local_world_size=8), "cuda")
-    found = estimate(config, model, plan, device=H100, share=own_share(plan, 0.4)).speed
-    assert found is not None
-    assert found.low == found.high
-    assert found.low.mfu == pytest.approx(0.4, rel=0.05)
+    for ranks in (8, 64):
+        plan = plan_parallel(model, config, check_config(config, world_size=ranks, local_world_size=8), "cuda")
+        found = estimate(config, model, plan, device=H100, mfu=0.4).speed
+        assert found is not None
+        assert found.low == found.high
+        assert found.low.mfu == pytest.approx(0.4, rel=1e-6)
+        assert 0.4 < found.share.low < 1
+
+
+def test_an_mfu_above_what_the_whole_peak_gives_is_refused() -> None:
+    """With all layers run again a step's arithmetic is four thirds of what MFU counts, but for the head."""
+    config = config_of(LLAMA_8B, rows=64, data={"seq_len": 8192}, activation_checkpointing={"mode": "full"})
+    with pytest.raises(UserError, match=r"--mfu: 80% cannot be: at the device's whole peak .* an MFU of 7\d%"):
+        planned(config, device=H100, mfu=0.8)
+    plain = config_of(LLAMA_8B, rows=64, data={"seq_len": 8192}, activation_checkpointing={"mode": "none"})
+    assert planned(plain, device=H100, mfu=0.8).speed is not None
 
 
 def test_a_group_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
