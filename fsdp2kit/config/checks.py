@@ -95,7 +95,7 @@ def smallest_world(config: TrainingConfig) -> int:
     mesh, strategy = config.mesh, config.fsdp.strategy
     sizes = [mesh.dp_shard] if strategy != "no_shard" else []
     sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # of others there is one replica
-    ranks = mesh.cp * math.prod(size for size in sizes if size != "auto")
+    ranks = mesh.cp * math.prod(size for size in sizes if isinstance(size, int))
     if isinstance(config, RLConfig) and "auto" in sizes:
         ranks = math.lcm(ranks, config.rollout.tp)
     return ranks
