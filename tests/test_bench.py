@@ -263,6 +263,7 @@ def peak_of_a_build() -> int | None:
     return memory.peak
 
 
+@pytest.mark.full
 def test_peak_memory_leaves_out_what_building_needs_for_a_moment() -> None:
     """In a process of its own: what earlier tests left may go meanwhile. The system may drop pages of code, too."""
     pool = WorkerPool()

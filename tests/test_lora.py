@@ -290,6 +290,7 @@ def test_prompts_are_answered_and_dropout_can_be_waived(run: Run, tmp_path: Path
     assert json.loads((directory / "samples.jsonl").read_text().splitlines()[0])["prompt"] == "Hi"
 
 
+@pytest.mark.full
 def test_mistakes_are_one_line(straight: Path, model_dir: Path, toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     checkpoint = straight / "checkpoints" / "step-000006"
     other = tmp_path / "other"  # the same shapes, and other weights

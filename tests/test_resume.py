@@ -166,6 +166,7 @@ def test_resumed_on_another_mesh_the_numbers_agree(
     assert [line["tokens_total"] for line in found] == [line["tokens_total"] for line in expected]
 
 
+@pytest.mark.full
 def test_asynchronous_saves_change_no_number(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
     extra = ("checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.export_hf=every")
     directory = run(tmp_path / "run", 2, *extra, *DP2)

@@ -79,6 +79,8 @@ def test_a_refusal_is_of_training_rows(tmp_path: Path) -> None:
         recorded(data_path=Content(one, rows), eval_path=Content(one, rows)) for one, rows in (("a", 3), ("b", 4))
     )
     assert refusal(contents_saved=before, contents=now) == "was made with other data: data.path (3 → 4 rows)"
-    assert refusal(contents_saved=before, contents=before).startswith("was made with other data: the files are the sa")
+    assert refusal(contents_saved=before, contents=before).startswith(
+        "was made with other data: its files are the same"
+    )
     # A checkpoint of an earlier version has the digest alone.
     assert refusal(contents_saved=None, contents=now) == "was made with data = 'd1', and this run has data = 'd2'"

@@ -101,6 +101,7 @@ def _whole_units(backward: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_prefetch_is_the_same_schedule_and_its_depth_is_the_window(pool: WorkerPool) -> None:
     for found in pool.run(2, _prefetch):
         assert found["1 ahead"] == found["BACKWARD_PRE"]

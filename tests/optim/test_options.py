@@ -25,7 +25,7 @@ VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight
 OPTIONS = ["muon", ADAMW_8BIT, "adamw_bf16"]
 EXACT = ["muon", ADAMW_8BIT]  # test_rounded_adamw.py has the bounds of the other
 MUON = {"wide.weight", "tall.weight", "same.weight", "odd.weight", "row.weight"}
-LAYOUTS = [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]  # ranks, replicas
+LAYOUTS = [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), full(4, 2)]  # ranks, replicas
 
 
 def section_of(name: str) -> OptimizerConfig:

@@ -91,6 +91,7 @@ def counted() -> dict[str, tuple[int, int]]:
     return {name: count(build(section), tokens) for name, section in VARIANTS.items()}
 
 
+@pytest.mark.full
 def test_full_keeps_the_layers_inputs(counted: dict[str, tuple[int, int]]) -> None:
     hidden = TOKENS * SHAPE["hidden_size"] * 4
     rest = 5 * hidden  # what embedding, final norm and head keep, whatever the layers do

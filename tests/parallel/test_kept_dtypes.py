@@ -56,7 +56,7 @@ def _rounded(_layer: object, args: Any, kwargs: Any) -> Any:
     ("kind", "fsdp"),
     [
         ("glm4_moe", ()),
-        ("ernie4_5_moe", ()),
+        pytest.param("ernie4_5_moe", (), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("storage_dtype", "bfloat16"),), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("unit", "size"), ("min_params", 1)), marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", (("unit", "root"),), marks=pytest.mark.full),

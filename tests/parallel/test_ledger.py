@@ -51,6 +51,7 @@ def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool,
             assert re.match(rf"dtype ledger: {wrong}( of \w+)? should be float16, but torch\.\w+ was found", said)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fsdp", "dp", "accumulation"),
     [

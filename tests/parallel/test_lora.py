@@ -369,6 +369,7 @@ def losses_with(folder: Path, case: Case, options: dict[str, dict[str, Any]]) ->
     return Sharded(type(config).model_validate(values), world=distributed.start()).curves(make_batches(1) * 5).loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [full("muon"), ADAMW_8BIT, "adamw_bf16"])
 def test_every_optimizer_trains_adapters(optimizer: str, pool: WorkerPool, models: Path) -> None:
     options = {"optimizer": {"name": optimizer}}

@@ -76,6 +76,7 @@ def test_time_lies_between_published_runs(
     assert ("on A100" in speed.assumptions[0]) == (device == "a100")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 8}, "checkpoint": {"export_hf": "never"}}])
 def test_ones_own_figure_is_the_mfu_of_that_toml(mode: str, adapters: dict[str, Any]) -> None:

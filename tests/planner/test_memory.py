@@ -204,6 +204,7 @@ def test_objectives_of_log_probabilities_agree_with_the_trace(model: str, dtype:
         compare_with_trace(config, ranks=8, objective=log_likelihood, beside=("reference", "engine"))
 
 
+@pytest.mark.full
 def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
     """Llama 3 8B on 8 ranks: the reference is sharded in bfloat16, the engine's copy whole or split by two."""
     size = 8_030_261_248

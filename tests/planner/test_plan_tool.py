@@ -252,6 +252,7 @@ def test_the_longest_sequence_fits_and_the_next_one_does_not(toml: Any, capsys: 
     assert planned(longer, device=find_device("h100")).fits is False
 
 
+@pytest.mark.full
 def test_the_longest_sequence_is_looked_for_from_the_given_one_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -428,6 +428,7 @@ def test_another_temperature_samples_anew(toml: Path, pool: WorkerPool, tmp_path
     assert records[1]["rollout/weight_version"] == 1
 
 
+@pytest.mark.full
 def test_rewards_by_another_function_are_not_compared(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     """A function that is rewritten between two starts, and gives less: its best is its own."""
     mine = tmp_path / "mine.py"

@@ -247,6 +247,7 @@ def _train_from_the_start(folder: Path, compiled: bool) -> tuple[list[dict[str, 
     return metrics.records, metrics.messages[:-2], seconds_alive()  # without the lines of the end
 
 
+@pytest.mark.full
 def test_the_first_record_says_how_long_the_start_took(pool: WorkerPool, models: Path) -> None:
     for compiled in (False, True):
         ((first, second), (line,), alive) = pool.run(1, _train_from_the_start, models, compiled)[0]
