@@ -274,7 +274,7 @@ def test_resumed_on_another_mesh_the_numbers_agree(name: str, pool: WorkerPool, 
     straight = run(pool, toml, tmp_path / "straight", 2, *data)
     half = run(pool, toml, tmp_path / "half", 1, *data, "train.steps=3", "lr_schedule.name=constant")
     resumed = run(pool, toml, tmp_path / "half", 2, *data, *CP2, "lr_schedule.name=constant")
-    for one, other, what in (("weight=2", "weight=3", "the files are the same"), ("HELD", "CHAT", r"\S+ is gone")):
+    for one, other, what in (("weight=2", "weight=3", "its files are the same"), ("HELD", "CHAT", r"\S+ is gone")):
         if one in DATA[name]:
             changed = DATA[name].replace(one, other).replace("CHAT", files["CHAT"]).replace("HELD", files["HELD"])
             with pytest.raises(AssertionError, match=f"was made with other data: .*{what}"):
