@@ -1,4 +1,4 @@
-"""Tiny models of families of which transformers keeps some tensors in float32, whatever dtype the others get."""
+"""Tiny models of the families in which transformers keeps some tensors in float32 under any dtype."""
 
 from __future__ import annotations
 

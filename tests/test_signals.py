@@ -13,7 +13,7 @@ import pytest
 
 from fsdp2kit.checkpoint.manifest import verify
 from tests.checkpoint.test_chaos import TOML
-from tests.workers import start_ranks
+from tests.workers import ending, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -41,7 +41,7 @@ def test_a_signal_to_the_ranks_leaves_a_complete_checkpoint(tmp_path: Path) -> N
     toml.write_text(TOML)
     options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "checkpoint.async_save=true"]
     ranks, logs = start_ranks(2, tmp_path, "fsdp2kit.run", str(toml), *options)
-    try:
+    with ending(ranks):
         deadline = time.monotonic() + 240
         while steps_done(run_dir) < 3 and ranks[0].is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -50,10 +50,6 @@ def test_a_signal_to_the_ranks_leaves_a_complete_checkpoint(tmp_path: Path) -> N
         for rank in ranks:
             rank.join(90)
         codes = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
     said, done = logs[0].read_text(), steps_done(run_dir)
     assert codes == [0, 0], said
     assert f"asked to stop (SIGTERM) after step {done}" in said
@@ -105,7 +101,7 @@ def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Sign
     options = ["train.steps=1000000", f"run.dir={run_dir}", "checkpoint.every=0", "run.timeout_minutes=0.15"]
     options += ["fsdp.strategy=hybrid_shard", "mesh.dp_replicate=2", "train.global_batch_size=4"]
     ranks, logs = start_ranks(4, tmp_path, "fsdp2kit.run", str(toml), *options)
-    try:
+    with ending(ranks):
         deadline = time.monotonic() + 240
         while steps_done(run_dir) < 3 and ranks[0].is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -113,10 +109,6 @@ def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path, number: signal.Sign
         for rank in (0, 2, 3):
             ranks[rank].join(90)
         codes = [ranks[rank].exitcode for rank in (0, 2, 3)]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
     assert codes == [1, 1, 1], logs[0].read_text()
     for rank in (0, 2, 3):
         assert "error: another rank has ended, or has not answered" in logs[rank].read_text()

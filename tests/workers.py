@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import multiprocessing as mp
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,17 @@ def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[li
         for rank, path in enumerate(paths)
     ]
     return ranks, paths
+
+
+@contextlib.contextmanager
+def ending(ranks: list[Any]) -> Iterator[None]:
+    """At the end of the block no rank of `start_ranks` is left."""
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def _be_command(

@@ -55,11 +55,11 @@ def build_checkpoints(
     Args:
         model: materialised (and sharded), its values still anything.
         job: has ``run_dir``, and ``environment`` (versions, mesh, …), which is kept with each checkpoint.
-        data: has a ``fingerprint``, which is part of what may not change when the run is resumed, and may have
-            ``contents``, by which a resumed run says what of it changed, and ``endings``, the tokens that its
-            documents end in, where an export's generation stops, and ``total_steps`` of the whole run.
+        data: has a ``fingerprint``, which must not change when the run is resumed. It may have ``contents``, which
+            tell a resumed run what changed; ``endings``, the tokens at which an export's generation stops; and
+            ``total_steps``, of the whole run.
         tokenizer: is part of an export; None: the export has none.
-        contents: what else the run reads, by TOML key, whose changes a resumed run lists.
+        contents: what else the run reads, by TOML key. A resumed run lists what changed.
 
     Raises:
         UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace; the

@@ -34,7 +34,7 @@ def cached_file(name: str) -> Path:
 
 
 def writable_cache() -> Path:
-    """`datasets`' cache, or a folder that stands in for it, which is said once.
+    """`datasets`' cache, or a folder that stands in for it. A line on the console names that folder once.
 
     Raises:
         UserError: nothing can be written.

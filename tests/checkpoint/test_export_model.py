@@ -158,7 +158,7 @@ def test_tokenizer_template_and_the_end_of_a_turn_travel_along(pool: WorkerPool,
 
 
 def refused(folder: Path, case: Case, out: Path) -> list[str]:
-    """What is said of a directory of someone else's, the model's own, a dtype, and transformers' own method."""
+    """Each refusal has its message: foreign files, the model's own source, a dtype, `save_pretrained`."""
     model = build(case.config(folder, steps=1, rows=4)).model
     lines = []
     for call in (

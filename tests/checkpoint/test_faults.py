@@ -18,7 +18,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_chaos import TOML
 from tests.checkpoint.test_manager import flip, names, saved_alone, truncate
-from tests.workers import WorkerPool, start_ranks
+from tests.workers import WorkerPool, ending, start_ranks
 
 
 @pytest.fixture
@@ -67,14 +67,10 @@ def test_a_run_whose_disk_fills_ends_in_one_line(small_disk: Path, tmp_path_fact
     options += [f"run.dir={small_disk}/run", f"checkpoint.async_save={is_async}"]
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
     ranks, logs = start_ranks(2, folder, "fsdp2kit.run", str(folder / "run.toml"), *options)
-    try:
+    with ending(ranks):
         for rank in ranks:
             rank.join(120)
         codes = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
     said = logs[0].read_text()
     assert codes == [1, 1], said
     assert "run.dir: the disk may become full: " in said

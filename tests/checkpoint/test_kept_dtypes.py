@@ -115,7 +115,7 @@ def test_a_directory_that_keeps_them_becomes_a_checkpoint_and_comes_back(kind: s
 
 
 class OwnForCausalLM(LlamaForCausalLM):
-    """A model with code of its own, of which an export knows no more than the checkpoint says."""
+    """The model has code of its own, so an export knows only what the checkpoint records."""
 
     _keep_in_fp32_modules_strict = ("q_proj",)  # float16 alone goes by the name without "strict"
     _keep_in_fp32_modules = ("norm",)

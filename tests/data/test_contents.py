@@ -1,4 +1,4 @@
-"""What is said of rows and code that are others than at an earlier start."""
+"""What a resume says about rows and code that changed since an earlier start."""
 
 from __future__ import annotations
 

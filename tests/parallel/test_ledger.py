@@ -124,6 +124,6 @@ def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool
 
 
 def test_a_name_that_another_torch_lacks_ends_no_run() -> None:
-    """Sums that wait for the replicas are then not found, and nothing else is said of them."""
+    """The ledger then skips the sums that wait for the replicas, and reports no error."""
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace()]))
     assert accumulated_partial_sums(unit) == []
