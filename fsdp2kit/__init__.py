@@ -6,10 +6,10 @@ import os
 __version__ = "0.1.0"
 
 PARENT = os.getppid()
-"""The process that started this one; taken here, since it may end while torch is imported, for seconds."""
+"""The parent process at start-up. Read here, because it may end during the seconds in which torch is imported."""
 
-# transformers imports torchao wherever it is installed, and torchao says what of it this machine cannot load: kernels
-# that nothing here uses. A user's mistake is to stay one line.
+# transformers imports torchao if it is installed, and torchao logs which of its kernels this machine cannot load.
+# Nothing here uses those kernels, and a user's mistake must stay one line.
 for _logger in map(logging.getLogger, ("torchao", "torch.utils._pytree")):
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.ERROR)

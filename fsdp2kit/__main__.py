@@ -1,7 +1,7 @@
-"""``fsdp2kit COMMAND …``: one command for all that fsdp2kit can do; ``fsdp2kit`` alone lists it.
+"""``fsdp2kit COMMAND …``: one command for everything; ``fsdp2kit`` alone lists the commands.
 
-It is world size 1. On several processes: ``torchrun --nproc-per-node N -m fsdp2kit.run TOML``, and
-``torchrun … -m fsdp2kit.tools.NAME`` for tools that take more than one.
+It runs one process. For several: ``torchrun --nproc-per-node N -m fsdp2kit.run TOML``, and
+``torchrun … -m fsdp2kit.tools.NAME`` for a tool that uses several.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(command: str, lines: dict[str, str]) -> int:
-    """Print what there is, after a complaint unless that was asked for."""
+    """List the commands, after an error unless help was asked for."""
     is_asked = command in ("help", "__help", "_h")
     if not is_asked:
         print(f"error: fsdp2kit {command}: no such command; choose one of these", file=sys.stderr)
@@ -55,7 +55,7 @@ def _list(command: str, lines: dict[str, str]) -> int:
 
 
 def _tools() -> dict[str, str]:
-    """Each tool with the first line of its documentation; none is imported."""
+    """Each tool's name and the first line of its docstring; imports none of them."""
     found = {}
     for module in pkgutil.iter_modules(tools.__path__):
         path = Path(tools.__path__[0]) / f"{module.name}.py"

@@ -1,7 +1,7 @@
-"""What the user reads while something runs: lines, and bars for what takes long. Only the main rank shows anything.
+"""Lines, and progress bars for long work. Only the main rank shows anything.
 
-In a terminal the bars stand below the lines. Elsewhere (a log file, a pipe) a bar is a line every ten seconds, on
-stderr: stdout may be a tool's JSON.
+In a terminal the bars stand below the lines. Elsewhere (a log file, a pipe) a bar is a line on stderr every ten
+seconds, because stdout may be a tool's JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 LINE_SECONDS = 10.0
-_FIRST_SECONDS, _PAINT_SECONDS = 0.5, 0.25  # in a terminal: what is over sooner gets no bar
+_FIRST_SECONDS, _PAINT_SECONDS = 0.5, 0.25  # in a terminal; work that ends sooner gets no bar
 
-# Writing may fail (a closed pipe, a full disk), which is no reason to end a run.
+# A failed write (a closed pipe, a full disk) must not end a run.
 _LOST = OSError, ValueError
 
 
@@ -31,23 +31,23 @@ def say(*lines: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, unit: str = "bytes", total: float | None = None) -> Iterator[Bar]:
-    """A bar, with rate and remaining time, for what happens in the block.
+    """A bar with rate and remaining time for the work in the block.
 
     with progress_bar("verifying", total=size) as bar:
         for block in blocks:
             bar.advance(len(block))
 
     Args:
-        what: in a word or two, e.g. "reading weights".
+        what: a word or two, e.g. "reading weights".
         unit: what is counted; "bytes" are shown as kB, MB, …
-        total: how many there are; None: unknown.
+        total: the number of units; None if unknown.
     """
     bar = Bar(what, unit=unit, total=total)
     if not _is_main():
         yield bar
         return
     over = threading.Event()
-    # A thread, so that a line comes also while a single unit takes long.
+    # A thread, so that lines come even while a single unit takes long.
     ticker = threading.Thread(target=_show_until, args=(over, bar), name="fsdp2kit-progress", daemon=True)
     ticker.start()
     is_done = False
@@ -63,17 +63,17 @@ def progress_bar(what: str, *, unit: str = "bytes", total: float | None = None) 
 
 
 class Bar:
-    """How far something has come; see `progress_bar`."""
+    """The state of some work; see `progress_bar`."""
 
     def __init__(self, what: str, *, unit: str, total: float | None) -> None:
         self.what, self.unit, self.total = what, unit, total
         self.done = 0.0
         self.is_shown = False
-        """Whether anyone has seen it."""
+        """Whether it was ever shown."""
         self._start = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        """Count what was done since the last call."""
+        """Add the units done since the last call."""
         self.done += amount
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Bar:
         return text
 
     def summary(self) -> str:
-        """What is said of it at its end."""
+        """The line printed at its end."""
         return f"{self.what}: {self._amount(self.done)} in {_clock(time.monotonic() - self._start)}"
 
     def _amount(self, number: float) -> str:
@@ -94,12 +94,12 @@ class Bar:
 
 
 class Line:
-    """A line for each state of something that lasts; in a terminal also a bar below them, with the newest state."""
+    """A line for each state of a long process; in a terminal also a bar below, with the newest state."""
 
     def paint(self, parts: Sequence[str], *, done: float, total: float) -> None:
-        """Print a state's parts, what matters most first.
+        """Print a state's parts, the most important first.
 
-        In a terminal no part is split between lines, and the bar shows as many parts as stand beside it.
+        In a terminal a line break never splits a part. The bar shows as many parts as fit beside it.
         """
         if not _SCREEN.is_terminal:
             say("  ".join(parts))
@@ -114,9 +114,9 @@ class Line:
 
 
 def in_lines(parts: Sequence[str], width: int) -> list[str]:
-    """Parts, two spaces between them, in lines of at most ``width`` columns where none is longer by itself.
+    """Parts, separated by two spaces, in lines of at most ``width`` columns. A longer part has a line of its own.
 
-    All lines but the first are indented by two spaces.
+    Every line but the first is indented by two spaces.
     """
     lines = [""]
     for part in parts:
@@ -129,7 +129,7 @@ def in_lines(parts: Sequence[str], width: int) -> list[str]:
 
 
 def size_text(number: float) -> str:
-    """A number of bytes as people write it: ``16.1 GB``, of 10^9 bytes."""
+    """Bytes as text: ``16.1 GB``, where 1 GB is 10^9 bytes."""
     from rich.filesize import decimal
 
     return decimal(int(number))
@@ -142,7 +142,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class _Screen:
-    """The terminal. rich shows one group of bars at a time, so all of them are in one."""
+    """The terminal. rich shows one group of bars at a time, so all bars are in one group."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -160,7 +160,7 @@ class _Screen:
 
     @property
     def bar_width(self) -> int:
-        """Columns of a bar; 0 where the terminal is too narrow for one beside its text."""
+        """Columns of a bar; 0 if the terminal is too narrow for a bar beside its text."""
         return 20 if self.width >= 100 else 10 if self.width >= 80 else 0
 
     def print(self, text: str, *, aside: bool = False) -> None:
@@ -172,7 +172,7 @@ class _Screen:
                 self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def paint(self, key: object, text: str, *, done: float, total: float | None) -> None:
-        """Show a bar, or what became of it."""
+        """Show a bar, or update it."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -185,11 +185,11 @@ class _Screen:
             if key not in self._tasks:
                 self._tasks[key] = self._bars.add_task(text, total=total, completed=done)
             self._bars.update(self._tasks[key], completed=done, total=total, description=text)
-            self._bars.start()  # which does nothing a second time
+            self._bars.start()  # does nothing a second time
             self._bars.refresh()
 
     def remove(self, key: object, *, keep: bool = False) -> None:
-        """Take a bar away, or with ``keep`` leave it above what comes next."""
+        """Remove a bar; with ``keep`` leave it above the next lines."""
         with self._lock, contextlib.suppress(*_LOST):
             task = self._tasks.pop(key, None)
             if task is None:

@@ -1,8 +1,8 @@
-"""Ranks and process groups, how a process ends, and `agree`, with which all ranks handle an error together.
+"""Ranks and process groups, how a process ends, and `agree`, by which all ranks handle an error together.
 
-If one rank exits alone, torchrun kills the others before they can report; if one raises alone, the others hang in a
-collective. So what may fail on a single rank (reading a file, parsing a row) runs inside ``with agreement():``, and
-every rank leaves that block with the same outcome.
+If one rank exits alone, torchrun kills the others before they can report. If one raises alone, the others hang in a
+collective. So work that may fail on a single rank (reading a file, parsing a row) runs inside ``with agreement():``,
+and every rank leaves that block with the same outcome.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IMPORTED = time.monotonic()
 
 @dataclass(frozen=True)
 class World:
-    """This process's ranks, and its device."""
+    """This process's rank and device, and the number of ranks."""
 
     rank: int
     size: int
@@ -56,7 +56,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     Without torchrun there is one rank, and no free port is needed. Calling it again returns the same world.
 
     Args:
-        timeout_minutes: how long a collective, and the ranks' meeting, may take before the job fails.
+        timeout_minutes: limit of each collective, and of the time until the ranks have met.
         deterministic: allow only deterministic kernels, in the whole process.
 
     Raises:
@@ -110,9 +110,9 @@ def world_size() -> int:
 
 
 def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for the collectives of a background thread; None without a process group. Collective.
+    """A gloo group of all ranks for a background thread's collectives; None without a process group. Collective.
 
-    On the default group they would mix with those of training, in another order on every rank, and hang.
+    On the default group they would mix with training's collectives, in a different order on each rank, and hang.
     """
     if not dist.is_initialized():
         return None
@@ -121,10 +121,10 @@ def background_group() -> dist.ProcessGroup | None:
 
 
 def work_on_this_device() -> Callable[[], object]:
-    """What a new thread has to call to work on this thread's device.
+    """A function that makes a new thread work on this thread's device.
 
-    A thread begins on the machine's first device. Whatever waits there for a stream takes memory of that device for a
-    context, on every other rank too; DCP's writer is one that does.
+    A thread starts on the machine's first device. Waiting for a stream there creates a context, which takes that
+    device's memory, once for every rank. DCP's writer does so.
     """
     if not torch.cuda.is_available():
         return lambda: None
@@ -134,8 +134,8 @@ def work_on_this_device() -> Callable[[], object]:
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Share an error with all ranks: every rank calls this, and all return or all raise.
 
-    A `UserError` on any rank is raised on every rank (that of the lowest rank, if there are several). Any other error
-    is raised unchanged on its own rank, and as a `RunFailure` naming that rank on the others.
+    A `UserError` on any rank is raised on every rank; if there are several, the lowest rank's. Any other error is
+    raised unchanged on its own rank, and on the others as a `RunFailure` that names the rank.
 
     Args:
         group: a group of all ranks, for background work. Default: the default group.
@@ -162,9 +162,9 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False) -> NoReturn:
-    """Print an error as one line on rank 0 and end this process with that exit code, all ranks at once.
+    """Print an error as one line on rank 0 and end this process with that exit code. All ranks end at once.
 
-    It skips the interpreter's shutdown, which takes longer than the 0.3 s that torchrun gives the other ranks once one
+    It skips the interpreter's shutdown: that takes longer than the 0.3 s that torchrun gives the other ranks after one
     has exited.
 
     Args:
@@ -193,10 +193,8 @@ def agreement(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def one_per_machine_first(work: Callable[[], T]) -> T:
     """Run ``work`` on one rank of each machine, then on the others, which find the cache filled. Collective.
 
-    No collective times out meanwhile, even if tokenising or downloading takes hours.
-
-    Raises:
-        UserError: it failed on any rank.
+    No collective times out meanwhile, even if tokenising or downloading takes hours. A failure on any rank is raised
+    on all, as by `agree`.
     """
     if world_size() == 1:
         return work()
@@ -206,7 +204,7 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
         for turn in (True, False):
             future = thread.submit(work) if is_first is turn else None
             busy = True
-            while busy:  # ranks that have nothing to do wait in a collective that ends every half second
+            while busy:  # idle ranks wait in a collective that ends every half second
                 if future is not None:
                     wait([future], timeout=0.5)
                 busy = reduce_numbers([float(future is not None and not future.done())])[0] > 0
@@ -226,7 +224,7 @@ def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:
-    """``value`` of every rank (of the group), on every rank, in rank order. `group`: as in `agree`, or some ranks."""
+    """``value`` of each rank in rank order, on every rank. `group`: as in `agree`, or a group of some ranks."""
     values = [value] * (world_size() if group is None else dist.get_world_size(group))
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)  # on gloo, which every group has, also with CUDA
@@ -239,7 +237,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """``local`` as this rank's part of a tensor sharded as ``tensor`` is, and of its shape unless one is given."""
+    """``local`` as this rank's shard of a tensor that is sharded like ``tensor``; ``shape``: default ``tensor``'s."""
     if not isinstance(tensor, DTensor):
         return local
     mesh, shape = tensor.device_mesh, shape or tensor.shape
@@ -251,7 +249,7 @@ def ranks_from_environment() -> tuple[int, int, int, int]:
     """``(RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)`` as torchrun sets them; without it there is one rank.
 
     Raises:
-        UserError: one of them is not a number of processes, or not a rank of so many.
+        UserError: one of them is not a number of processes, or a rank is not below it.
     """
     size = _size("WORLD_SIZE", default=1)
     local_size = _size("LOCAL_WORLD_SIZE", default=size)
@@ -259,7 +257,7 @@ def ranks_from_environment() -> tuple[int, int, int, int]:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints; every process does if the environment names no valid rank."""
+    """Whether this process prints. Every process does if the environment names no valid rank."""
     try:
         return ranks_from_environment()[0] == 0
     except UserError:
@@ -270,7 +268,7 @@ def seconds_alive() -> float:
     """Seconds since this process began; if unknown (not on Linux), since this module was imported."""
     try:
         status = Path("/proc/self/stat").read_text(encoding="utf-8")
-        after_name = status.rpartition(")")[2].split()  # the name before it may hold anything
+        after_name = status.rpartition(")")[2].split()  # the process name may contain anything
         began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, in clock ticks since boot
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
     except (OSError, AttributeError, IndexError, ValueError):
@@ -280,11 +278,11 @@ def seconds_alive() -> float:
 def end_process(code: int) -> NoReturn:
     """End this process like `sys.exit`, but without the interpreter's teardown.
 
-    Before Python 3.14 the teardown ends C++ threads that ask for the interpreter's lock; if a thread of gloo is just
-    releasing a finished collective, the process aborts ("terminate called without an active exception", PyTorch
-    #190489), and a finished run occasionally exits with -6.
+    Before Python 3.14 the teardown ends C++ threads that ask for the interpreter's lock. If a gloo thread is releasing
+    a finished collective at that moment, the process aborts ("terminate called without an active exception", PyTorch
+    #190489), and a finished run exits with -6.
     """
-    # As the interpreter does: thread pools (torch's compiler has one) are told to end before they are joined.
+    # As the interpreter does: tell thread pools (torch's compiler has one) to end, then join them.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,9 @@
-"""The user's mistakes: one line that says where, what, and what to do."""
+"""Errors: a user's mistake is one line that says where it is, what is wrong and what to do."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -12,10 +11,10 @@ _CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; the runner prints it as one line and exits with code 2.
+    """A mistake that the user can fix; the runner prints it as one line and exits with code 2.
 
     Args:
-        where: the file, TOML key or object the mistake is in, e.g. ``toml/x.toml: mesh.cp``.
+        where: the file, TOML key or object with the mistake, e.g. ``toml/x.toml: mesh.cp``.
         what: what is wrong there, with the offending value.
         todo: what to do about it.
     """
@@ -26,34 +25,20 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}; {self.todo}"
-        return " ".join(text.split())  # one line, whatever was quoted in it
+        return " ".join(text.split())  # one line, even if a quoted value has several
 
     def __reduce__(self):
         return (UserError, (self.where, self.what, self.todo))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from; of DCP's `CheckpointException` also the errors of all ranks."""
+    """An error and its causes; for DCP's `CheckpointException` also the errors of every rank."""
     while error is not None:
         yield error
         if type(error).__name__ == "CheckpointException":  # torch is not imported here
             for failure, _ in getattr(error, "failures", {}).values():
                 yield from causes(failure)
         error = error.__cause__ or error.__context__
-
-
-def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
-    """A command line's ``main``, whose user errors are one line on stderr and exit code 2."""
-
-    @functools.wraps(main)
-    def run(arguments: list[str] | None = None) -> int:
-        try:
-            return main(arguments)
-        except UserError as problem:
-            print(f"error: {problem}", file=sys.stderr)
-            return 2
-
-    return run
 
 
 def tool_command(name: str) -> str:
@@ -73,10 +58,10 @@ class RunFailure(RuntimeError):
 
 
 class StorageFailure(RunFailure):
-    """A disk refused what the run wrote: one line, no traceback, exit code 1.
+    """Writing to the run's storage failed: one line, no traceback, exit code 1.
 
     Args:
-        alone: only this rank knows, and the others are in some other collective.
+        alone: only this rank knows; the other ranks are in another collective.
     """
 
     def __init__(self, message: str, *, alone: bool = False) -> None:

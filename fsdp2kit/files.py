@@ -1,61 +1,22 @@
-"""Files that survive a crash: synced, replaced whole, digested; paths and pictures of command lines. No torch here."""
+"""Files that survive a crash: replaced whole, synced, digested. No torch here."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fsdp2kit.errors import UserError, causes
+from fsdp2kit.errors import causes
 
 CHUNK_BYTES = 1 << 22
 
 
-def user_path(text: str) -> Path:
-    """A path from a command line, with ``~`` expanded: a shell leaves it in ``--out=~/x``."""
-    return Path(text).expanduser()
-
-
-def positive(text: str) -> int:
-    """A whole number above 0 from a command line."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
-
-
-def new_figure(flag: str = "--png", **options: Any) -> Any:
-    """An empty figure of matplotlib.
-
-    Raises:
-        UserError: it is not installed, which ``flag`` needs.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(flag, "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
-    return Figure(**options)
-
-
-def write_figure(figure: Any, path: Path) -> None:
-    """Write it as a PNG.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        figure.savefig(path, dpi=110, format="png")
-    except OSError as problem:
-        raise UserError(str(path), f"cannot be written ({problem.strerror})", "choose another --png") from None
-
-
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that, also after a crash, `path` is either as it was before or whole.
+    """Write a file so that `path` is either as it was before or complete, also after a crash.
 
-    On a disk a temporary file is written beside it, synced, and renamed. An object store replaces files whole itself.
+    On a disk this writes a temporary file beside it, syncs it and renames it. An object store does the same by itself.
     """
     content = content.encode() if isinstance(content, str) else content
     if not isinstance(path, Path):
@@ -69,7 +30,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def todo_of_cache(error: BaseException | None) -> str | None:
-    """Advice if Hugging Face's cache cannot be written; None for any other error."""
+    """What to do if the error is that Hugging Face's cache cannot be written; None for any other error."""
     refused = [
         Path(cause.filename)
         for cause in causes(error)
@@ -88,7 +49,7 @@ def todo_of_cache(error: BaseException | None) -> str | None:
         "HF_DATASETS_CACHE": datasets.config.HF_DATASETS_CACHE,
     }
     for variable, cache in caches.items():
-        # In the cache, or a folder above it that cannot be made.
+        # The refused path lies in the cache, or is a folder above it that cannot be made.
         if any(path.is_relative_to(cache) or Path(cache).is_relative_to(path) for path in refused):
             return f"set {variable} to a folder that can be written"
     return None
@@ -104,7 +65,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """`sync` every file and directory under `root`, and `root` itself; on an object store there is nothing to do."""
+    """`sync` every file and directory under `root`, and `root` itself. Does nothing on an object store."""
     if isinstance(root, Path):
         for path in (*root.rglob("*"), root):
             sync(path)

@@ -21,12 +21,12 @@ from typing import Any
 from pydantic import PydanticUndefinedAnnotation
 
 from fsdp2kit import distributed
+from fsdp2kit.command_line import positive
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import StorageFailure, UserError
-from fsdp2kit.files import positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load_and_start(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig, distributed.World]:
-    """`load` on every rank, and the process group with the config's time-out. Collective.
+    """`load` on every rank, then start the process group with the config's time-out. Collective.
 
     Raises:
-        UserError: as `load` does, on every rank. The group is started even then: ranks that leave one by one are
-            killed by torchrun before they can speak.
+        UserError: as `load` does, on every rank. The group is started even then: if ranks leave one by one, torchrun
+            kills the others before they can report.
     """
     loaded, error = None, None
     try:
@@ -98,11 +98,7 @@ def _say(line: str) -> None:
 
 
 def find_toml(name: str) -> Path:
-    """``name`` as a path, or else the TOML of that name, with or without ``.toml``, that comes with the package.
-
-    Raises:
-        UserError: there is neither.
-    """
+    """``name`` as a path, or else the package's TOML of that name, with or without ``.toml``."""
     path, folder = Path(name).expanduser(), bundled_folder("toml")
     if path.is_file():
         return path
@@ -116,11 +112,7 @@ def find_toml(name: str) -> Path:
 
 
 def find_recipe(name: str, *, toml: Path) -> Path:
-    """The file of a recipe: a ``.py`` path, a name under the user's own ``recipes/``, or one of the package's.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """The file of a recipe: a ``.py`` path, a name in the user's ``recipes/``, or one of the package's recipes."""
     if name.endswith(".py"):
         candidates = [toml.resolve().parent / Path(name).expanduser(), Path(name)]
     else:
@@ -136,7 +128,7 @@ def load_recipe(path: str | Path) -> ModuleType:
     """Import a recipe file, which must define ``Config`` and ``main(config)``.
 
     Raises:
-        UserError: it does not define them, is not Python, or cannot be executed.
+        UserError: it does not define them, is not Python, or fails when executed.
     """
     path = Path(path)
     spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
@@ -148,7 +140,7 @@ def load_recipe(path: str | Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", "mend that line") from None
-    except Exception as error:  # a recipe's own top level may raise anything
+    except Exception as error:  # a recipe's top level may raise anything
         # The last frame outside the import machinery is the statement that asked for it.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"
@@ -205,7 +197,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
             allows.
     """
     started, note = time.perf_counter(), ""
-    # Set before the recipe imports the hub client: a check never waits for a network.
+    # Before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         _, size, _, local_world_size = distributed.ranks_from_environment()

@@ -1,6 +1,6 @@
-"""Names that torch keeps private or has moved, each with the reason why we need it; nothing else imports them.
+"""Names that torch keeps private or has moved, each with the reason why we need it. No other file imports them.
 
-All were tried by the whole test suite on torch 2.11.0 (`make test-oldest`) and 2.13.0; 2.12.0 was read only.
+The whole test suite ran on torch 2.11.0 (`make test-oldest`) and 2.13.0; 2.12.0 was only read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-# torch 2.11 and 2.12 close what a stager copies with after its first copy; the second raises KeyError.
+# torch 2.11 and 2.12 close a stager's copier after its first copy; a second copy raises KeyError.
 STAGER_WORKS_ONCE = torch.__version__ < "2.13"
 
-# FSDP2 of torch 2.11 wants gradients of every shard, and casts every parameter to `param_dtype`.
+# FSDP2 of torch 2.11 needs gradients of every shard, and casts every parameter to `param_dtype`.
 SHARDS_INTEGERS = torch.__version__ >= "2.12"
 
 
@@ -70,8 +70,8 @@ def accumulated_shards(unit: Any) -> list[tuple[nn.Parameter, Tensor]]:
 
 
 def accumulated_partial_sums(unit: Any) -> list[Tensor]:
-    """The gradients that a unit has reduced over its shards and not yet over replicas; no public name shows them."""
-    # Every run's first step asks: where another torch has no such name, this check finds nothing and the run goes on.
+    """Gradients that a unit has reduced over its shards but not over replicas yet; no public name shows them."""
+    # Every run's first step calls this. If another torch has no such name, it finds nothing and the run goes on.
     found = [getattr(group, "_partial_reduce_output", None) for group in parameter_groups(unit)]
     return [gradient for gradient in found if gradient is not None]
 
@@ -85,9 +85,9 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
 
 
 def forget_forwards(model: nn.Module) -> None:
-    """Drop what FSDP notes of each forward for the prefetches of its backward, after one that has no backward.
+    """Drop what FSDP records in a forward for the prefetches of its backward; call it if there is no backward.
 
-    FSDP forgets it at the end of a backward alone: the notes of a model without any would pile up for ever.
+    FSDP drops these records only at the end of a backward, so without one they would pile up.
     """
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         for group in parameter_groups(unit):
@@ -112,9 +112,9 @@ def fake_store() -> dist.Store:
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile, forward and backward; no public name tells them.
 
-    Code that is found in torch's caches and need only be loaded counts as well.
+    Loading code from torch's caches counts too.
     """
-    utilities = sys.modules.get("torch._dynamo.utils")  # where nothing was compiled, it need not be imported
+    utilities = sys.modules.get("torch._dynamo.utils")  # not imported if nothing was compiled
     return float(utilities.calculate_time_spent().get("total_wall_time", 0.0)) if utilities else 0.0
 
 
@@ -138,7 +138,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long a collective of a group (default: all ranks) may take; no public name tells, and new groups forget."""
+    """The time-out of a group's collectives (default: all ranks). No public name tells it; new groups forget it."""
     group = group or dist.group.WORLD
     assert group is not None, "the process group has been started"
     options = group._get_backend(torch.device("cpu")).options
@@ -146,16 +146,16 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group whose ``group_name`` that is."""
+    """The process group with that ``group_name``."""
     return _resolve_process_group(cast(Any, name))  # some versions give names a type of their own
 
 
-# Ring attention merges partial results by their log-sum-exp, and hands the merged one to each block's backward.
-# torch's public functions return it at most, and take none: these operators, which they are made of, do both.
+# Ring attention merges blocks' results by their log-sum-exp, and gives the merged one to each block's backward.
+# torch's public functions may return a log-sum-exp but take none. The operators beneath them do both.
 
 
 class BackwardInputs(NamedTuple):
-    """What attention's backward over a block of keys needs, ``[…]`` as the forward kernel takes and gives them."""
+    """Inputs of attention's backward over a block of keys, with the shapes of the forward kernel."""
 
     grad_out: Tensor
     query: Tensor
@@ -168,7 +168,7 @@ class BackwardInputs(NamedTuple):
 
 
 class VarlenBounds(NamedTuple):
-    """Sequences of unequal lengths, one after the other in one tensor, and what their queries see."""
+    """Sequences of different lengths, one after another in a tensor, and the keys that their queries see."""
 
     q_borders: Tensor
     """``[sequences + 1]`` int32: where each sequence's queries begin, and the end of the last."""

@@ -1,10 +1,10 @@
 """How ranks meet, also after torchrun restarts them, and how they notice that torchrun has died.
 
-torchrun keeps one store for all attempts of ``--max-restarts``, and gloo reads there the addresses of the ranks of the
-attempt before. So rank 0 keeps the store of its own attempt; torchrun's only says where. That store also outlives
-torchrun, and so do the ranks: a killed torchrun tells them nothing. They poll instead of asking for a signal at the
-parent's death: only Linux has one, and sends it when the parent's thread that forked ends, while a look at each step
-serves every system and lets a rank save first.
+torchrun keeps one store for all attempts of ``--max-restarts``. On a restart, gloo would read the addresses of the
+previous attempt's ranks there. So rank 0 opens a store for its own attempt; torchrun's store only holds its address.
+
+A killed torchrun does not end its ranks, so each rank polls its parent process. A signal at the parent's death exists
+on Linux only, which sends it when the thread that forked ends. Polling works everywhere, and a rank can save first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _trains = threading.Event()
 
 
 def is_gone() -> bool:
-    """Whether torchrun started this process and has ended since; without torchrun, False whatever the parent does."""
+    """Whether torchrun started this process and has ended since; always False without torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != fsdp2kit.PARENT
 
 
@@ -43,7 +43,7 @@ def watch() -> None:
 
 
 def stop_watching() -> None:
-    """From here on the training loop looks whether torchrun `is_gone`, and saves a checkpoint first."""
+    """Leave it to the training loop to check `is_gone`: it saves a checkpoint first."""
     _trains.set()
 
 
@@ -59,8 +59,7 @@ def _watch() -> None:
 def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> None:
     """Start the default process group of the ranks that meet at ``MASTER_ADDR`` and ``MASTER_PORT``. Collective.
 
-    Raises:
-        RunFailure: they have not met within ``timeout``.
+    If they have not met within ``timeout``, the error names that address.
     """
     place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     try:
@@ -78,10 +77,10 @@ def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> None:
 
 
 def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
-    """A store that the ranks of this attempt share with none before: rank 0's, on a free port of its host."""
+    """The store of this attempt alone: rank 0 opens it on a free port of its host."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + timeout.total_seconds()
-    socket.create_connection((host, port), timeout=timeout.total_seconds()).close()  # torch waits long where none is
+    socket.create_connection((host, port), timeout=timeout.total_seconds()).close()  # fails at once; torch waits
     of_torchrun = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     if rank == 0:
         attempt = uuid.uuid4().hex
@@ -92,10 +91,10 @@ def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
     while time.monotonic() < deadline:
         if of_torchrun.check([_ADDRESS]):
             found, attempt = of_torchrun.get(_ADDRESS).decode().split()
-            # Rank 0 of an attempt before may be dying: at any of these calls, nobody listens there any more.
+            # The address may be that of an earlier attempt, whose rank 0 may end during any of these calls.
             with suppress(OSError, dist.DistError):
                 store = _connect(host, int(found), timeout)
-                # This rank has counted itself in the store of an attempt before; another job's knows no such attempt.
+                # An earlier attempt's store has counted this rank already; another job's store has no such attempt.
                 if store.check([attempt]) and store.add(f"{attempt}/{rank}", 1) == 1:
                     return store
         time.sleep(_POLL_SECONDS)
@@ -106,7 +105,7 @@ def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A store's client.
 
     Raises:
-        OSError | dist.DistError: nobody listens there.
+        OSError | dist.DistError: nothing listens there.
     """
     socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     short = timedelta(seconds=_CONNECT_SECONDS)

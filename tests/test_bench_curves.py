@@ -109,8 +109,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp2kit.command_line import new_figure
     from fsdp2kit.errors import UserError
-    from fsdp2kit.files import new_figure
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"^--figure: .*fsdp2kit\[plot\]"):

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "fsdp2kit"
 # Lower ranks are imported by higher ones; folders of one rank do not import each other.
 RANKS = {
     "errors": 0,
+    "command_line": 0,
     "files": 0,
     "distributed": 0,
     "torchrun": 0,
@@ -44,7 +45,7 @@ RANKS = {
     "tools": 8,
     "__main__": 9,
 }
-TOP_FILES = {"errors", "files", "distributed", "torchrun", "torch_compat", "progress", "console"}
+TOP_FILES = {"errors", "command_line", "files", "distributed", "torchrun", "torch_compat", "progress", "console"}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/checkpoint/__main__.py": "a command line",

@@ -33,9 +33,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from fsdp2kit.command_line import new_figure, positive, user_path, write_figure
 from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
-from fsdp2kit.files import new_figure, positive, user_path, write_figure
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
 COMMANDS |= {

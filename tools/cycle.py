@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from fsdp2kit.bench.curves import read_run
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import new_figure, user_path, write_figure
+from fsdp2kit.command_line import in_one_line, new_figure, user_path, write_figure
+from fsdp2kit.errors import UserError
 
 COLORS = {
     "sync": "tab:orange",

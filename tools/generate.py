@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
 
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import positive, user_path
+from fsdp2kit.command_line import in_one_line, positive, user_path
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME
 
 

@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.errors import UserError
 from fsdp2kit.migrate.translate import translate
 
 

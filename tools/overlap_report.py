@@ -9,8 +9,8 @@ import argparse
 import json
 import sys
 
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.errors import UserError
 
 
 @in_one_line

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.errors import UserError
 
 _MOST = 2**20  # ranks, GiB
 

@@ -32,6 +32,7 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from fsdp2kit.command_line import in_one_line, user_path
 from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
@@ -41,8 +42,7 @@ from fsdp2kit.data.loader import Loader, Part
 from fsdp2kit.data.rows import first_rows
 from fsdp2kit.data.sources import training_sets
 from fsdp2kit.data.tokens import NO_ENDING, ending_of, special_ids
-from fsdp2kit.errors import UserError, in_one_line
-from fsdp2kit.files import user_path
+from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
 from fsdp2kit.model.inspect import beyond_positions
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens

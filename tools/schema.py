@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.errors import UserError, in_one_line
+from fsdp2kit.command_line import in_one_line
+from fsdp2kit.errors import UserError
 from fsdp2kit.run import bundled_folder, load_recipe
 
 

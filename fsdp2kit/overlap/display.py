@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fsdp2kit.files import new_figure, write_figure
+from fsdp2kit.command_line import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report, StepReport
 from fsdp2kit.overlap.split import MS, TIMES, Activity, Split, mean_of
