@@ -80,10 +80,10 @@ class RolloutConfig(Section):
     loss is that to the engine's log-probabilities; with 1 it is 1 throughout, and nothing is clipped."""
     ahead: Annotated[int, Field(ge=0, le=1)] = 0
     """A server only: 1 has it generate the next batch of rollouts while the trainer learns from this one, with weights
-    that are so many batches old; `grpo.importance_cap` corrects for that. docs/colocated.md says when."""
+    that are so many batches old; `grpo.importance_cap` corrects for that. docs/grpo.md says when."""
     sleep: bool = False
     """Take turns with the device's memory: parameters, optimizer state and a reference are on the host while responses
-    are generated, and the engine sleeps while the trainer trains (docs/colocated.md)."""
+    are generated, and the engine sleeps while the trainer trains (docs/grpo.md)."""
     samples_every: NonNegativeInt = 10
     """Write the best and the worst response to one prompt every n steps, to `samples.jsonl` and wandb; 0: never."""
 
