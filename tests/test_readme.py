@@ -1,4 +1,7 @@
-"""The README's snippets run: `python` and `bash` fences do, in order, in one folder; `sh` ones install things."""
+"""README and docs are true: snippets run, TOMLs load, links, anchors and paths lead somewhere.
+
+In the README `python` and `bash` fences run, in order, in one folder; `sh` ones install things or need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from fsdp2kit.config.checks import check_config
+from fsdp2kit.run import load
 from tests.model.test_weights import UNUSUAL
 from tests.reference import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
 
 
 @pytest.mark.full
@@ -24,8 +32,8 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     # Commands find the interpreter that runs the tests; the source tree is importable, installed or not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    snippets = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(snippets) >= 5
+    snippets = [(language, code) for language, code in FENCE.findall(README) if language in ("python", "bash")]
+    assert len(snippets) >= 4
     for language, code in snippets:
         # Plain torch says so each time it reads a checkpoint in one process.
         strict = ["-W", "error", "-W", "ignore:torch.distributed is disabled"]
@@ -34,18 +42,45 @@ def test_the_readme_runs(tmp_path: Path) -> None:
         assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
 
 
+def test_the_readmes_toml_loads(tmp_path: Path) -> None:
+    [text] = [code for language, code in FENCE.findall(README) if language == "toml"]
+    (tmp_path / "x.toml").write_text(text, encoding="utf-8")
+    _, config = load(str(tmp_path / "x.toml"), ["mesh.cp=2"])
+    check_config(config, world_size=8, local_world_size=8)
+
+
 def test_the_readme_names_what_is_there() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`(\w+)`(?=[^|\n]*\|)", text.split("| TOML |")[1].split("\n\n")[0]):
+    for name in re.findall(r"`(\w+)`(?=[^|\n]*\|)", README.split("| TOML |")[1].split("\n\n")[0]):
         assert (ROOT / "toml" / f"{name}.toml").is_file(), name
-    for name in re.findall(r"`(\w+(?:/\w+)+\.py)`", text.split("## Extend it")[1]):
-        assert (ROOT / "fsdp2kit" / name).is_file() or (ROOT / name).is_file(), name
-    for target in re.findall(r"\]\(([\w/.]+)\)", text):
-        assert (ROOT / target).exists(), target
+    named = re.findall(r"\b(\w+(?:/\w+)+\.py)\b", README.split("## How it works")[1])
+    assert len(named) > 30
+    assert [name for name in named if not any((folder / name).is_file() for folder in (ROOT, ROOT / "fsdp2kit"))] == []
 
 
 def test_the_readme_lists_the_architectures_of_the_tests() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Models")[1].split("\n## ")[0]
+    text = README.split("## Models")[1].split("\n## ")[0]
     held = text.split("Heads and random")[0]
     assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in TINY.values()}
     assert set(UNUSUAL) <= {*re.findall(r"`([\w-]+)`", text), "diffllama", "minimax", "olmo_hybrid"}
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    for name, test in re.findall(r"`((?:tests|tools|toml|fsdp2kit)/[\w/]+\.(?:py|toml))(?:::(\w+))?`", text):
+        assert (ROOT / name).is_file(), name
+        assert not test or f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name}::{test}"

@@ -81,7 +81,7 @@ def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any
     functions and RoPE.
 
     That halves what is kept at almost no extra computation. Keeping only some of the matmuls was no better than
-    checkpointing only some layers (``every``): docs/fsdp.md.
+    checkpointing only some layers (``every``): docs/dev/checks.md.
     """
     name = str(operator)
     is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS
