@@ -11,13 +11,17 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from torch.testing import assert_close
 
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.run import load
 from tests.model.test_weights import UNUSUAL
-from tests.reference import TINY
+from tests.reference import TINY, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -62,6 +66,32 @@ def test_the_readme_lists_the_architectures_of_the_tests() -> None:
     held = text.split("Heads and random")[0]
     assert set(re.findall(r"`([\w-]+)`", held)) == {model_type for model_type, _ in TINY.values()}
     assert set(UNUSUAL) <= {*re.findall(r"`([\w-]+)`", text), "diffllama", "minimax", "olmo_hybrid"}
+
+
+def test_the_objectives_of_the_recipes_page_compute_what_it_says() -> None:
+    names: dict[str, Any] = {}
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    exec("\n".join(code for language, code in FENCE.findall(text) if language == "python"), names)
+
+    model, ids = tiny_model("qwen3"), torch.arange(12).reshape(1, 12) % 5
+    labels = torch.where(torch.arange(12) % 3 == 0, -100, ids.roll(-1))
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(12)[None]}
+    log_probs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    supervised = (labels[0] >= 0).nonzero()[:, 0]
+    of_targets = log_probs[supervised, labels[0, supervised]]
+    smoothed, _ = names["smoothed_cross_entropy"](model, {**inputs, "index": supervised})
+    assert_close(smoothed, -(0.9 * of_targets + 0.1 * log_probs[supervised].mean(-1)).sum())
+    loss, _, metrics = names["with_accuracy"](model, {**inputs, "index": supervised})
+    assert_close(loss, -of_targets.sum())
+    assert metrics["accuracy"] == (log_probs[supervised].argmax(-1) == labels[0, supervised]).sum()
+
+    class Model:
+        def token_log_probs(self) -> tuple[torch.Tensor, None]:
+            return torch.tensor([-1.0, -2.0, -4.0, -0.5]), None
+
+    # Two pairs: log p is −3 against −4, then 0 (no targets) against −0.5.
+    loss, _ = names["prefer"](Model(), {"documents": torch.tensor([0, 0, 1, 3]), "num_documents": 4})
+    assert_close(loss, -logsigmoid(torch.tensor([1.0, 0.5])).sum())
 
 
 @cache
