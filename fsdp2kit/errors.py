@@ -45,6 +45,12 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """What to do about an unknown name: the question after the `nearest` one, or ``otherwise`` if there is none."""
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else otherwise
+
+
 def check_installed(package: str, *, where: str) -> None:
     """Refuse what needs a package of one of our extras, where that is not installed. Nothing is imported.
 

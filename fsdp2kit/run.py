@@ -7,7 +7,6 @@ python -m fsdp2kit.run toml/llama8b_cp2.toml --check
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
@@ -25,7 +24,7 @@ from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
-from fsdp2kit.errors import StorageFailure, UserError
+from fsdp2kit.errors import StorageFailure, UserError, nearest
 from fsdp2kit.files import positive
 
 
@@ -110,9 +109,9 @@ def find_toml(name: str) -> Path:
     if str(path.parent) in (".", "toml") and bundled.is_file():
         return bundled
     known = sorted(file.stem for file in folder.glob("*.toml"))
-    near = difflib.get_close_matches(bundled.stem, known, n=1)
+    near = nearest(bundled.stem, known)
     todo = f"give a TOML's path, or one that comes with fsdp2kit: {', '.join(known)}"
-    raise UserError(name, "no such file", f"did you mean {near[0]}? Or {todo}" if near else todo)
+    raise UserError(name, "no such file", f"did you mean {near}? Or {todo}" if near else todo)
 
 
 def find_recipe(name: str, *, toml: Path) -> Path:

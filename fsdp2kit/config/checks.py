@@ -15,7 +15,7 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 
 def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
-    """Fill in the "auto" sizes of ``[mesh]`` and check them against the world and the strategy.
+    """Fill in the "auto" sizes of ``[mesh]``.
 
     Raises:
         UserError: the sizes do not multiply to the world size, or the strategy forbids them.
@@ -61,7 +61,7 @@ def smallest_world(config: TrainingConfig) -> int:
     """The fewest ranks that the sizes in ``[mesh]`` fit; where they do not fit its batches, no larger world does."""
     mesh, strategy = config.mesh, config.fsdp.strategy
     sizes = [mesh.dp_shard] if strategy != "no_shard" else []
-    sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # of others there is one replica
+    sizes += [mesh.dp_replicate] if strategy in ("no_shard", *HYBRID) else []  # others have one replica
     ranks = mesh.cp * math.prod(size for size in sizes if isinstance(size, int))
     engine = config.needs(config).engine
     return math.lcm(ranks, engine.tp) if engine is not None and "auto" in sizes else ranks
@@ -76,20 +76,16 @@ def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: i
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
     Args:
-        group: rows that belong together; a global batch holds whole groups.
+        group: rows that belong together: the sizes that the message names hold whole groups.
 
     Raises:
-        UserError: the global batch does not consist of whole micro-batches and groups; the message says which sizes
-            would fit.
+        UserError: the global batch does not consist of whole micro-batches; the message says which sizes would fit.
     """
     per_round = dp * micro_batch_size
-    near = _multiples_near(global_batch_size, math.lcm(per_round, group))
     if global_batch_size % per_round:
+        near = multiples_near(global_batch_size, math.lcm(per_round, group))
         what = f"{global_batch_size} is not a multiple of dp {dp} × micro_batch_size {micro_batch_size}"
         raise UserError("train.global_batch_size", what, f"use {near}, or another micro_batch_size")
-    if global_batch_size % group:
-        what = f"{global_batch_size} responses are not whole groups of rollout.n = {group}"
-        raise UserError("train.global_batch_size", what, f"use {near}, or another rollout.n")
     return global_batch_size // per_round
 
 
@@ -104,18 +100,18 @@ def resolve_shard(seq_len: int, sizes: MeshSizes, *, above: int = 0) -> int:
     """
     if seq_len % sizes.cp:
         what = f"{seq_len} is not divisible by mesh.cp {sizes.cp}"
-        raise UserError("data.seq_len", what, f"use {_multiples_near(seq_len, sizes.cp, above=above)}")
+        raise UserError("data.seq_len", what, f"use {multiples_near(seq_len, sizes.cp, above=above)}")
     return seq_len // sizes.cp
 
 
-def _multiples_near(number: int, divisor: int, *, above: int = 0) -> str:
+def multiples_near(number: int, divisor: int, *, above: int = 0) -> str:
     """The multiples of ``divisor`` around a number, in words; those that are larger than ``above``."""
     below = max(number, above) // divisor * divisor
     return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple > above)
 
 
 def check_config(config: TrainingConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
-    """All cross-field checks of a training config.
+    """All checks of a training config: each section's own, then those across sections.
 
     Raises:
         UserError: at the first that fails.

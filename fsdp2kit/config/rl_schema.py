@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from fsdp2kit.config.checks import resolve_accumulation, resolve_shard
+from fsdp2kit.config.checks import multiples_near, resolve_accumulation, resolve_shard
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.config.facts import Engine, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
@@ -113,8 +114,12 @@ class RolloutConfig(Section):
         return self.engine == "transformers"
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
-        train, seq_len = config.train, config.data.seq_len
-        resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp, group=self.n)
+        size, micro, seq_len = config.train.global_batch_size, config.train.micro_batch_size, config.data.seq_len
+        resolve_accumulation(size, micro, dp=sizes.dp, group=self.n)
+        if size % self.n:
+            near = multiples_near(size, math.lcm(sizes.dp * micro, self.n))
+            what = f"{size} responses are not whole groups of rollout.n = {self.n}"
+            raise UserError("train.global_batch_size", what, f"use {near}, or another rollout.n")
         resolve_shard(seq_len, sizes, above=self.max_new_tokens)
         if self.max_new_tokens >= seq_len:
             what = f"{self.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
