@@ -89,19 +89,18 @@ def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: i
     return global_batch_size // per_round
 
 
-def resolve_shard(seq_len: int, sizes: MeshSizes, *, above: int = 0) -> int:
-    """Tokens of a sequence on one context-parallel rank.
+def check_seq_len(seq_len: int, cp: int, *, above: int = 0) -> None:
+    """Refuse sequences that ``cp`` ranks do not divide.
 
     Args:
-        above: what ``seq_len`` must be larger than, where another one is advised.
+        above: lengths that the message advises are longer than this.
 
     Raises:
-        UserError: the ranks do not divide it; the message says which lengths would fit.
+        UserError: the message says which lengths would fit.
     """
-    if seq_len % sizes.cp:
-        what = f"{seq_len} is not divisible by mesh.cp {sizes.cp}"
-        raise UserError("data.seq_len", what, f"use {multiples_near(seq_len, sizes.cp, above=above)}")
-    return seq_len // sizes.cp
+    if seq_len % cp:
+        what = f"{seq_len} is not divisible by mesh.cp {cp}"
+        raise UserError("data.seq_len", what, f"use {multiples_near(seq_len, cp, above=above)}")
 
 
 def multiples_near(number: int, divisor: int, *, above: int = 0) -> str:
@@ -119,7 +118,7 @@ def check_config(config: TrainingConfig, *, world_size: int, local_world_size: i
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
     config.check(config, sizes)
     resolve_accumulation(config.train.global_batch_size, config.train.micro_batch_size, dp=sizes.dp)
-    resolve_shard(config.data.seq_len, sizes)
+    check_seq_len(config.data.seq_len, sizes.cp)
     check_paths(config)
     check_data(config)
     check_wandb(config.wandb)

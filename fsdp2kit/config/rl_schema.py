@@ -16,7 +16,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from fsdp2kit.config.checks import multiples_near, resolve_accumulation, resolve_shard
+from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumulation
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.config.facts import Engine, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
@@ -120,7 +120,7 @@ class RolloutConfig(Section):
             near = multiples_near(size, math.lcm(sizes.dp * micro, self.n))
             what = f"{size} responses are not whole groups of rollout.n = {self.n}"
             raise UserError("train.global_batch_size", what, f"use {near}, or another rollout.n")
-        resolve_shard(seq_len, sizes, above=self.max_new_tokens)
+        check_seq_len(seq_len, sizes.cp, above=self.max_new_tokens)
         if self.max_new_tokens >= seq_len:
             what = f"{self.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
             raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
