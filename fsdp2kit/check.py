@@ -8,19 +8,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
-from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import DistillConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import ROWS_CHECKED, check_first_rows, count_steps
-from fsdp2kit.data.rows import first_rows
+from fsdp2kit.data.build import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
-from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.objectives.distillation import build_teacher
-from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.rl.prompts import columns_of
-from fsdp2kit.rl.rewards import Rewards
+from fsdp2kit.parallel.plan import plan_parallel
 
 
 def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], list[str]]:
@@ -58,16 +51,16 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
             f"{counted(sizes.dp, 'data-parallel rank')}"
         )
-    if isinstance(getattr(config, "distill", None), DistillConfig):
-        teacher = _describe_teacher(config, model, plan)
-        lines += [teacher] if teacher else []
-        unchecked += [] if teacher else ["distill.teacher"]
-    if data.format != "synthetic" and data.path is None and not data.sources:
-        return [*lines, "data unchecked: none are given, and a run needs them: data.path=FILE"], unchecked
-    missing = check_first_rows(config)
-    if isinstance(config, RLConfig):
-        lines.append(_check_rewards(config, has_rows="data.path" not in missing))
-    if not missing:
+    has_data = data.format == "synthetic" or data.path is not None or bool(data.sources)
+    missing = check_first_rows(config) if has_data else []
+    for key, line in config.offline(config, model=model, plan=plan, missing=missing).items():
+        if line is None:
+            unchecked.append(key)
+        else:
+            lines.append(line)
+    if not has_data:
+        lines.append("data unchecked: none are given, and a run needs them: data.path=FILE")
+    elif not missing:
         lines += count_steps(config, model=model)
     return lines, [*unchecked, *missing]
 
@@ -85,26 +78,3 @@ def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
         if not model._supports_flash_attn:
             raise
         return model, True
-
-
-def _describe_teacher(config: TrainingConfig, model: PreTrainedModel | None, plan: ParallelPlan | None) -> str | None:
-    """The line of a teacher that the model can learn from; None if one of both, or a tokenizer, is not here."""
-    section, path = config.distill, config.distill.teacher  # pyright: ignore[reportAttributeAccessIssue]
-    if model is None or plan is None or path is None:
-        return None
-    try:
-        tokenizer = build_tokenizer(config.model, local_files_only=True)
-        return build_teacher(section, model, config=config, plan=plan, tokenizer=tokenizer).describe()
-    except UserError as error:
-        if Path(path).is_absolute() and error.where.startswith("distill"):
-            raise
-        return None
-
-
-def _check_rewards(config: RLConfig, *, has_rows: bool) -> str:
-    """Import the reward functions, each in a process, and look whether they take the columns of the first rows."""
-    columns = ()
-    if has_rows:
-        columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
-    with Rewards(config.reward, columns=columns) as rewards:
-        return f"reward functions: {', '.join(rewards.names)}, imported"

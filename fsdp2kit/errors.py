@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
+_EXTRAS = {"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot"}
 
 
 class UserError(Exception):
@@ -29,6 +33,50 @@ class UserError(Exception):
 
     def __reduce__(self):
         return (UserError, (self.where, self.what, self.todo))
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` that ``name`` is probably meant to be; None if there is none.
+
+    Args:
+        cutoff: least similarity, from 0 to 1, as difflib computes it.
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """What to do about an unknown name: the question after the `nearest` one, or ``otherwise`` if there is none."""
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def check_installed(package: str, *, where: str) -> None:
+    """Refuse what needs a package of one of our extras, where that is not installed. Nothing is imported.
+
+    Raises:
+        UserError: at ``where``, naming the extra.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise _missing(package, where, "is not installed")
+
+
+@contextlib.contextmanager
+def importing(package: str, *, where: str) -> Iterator[None]:
+    """Imports of a package of one of our extras.
+
+    Raises:
+        UserError: one failed; at ``where``, naming the extra.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise _missing(package, where, f"cannot be imported ({error})") from None
+
+
+def _missing(package: str, where: str, what: str) -> UserError:
+    return UserError(
+        where, f"needs {package}, which {what}", f"install it: pip install 'fsdp2kit[{_EXTRAS[package]}]'"
+    )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

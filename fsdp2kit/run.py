@@ -7,7 +7,6 @@ python -m fsdp2kit.run toml/llama8b_cp2.toml --check
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
@@ -26,7 +25,7 @@ from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
-from fsdp2kit.errors import StorageFailure, UserError
+from fsdp2kit.errors import StorageFailure, UserError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,9 +105,9 @@ def find_toml(name: str) -> Path:
     if str(path.parent) in (".", "toml") and bundled.is_file():
         return bundled
     known = sorted(file.stem for file in folder.glob("*.toml"))
-    near = difflib.get_close_matches(bundled.stem, known, n=1)
+    near = nearest(bundled.stem, known)
     todo = f"give a TOML's path, or one that comes with fsdp2kit: {', '.join(known)}"
-    raise UserError(name, "no such file", f"did you mean {near[0]}? Or {todo}" if near else todo)
+    raise UserError(name, "no such file", f"did you mean {near}? Or {todo}" if near else todo)
 
 
 def find_recipe(name: str, *, toml: Path) -> Path:
@@ -201,7 +200,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         _, size, _, local_world_size = distributed.ranks_from_environment()
-        recipe, config = load(toml, overrides)
+        _, config = load(toml, overrides)
         if world_size is None and "WORLD_SIZE" in os.environ:
             world_size = size
         else:
@@ -210,12 +209,9 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
                 note = " (the fewest ranks that [mesh] allows; --world-size N checks another number)"
             local_world_size = local_world_size if "LOCAL_WORLD_SIZE" in os.environ else min(world_size, 8)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-        if hasattr(recipe, "check"):
-            lines, unchecked = [str(sizes)], recipe.check(config)
-        else:
-            from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
+        from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
 
-            lines, unchecked = check_offline(config, sizes)
+        lines, unchecked = check_offline(config, sizes)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

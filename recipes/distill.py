@@ -5,6 +5,8 @@ Copy this file, change the line that builds what you want different, and name th
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
 from fsdp2kit.console import say
@@ -12,7 +14,7 @@ from fsdp2kit.data.build import build_data
 from fsdp2kit.job import start_job
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.objectives.distillation import build_distillation, build_teacher
+from fsdp2kit.objectives.distillation import build_distillation, build_teacher, describe_teacher_offline
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
@@ -26,6 +28,10 @@ class Config(TrainingConfig):
 
     data: ChatDataConfig = ChatDataConfig()
     distill: DistillConfig = DistillConfig()
+
+    def offline(self, config: Any, *, model: Any, plan: Any, missing: Any) -> dict[str, str | None]:
+        """What ``--check`` says of the teacher."""
+        return {"distill.teacher": describe_teacher_offline(self.distill, config=self, model=model, plan=plan)}
 
 
 def main(config: Config) -> None:

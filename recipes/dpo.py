@@ -6,7 +6,8 @@ Copy this file, change the line that builds what you want different, and name th
 from __future__ import annotations
 
 from fsdp2kit.checkpoint.run import build_checkpoints
-from fsdp2kit.config.schema import DPOConfig, PreferenceDataConfig, TrainingConfig
+from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
+from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
 from fsdp2kit.console import say
 from fsdp2kit.data.build import build_data
 from fsdp2kit.job import start_job
@@ -26,7 +27,8 @@ class Config(TrainingConfig):
     """Preference training."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
-    dpo: DPOConfig = DPOConfig()
+    dpo: AnyDPO = PlainDPOConfig()
+    """The loss; docs/preferences.md."""
 
 
 def main(config: Config) -> None:

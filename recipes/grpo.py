@@ -5,6 +5,8 @@ Copy this file, change the line that builds what you want different, and name th
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import say
@@ -16,7 +18,7 @@ from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
-from fsdp2kit.rl.prompts import build_prompts
+from fsdp2kit.rl.prompts import build_prompts, check_rewards
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rollouts import Rollouts, build_engine, rest_until_asked
 from fsdp2kit.train.loop import train
@@ -25,6 +27,10 @@ from fsdp2kit.train.metrics import build_metrics
 
 class Config(RLConfig):
     """Reinforcement learning from rewards."""
+
+    def offline(self, config: Any, *, model: Any, plan: Any, missing: Any) -> dict[str, str | None]:
+        """What ``--check`` says of the reward functions."""
+        return {"reward": check_rewards(self, missing=missing)}
 
 
 def main(config: Config) -> None:

@@ -19,15 +19,14 @@ from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
 from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights
+from fsdp2kit.config.optimization import AdamWConfig, PlainScheduleConfig
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     ChatDataConfig,
     CheckpointConfig,
     FSDPConfig,
-    LRScheduleConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
     ProfileConfig,
     TrainingConfig,
 )
@@ -111,8 +110,8 @@ def test_tokenizer_documents_and_loader() -> None:
 
 def test_optimizer_and_schedule() -> None:
     model = real_model()
-    optimizer = build_optimizer(OptimizerConfig(lr=1e-2), model)
-    schedule = build_lr_schedule(LRScheduleConfig(name="constant"), optimizer, total_steps=5)
+    optimizer = build_optimizer(AdamWConfig(lr=1e-2), model)
+    schedule = build_lr_schedule(PlainScheduleConfig(name="constant"), optimizer, total_steps=5)
     before = model(TOKENS).logits.square().mean()
     before.backward()
     optimizer.step()
@@ -122,7 +121,7 @@ def test_optimizer_and_schedule() -> None:
 
 def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
     model = real_model()
-    optimizer = build_optimizer(OptimizerConfig(), model)
+    optimizer = build_optimizer(AdamWConfig(), model)
     manager = CheckpointManager(CheckpointConfig(), run_dir=tmp_path, identity={}, write_assets=lambda folder: None)
     path = manager.save(model, optimizer, Progress(step=3))
     kept = copy.deepcopy(model.state_dict())

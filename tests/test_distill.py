@@ -142,5 +142,5 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
 def test_its_memory_is_not_planned(toml: Path) -> None:
     _, config = load(str(toml), [])
     check_config(config, world_size=2, local_world_size=2)
-    with pytest.raises(UserError, match="with a teacher beside the model, is not planned"):
+    with pytest.raises(UserError, match=r"the memory of distill\.teacher, .*, is not planned"):
         plan_for(config, world_size=2, local_world_size=2)

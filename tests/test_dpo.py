@@ -159,8 +159,8 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
     mistakes = {
         ("dpo.loss=dop",): "dpo.loss",
         ("dpo.beta=0",): "dpo.beta",
-        ("dpo.gamma=1.0",): "dpo.gamma: 1.0 with dpo.loss = 'dpo', which has no such margin; leave it out",
-        ("dpo.loss=ipo", "dpo.label_smoothing=0.1"): "dpo.label_smoothing: 0.1 with dpo.loss = 'ipo'",
+        ("dpo.gamma=1.0",): "dpo.gamma: not a key of dpo.loss = 'dpo'; leave it out, or set dpo.loss = 'simpo'",
+        ("dpo.loss=ipo", "dpo.label_smoothing=0.1"): "dpo.label_smoothing: not a key of dpo.loss = 'ipo'",
         ("dpo.bata=1",): "did you mean dpo.beta?",
         ("data.format=chat",): "data.format",
         ("data.train_on=all",): "data.train_on",

@@ -8,7 +8,6 @@ python tools/generate.py DIR "question" ...
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, check_installed
 from fsdp2kit.model.adapters import CONFIG_NAME
 
 
@@ -54,9 +53,8 @@ def load(directory: Path) -> tuple[Any, Any]:
     """
     todo = "give the export of a run, e.g. runs/x/hf"
     is_adapter = (directory / CONFIG_NAME).is_file()
-    if is_adapter and importlib.util.find_spec("peft") is None:
-        what = "is an adapter, and peft is not installed"
-        raise UserError(str(directory), what, "install it: pip install 'fsdp2kit[lora]'")
+    if is_adapter:
+        check_installed("peft", where=str(directory))
     if not is_adapter and not (directory / "config.json").is_file():
         raise UserError(str(directory), "is not a model directory (no config.json)", todo)
     try:

@@ -142,11 +142,10 @@ def _alternatives(
 
 
 def _trace(config: Any, sizes: Any) -> dict[str, dict[str, int]]:
-    from fsdp2kit.planner.sizes import learns_from_log_probs
     from fsdp2kit.planner.trace import log_likelihood, trace_step
     from fsdp2kit.train.step import accumulate_gradients, cross_entropy
 
-    objective = log_likelihood if learns_from_log_probs(config) else cross_entropy
+    objective = log_likelihood if config.needs(config).log_probs else cross_entropy
     return trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=objective))
 
 

@@ -33,7 +33,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from fsdp2kit.command_line import in_one_line, user_path
-from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
 from fsdp2kit.data.build import build_data, find_system_twice
@@ -401,7 +400,7 @@ def _preview(options: argparse.Namespace) -> Preview:
             warnings.append(f'{too_long:,} rows are longer than seq_len, and data.overlong = "error" refuses them')
         if not asked.data.streaming:
             try:
-                resolve_warmup(asked.lr_schedule, asked.train.total_steps(loader.steps_per_epoch))
+                asked.lr_schedule.warmup(asked.train.total_steps(loader.steps_per_epoch))
             except UserError as problem:
                 warnings.append(f"this would be refused: {problem}")
         return build_preview(

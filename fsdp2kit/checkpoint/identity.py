@@ -15,13 +15,8 @@ from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
-from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
+from fsdp2kit.model.assets import config_digest, weights_digest
 from fsdp2kit.model.build import ModelSource
-
-RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
-"""Identity fields that only some recipes set. Checkpoints of earlier versions do not have them."""
-WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
-"""Identity fields that name weights; `same_weights` compares them."""
 
 
 def run_identity(
@@ -30,7 +25,7 @@ def run_identity(
     *,
     data: str,
     adapter: Adapter | None = None,
-    teacher: Path | None = None,
+    models: Mapping[str, Path] | None = None,
 ) -> dict[str, str]:
     """What may not change when a run is resumed, by the name of the TOML field that the user would look at.
 
@@ -38,7 +33,7 @@ def run_identity(
         source: where the model comes from.
         data: digest of the data.
         adapter: the adapters that are trained, if any are.
-        teacher: the directory of the model that is learnt from, if one is.
+        models: directories of the models that are read beside, by TOML key.
     """
     weights = config.model.weights
     if weights == "pretrained" and source.directory is not None:
@@ -61,18 +56,10 @@ def run_identity(
         "train.global_batch_size": str(config.train.global_batch_size),
         **({"data.limit": str(config.data.limit)} if config.data.limit else {}),
         **({} if isinstance(config.eval.split, str) else {"eval.split": str(config.eval.split)}),
-        **_of_recipe(config, teacher),
+        **config.identity(),
+        **{key: weights_digest(directory) for key, directory in (models or {}).items()},
         "data": data,
     }
-
-
-def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
-    """What of a recipe's own sections decides a step's rows or what is minimised; rates and weights do not."""
-    parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
-    found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
-    if teacher is not None:
-        found["distill.teacher"] = weights_digest(teacher)
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def check_same_run(
@@ -94,12 +81,7 @@ def check_same_run(
     """
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
-        if before is None and field in RECIPE_FIELDS:  # written before they were recorded
-            continue
-        is_same = before == now
-        if before and now and field in WEIGHTS_FIELDS:
-            is_same = same_weights(before, now)
-        if not is_same:
+        if before != now:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 export = tool_command("dcp_to_hf")

@@ -71,12 +71,10 @@ def build_checkpoints(
     if tokenizer is not None and formats & {*RENDERED}:  # streams do not know what their documents end in
         stops |= turn_ends(tokenizer)
     assets = {"config": source.config, "tokenizer": tokenizer, "source": source.directory, "stops": stops}
-    teacher = getattr(getattr(config, "distill", None), "teacher", None)
-    if teacher is not None:
-        teacher = find_hf_dir(teacher, key="distill.teacher", with_weights=True)
+    models = {key: find_hf_dir(path, key=key, with_weights=True) for key, path in config.models().items()}
     with agreement():
         adapter = adapter_of(model)
-        identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, teacher=teacher)
+        identity = run_identity(config, source, data=data.fingerprint, adapter=adapter, models=models)
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
         kept = _kept_in_float32(model) if adapter is None else {}
@@ -90,7 +88,7 @@ def build_checkpoints(
         write_assets=partial(save_assets, architecture=architecture, adapter=adapter, **assets),
         export_dtype=source.dtype,
         kept_in_float32=kept,
-        read=[source.directory, teacher, None if adapter is None else adapter.directory],
+        read=[source.directory, *models.values(), None if adapter is None else adapter.directory],
         environment={**job.environment, **recorded},
         tell=say,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from fsdp2kit.config.facts import Needs
 from fsdp2kit.config.section import InputPath, Section
 
 DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "preference", "prompts", "synthetic"]
@@ -151,6 +152,9 @@ class PreferenceDataConfig(DataConfig):
     train_on: Literal["assistant", "last"] = "assistant"
     """Tokens of an answer that are compared: the assistant's and its end-of-turn tokens, or those of its last
     message."""
+
+    def needs(self, config: Any) -> Needs:
+        return Needs(log_probs=True)
 
 
 class TextDataConfig(DataConfig):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,31 +15,21 @@ from pydantic.fields import FieldInfo
 
 from fsdp2kit.config.foreign import RECIPE_OF, SECTION_OF, advise_on_key, advise_on_path, advise_on_value, snake_case
 from fsdp2kit.config.section import OverrideText, Section
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError, nearest
 
 ConfigT = TypeVar("ConfigT", bound=Section)
-_Known = dict[str, FieldInfo | None]
+# Each dotted key with its fields: several where variants of a section have it, none for names that the user chooses.
+_Known = dict[str, list[FieldInfo]]
 _ANY = "*"
 _MISSPELT, _SIMILAR = 0.78, 0.5  # difflib's ratios: rather misspelt than another tool's; worth a question at all
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
-# Removed keys: the value that changed nothing (a run's own config.toml has it), and what to do instead of another.
-REMOVED = {
-    "baseline.compare": ("none", "leave it out; {bench} fsdp1 TOML trains with FSDP1 beside it"),
-    "baseline.warmup": (3, "leave it out; {bench} fsdp1 TOML has --warmup"),
-    "compile.cache_dir": (
-        None,
-        "set the environment variable TORCHINDUCTOR_CACHE_DIR, where torch keeps compiled code",
-    ),
-    "float8.all_gather": (False, "leave it out; weights are gathered in fsdp.param_dtype"),
-}
 # Of two such keys one is given: an override of one takes the other out of the TOML.
 ALTERNATIVES = (
     ("train.steps", "train.epochs"),
     ("lr_schedule.warmup_steps", "lr_schedule.warmup_ratio"),
     ("data.path", "data.sources"),
 )
-REMOVED_OPTIMIZERS = {"adamw_4bit": "use 'adamw_8bit' or 'adamw_bf16'"}
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -101,11 +90,11 @@ def load_config(
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
     source, merged = Path(source), copy.deepcopy(dict(values))
-    known = _known_keys(schema)
+    known = known_keys(schema)
     for override in overrides:
         _apply_override(merged, override, known)
     _drop_alternatives(merged, source, overrides, say)
-    _drop_removed(known, merged, source, overrides)
+    _drop_other_variants(merged, known, source, overrides, say)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
     except ValidationError as error:
@@ -166,8 +155,7 @@ def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
     word, key = override.partition("=")[2].strip().lower(), _known_key(path, known)
     if word not in ("none", "null") or key is None:  # an unknown key is refused later
         return False
-    field = known[key]
-    return field is None or "none" not in _literals(field.annotation)
+    return not any("none" in _literals(field.annotation) for field in known[key])
 
 
 def _take_out(values: dict[str, Any], path: Sequence[str]) -> Any:
@@ -195,6 +183,23 @@ def _drop_alternatives(
                     say(f"override {key}={given[key]} takes the place of {other} = {what} of {source}")
 
 
+def _drop_other_variants(
+    values: dict[str, Any], known: _Known, source: Path, overrides: Sequence[str], say: Callable[[str], object]
+) -> None:
+    """Where an override chooses a section's variant, take out, in place, what the TOML gives of another variant."""
+    given = [parse_override(override) for override in overrides]
+    overridden = {tuple(path) for path, _ in given}
+    for path, tag in given:
+        key, variants = _variants(path[:-1], known)
+        section = values.get(path[0])
+        if path[-1] != key or str(tag) not in variants or not isinstance(section, dict):
+            continue
+        for name in [name for name in section if (path[0], name) not in overridden and name not in variants[tag]]:
+            if owners := [other for other, names in variants.items() if name in names]:
+                where = f"{path[0]}.{name} = {section.pop(name)} of {source}"
+                say(f"override {'.'.join(path)}={tag} takes out {where}, a key of {_either(owners)}")
+
+
 def _literals(annotation: Any) -> set[Any]:
     """The values of all `Literal` in a type."""
     if get_origin(annotation) is Literal:
@@ -211,21 +216,6 @@ def _from_command_line(value: Any) -> Any:
     return OverrideText(value) if isinstance(value, str) else value
 
 
-def _drop_removed(known: Collection[str], values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
-    """Leave out removed keys that changed nothing, in place, and refuse the others."""
-    for key, (harmless, instead) in REMOVED.items():
-        section, name = key.split(".")
-        given = values.get(section)
-        if key in known or not isinstance(given, dict) or name not in given:
-            continue
-        if given.pop(name) != harmless:
-            raise UserError(
-                _where([section, name], source, overrides), "was removed", instead.format(bench=tool_command("bench"))
-            )
-        if not given and section not in known:
-            del values[section]
-
-
 def _where(location: Sequence[str], source: Path, overrides: Sequence[str]) -> str:
     """The key with its file, or with "override" if an override sets it."""
     paths = [parse_override(text)[0] for text in overrides]
@@ -235,7 +225,7 @@ def _where(location: Sequence[str], source: Path, overrides: Sequence[str]) -> s
 
 
 def _explain(error: ValidationError, known: _Known, source: Path, overrides: Sequence[str]) -> UserError:
-    problems = [(problem, *_locate(problem, known)) for problem in error.errors()]
+    problems = [(problem, *_locate(problem, known)) for problem in map(_plain, error.errors())]
     # Report a misspelt key first: it may be why another key is missing.
     problems.sort(key=lambda one: one[0]["type"] != "extra_forbidden")
     first, location, key = problems[0]
@@ -243,25 +233,38 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
     others = len({tuple(other) for _, other, _ in problems}) - 1
     more = f" (and {others} more)" if others else ""
     if kind == "extra_forbidden":
+        tag_key, variants = _variants(key[:-1], known)
+        if owners := [tag for tag, names in variants.items() if key[-1] in names]:
+            name, tag = f"{'.'.join(location[:-1])}.{tag_key}", first["loc"][-2]
+            todo = f"leave it out, or set {name} = {_either(owners)}"
+            return UserError(where, f"not a key of {name} = {tag!r}{more}", todo)
         name = "key" if len(location) > 1 else "section or key"
         return UserError(where, f"unknown {name} {location[-1]!r}{more}", _nearest(location, key, given, known))
     if kind == "missing" and not location[-1].isdecimal():
         return UserError(where, f"is required{more}", "add it to the TOML")
-    if kind == "model_type":
+    if kind in ("model_type", "model_attributes_type"):
         todo = f"write [{'.'.join(location)}], and its keys under it"
         return UserError(where, f"{given!r} is not a section{more}", todo)
-    if key == ["optimizer", "name"] and str(given) in REMOVED_OPTIMIZERS:
-        return UserError(where, f"{given!r} was removed", REMOVED_OPTIMIZERS[given])
     # A union has an error for each of its members.
     same = [problem for problem, other, _ in problems if other == location]
     reasons = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in (one["msg"] for one in same)))
     while key[-1] == _ANY:
         key = key[:-1]
-    field = known[".".join(key)]
-    doc = f"{key[-1]}: {field.description}" if field and field.description else ""
+    docs = dict.fromkeys(field.description for field in known[".".join(key)] if field.description)
+    doc = f"{key[-1]}: {' '.join(docs)}" if docs else ""
     what = f"{given!r} is not accepted: {reasons}{more}"
     spelt = _spelt(given, same)
     return UserError(where, what, "; ".join(filter(None, (spelt, doc))) or "see toml/schema.json for what is accepted")
+
+
+def _plain(problem: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A mistake as pydantic reports it; a wrong choice of a section's variant as any wrong value of a key."""
+    if problem["type"] != "union_tag_invalid":
+        return problem
+    context = problem["ctx"]
+    key, expected = context["discriminator"].strip("'"), context["expected_tags"]
+    said = {"type": "literal_error", "msg": f"Input should be {expected}", "ctx": {"expected": expected}}
+    return {**said, "loc": (*problem["loc"], key), "input": problem["input"][key]}
 
 
 def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[str]]:
@@ -271,12 +274,26 @@ def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[
     """
     location: list[str] = []
     key: list[str] = []
-    for part in map(str, problem["loc"]):
+    parts = [str(part) for part in problem["loc"]]
+    for number, part in enumerate(parts, start=1):
         match = _match(key, part, known)
-        if match is not None or problem["type"] == "extra_forbidden":
+        if match is not None or (problem["type"] == "extra_forbidden" and number == len(parts)):
             location.append(part)
             key.append(match or part)
     return location, key
+
+
+def _variants(section: Sequence[str], known: _Known) -> tuple[str, dict[str, set[str]]]:
+    """The key that chooses a section's variant, and by each of its values the keys of that variant; else ""."""
+    for field in known.get(".".join(section), ()):
+        if isinstance(tag_key := field.discriminator, str):
+            fields = [member.model_fields for member in get_args(field.annotation)]
+            return tag_key, {tag: {*each} for each in fields for tag in _literals(each[tag_key].annotation)}
+    return "", {}
+
+
+def _either(values: Sequence[str]) -> str:
+    return " or ".join(map(repr, values))
 
 
 def _match(key: Sequence[str], part: str, known: _Known) -> str | None:
@@ -338,11 +355,14 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     if elsewhere:
         return f"did you mean {elsewhere[0].replace('.*', '')}?"
     is_foreign = is_section and snake_case(name) in SECTION_OF
-    misspelt = not is_foreign and difflib.get_close_matches(name, siblings, n=1, cutoff=_MISSPELT)
+    misspelt = not is_foreign and nearest(name, siblings, cutoff=_MISSPELT)
     if not misspelt and (advice := advise_on_key(location, given, known)):
         return advice
-    if nearest := difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR):
-        return f"did you mean {'.'.join([*location[:-1], *nearest])}?"
+    if near := nearest(name, siblings, cutoff=_SIMILAR):
+        tag_key, variants = _variants(key[:-1], known)
+        owners = [tag for tag, names in variants.items() if near in names]
+        of = f", of {section}.{tag_key} = {_either(owners)}" if len(owners) < len(variants) else ""
+        return f"did you mean {'.'.join([*location[:-1], near])}{of}?"
     return f"known here: {', '.join(siblings)}"
 
 
@@ -350,16 +370,17 @@ def _has_keys(key: str, known: Collection[str]) -> bool:
     return any(one.startswith(f"{key}.") for one in known)
 
 
-def _known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:
+def known_keys(schema: type[BaseModel], prefix: str = "") -> _Known:
     """Every dotted key of a config class; `_ANY` stands for an index or for a name that the user chooses."""
     known: _Known = {}
     for name, field in schema.model_fields.items():
         key, members = f"{prefix}{name}", get_args(field.annotation) or (field.annotation,)
-        known[key] = field
+        known[key] = [field]
         if get_origin(field.annotation) in (list, dict, tuple):
             key = f"{key}.{_ANY}"
-            known[key] = None
+            known[key] = []
         for section in members:
             if isinstance(section, type) and not get_args(section) and issubclass(section, BaseModel):
-                known |= _known_keys(section, f"{key}.")
+                for inner, fields in known_keys(section, f"{key}.").items():
+                    known.setdefault(inner, []).extend(fields)
     return known

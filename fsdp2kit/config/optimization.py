@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fsdp2kit.config.section import InputPath, Section
+from fsdp2kit.config.facts import MeshSizes, Needs
+from fsdp2kit.config.section import InputPath, Section, untagged
+from fsdp2kit.errors import UserError, check_installed, tool_command
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -33,20 +36,37 @@ class LoraConfig(Section):
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353); slower."""
 
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        model = config.model
+        if not config.trains_adapter:
+            for name in self.changed():
+                raise UserError(f"lora.{name}", "is set, but lora.rank is not", "set lora.rank, or leave it out")
+            return
+        check_installed("peft", where="lora.rank" if model.adapter is None else "model.adapter")
+        if model.adapter is not None and (given := sorted(self.model_fields_set - {"dropout", "quantize"})):
+            what = "is given beside model.adapter, whose adapter_config.json says it"
+            raise UserError(f"lora.{given[0]}", what, "leave one of the two out")
+        if model.freeze:
+            raise UserError("model.freeze", "is set with adapters, which freeze the whole model", "leave it out")
+        if model.weights not in ("pretrained", "random"):
+            what = "is a checkpoint: an adapter is kept by itself, and peft could not load the model it belongs to"
+            todo = f"convert it ({tool_command('dcp_to_hf')}) and give the directory as model.path"
+            raise UserError("model.weights", what, todo)
+        if model.weights == "random" and config.checkpoint.export_hf != "never":
+            what = "'random' with adapters, whose export would be of no use without those random weights"
+            raise UserError("model.weights", what, "use 'pretrained', or set checkpoint.export_hf = 'never'")
+        if config.float8.recipe != "none":
+            what = f"{config.float8.recipe!r} with adapters is not supported"
+            raise UserError("float8.recipe", what, "set it to 'none'")
+
 
 class DPOConfig(Section):
-    """The loss of recipe "dpo", which learns from pairs of answers; docs/preferences.md."""
+    """What every loss of recipe "dpo" has, which learns from pairs of answers; docs/preferences.md."""
 
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """"dpo" (arXiv:2305.18290) and "ipo" (arXiv:2310.12036) compare with a frozen reference, the model as the run
-    begins; "simpo" (arXiv:2405.14734) and "orpo" (arXiv:2403.07691) have none."""
-    beta: PositiveFloat | None = None
-    """dpo, ipo (its τ): the larger, the closer the model stays to the reference. simpo: scale of the rewards. orpo
-    (its λ): weight of the odds ratio beside the likelihood. Default: 0.1; of simpo 2."""
-    gamma: NonNegativeFloat | None = None
-    """simpo only: how far the better answer's reward should be above the other's. Default: half of `beta`."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo only: the share of pairs that are taken to be the wrong way round (conservative DPO)."""
+    loss: str
+    """"dpo", "ipo", "simpo" or "orpo"."""
+    beta: PositiveFloat
+    """Strength of the loss."""
 
     @property
     def needs_reference(self) -> bool:
@@ -58,16 +78,58 @@ class DPOConfig(Section):
         """Whether an answer counts by the mean of its tokens' log-probabilities, not by their sum."""
         return self.loss != "dpo"
 
-    @property
-    def strength(self) -> float:
-        """`beta`, or its default."""
-        default = 2.0 if self.loss == "simpo" else 0.1
-        return default if self.beta is None else self.beta
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if config.model.loss_kernel in ("torch", "liger"):
+            what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
+            raise UserError("model.loss_kernel", what, "leave it out")
+
+    def identity(self) -> dict[str, str]:
+        return {"dpo.loss": self.loss}
+
+    def needs(self, config: Any) -> Needs:
+        return Needs(reference=self.needs_reference)
+
+
+class PlainDPOConfig(DPOConfig):
+    """DPO, a loss of recipe "dpo"; docs/preferences.md."""
+
+    loss: Literal["dpo"] = "dpo"
+    """"dpo" (arXiv:2305.18290) compares with a frozen reference, the model as the run begins."""
+    beta: PositiveFloat = 0.1
+    """dpo: the larger, the closer the model stays to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be the wrong way round (conservative DPO)."""
+
+
+class IPOConfig(DPOConfig):
+    """IPO or ORPO, losses of recipe "dpo"; docs/preferences.md."""
+
+    loss: Literal["ipo", "orpo"]
+    """"ipo" (arXiv:2310.12036) compares with a frozen reference, the model as the run begins; "orpo"
+    (arXiv:2403.07691) has none."""
+    beta: PositiveFloat = 0.1
+    """ipo (its τ): the larger, the closer the model stays to the reference. orpo (its λ): weight of the odds ratio
+    beside the likelihood."""
+
+
+class SimPOConfig(DPOConfig):
+    """SimPO, a loss of recipe "dpo"; docs/preferences.md."""
+
+    loss: Literal["simpo"]
+    """"simpo" (arXiv:2405.14734) has no reference."""
+    beta: PositiveFloat = 2.0
+    """simpo: scale of the rewards."""
+    gamma: NonNegativeFloat | None = None
+    """How far the better answer's reward should be above the other's. Default: half of `beta`."""
 
     @property
     def margin(self) -> float:
         """`gamma`, or its default."""
-        return self.strength / 2 if self.gamma is None else self.gamma
+        return self.beta / 2 if self.gamma is None else self.gamma
+
+
+AnyDPO = Annotated[PlainDPOConfig | IPOConfig | SimPOConfig, Field(discriminator="loss"), untagged("loss", "dpo")]
+"""The loss of recipe "dpo"."""
 
 
 class DistillConfig(Section):
@@ -84,36 +146,145 @@ class DistillConfig(Section):
     cross_entropy_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Weight w of the plain cross-entropy of the targets; that of the divergence is 1 − w."""
 
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if self.teacher is None:
+            what = "is not given, and there is nothing to learn from"
+            raise UserError("distill.teacher", what, "give a Hugging Face model directory or hub id")
+        if config.model.loss_kernel in ("torch", "liger"):
+            what = f"{config.model.loss_kernel!r} computes a cross-entropy alone, and not the distance from a teacher"
+            raise UserError("model.loss_kernel", what, "leave it out")
+
+    def models(self) -> dict[str, str]:
+        return {"distill.teacher": self.teacher} if self.teacher else {}
+
+    def identity(self) -> dict[str, str]:
+        return {"distill.direction": self.direction}
+
 
 class OptimizerConfig(Section):
-    """The optimizer; docs/optimizers.md compares them."""
+    """What every optimizer has; docs/optimizers.md compares them."""
 
-    name: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
-    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (moments in bfloat16; they, and parameters that
-    `fsdp.storage_dtype` stores in bfloat16, are rounded stochastically), "adamw_8bit" (torchao's; extra `lowbit`),
-    or "muon" (torch's, for weights of linear layers; AdamW for the others)."""
+    name: str
+    """"adamw", "adamw_bf16", "adamw_8bit" or "muon"."""
     lr: NonNegativeFloat = 2e-5
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so both use the same one."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay rates of AdamW's first and second moments."""
-    muon_momentum: Beta = 0.95
-    """muon only: decay rate of its Nesterov momentum."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; norms and biases (parameters of fewer than two dimensions) are exempt."""
 
 
-class LRScheduleConfig(Section):
-    """The learning rate over the steps; transformers' schedules."""
+class AdamWConfig(OptimizerConfig):
+    """AdamW; docs/optimizers.md compares optimizers."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant, linear to 0, half a cosine, or warm-up-stable-decay."""
+    name: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
+    """"adamw" (decoupled weight decay, arXiv:1711.05101), "adamw_bf16" (moments in bfloat16; they, and parameters that
+    `fsdp.storage_dtype` stores in bfloat16, are rounded stochastically), "adamw_8bit" (torchao's; extra `lowbit`)."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        fsdp, name = config.fsdp, self.name
+        if name != "adamw_8bit":
+            return
+        if fsdp.offload != "none":
+            what = f"{fsdp.offload!r} with optimizer.name = {name!r}, whose quantised moments stay on the device"
+            raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw_bf16'")
+        if config.fsdp.storage_dtype != "float32":
+            what = (
+                f"{config.fsdp.storage_dtype!r} with optimizer.name = {self.name!r}, which updates float32 parameters"
+            )
+            raise UserError("fsdp.storage_dtype", what, "leave it out, or set optimizer.name = 'adamw_bf16'")
+        check_installed("torchao", where="optimizer.name")
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon for weights of linear layers, AdamW for the others; docs/optimizers.md compares optimizers."""
+
+    name: Literal["muon"]
+    """"muon" (torch's, for weights of linear layers; AdamW for the others)."""
+    muon_momentum: Beta = 0.95
+    """Decay rate of Muon's Nesterov momentum."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if config.fsdp.offload == "params":
+            what = "'params' with optimizer.name = 'muon', whose matmuls of whole matrices would run on the host"
+            raise UserError("fsdp.offload", what, "use 'optimizer' or 'none', or optimizer.name = 'adamw'")
+
+
+AnyOptimizer = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name"), untagged("name", "adamw")]
+"""The optimizer."""
+
+
+class LRScheduleConfig(Section):
+    """What every learning-rate schedule has; they are transformers' own."""
+
+    name: str
+    """"constant", "linear", "cosine" or "wsd"."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up, fewer than the run has; the first step has lr = 0 / warmup_steps."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The warm-up as a share of the run's steps, instead of `warmup_steps`."""
-    decay_steps: PositiveInt | None = None
-    """wsd only: steps of the final decay. Default: a tenth of the run, or what the warm-up leaves of it."""
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up of a run of ``total_steps``; at least one step follows it.
+
+        Raises:
+            UserError: it does not fit, or is given twice; the message names both lengths.
+        """
+        steps, ratio = self.warmup_steps, self.warmup_ratio
+        if steps and ratio:
+            what = f"{steps} beside lr_schedule.warmup_ratio = {ratio}"
+            raise UserError("lr_schedule.warmup_steps", what, "leave one of them out")
+        if ratio:
+            return min(math.ceil(ratio * total_steps), max(0, total_steps - 1))
+        if steps >= total_steps > 0:
+            what = f"{steps}, but the whole run has {total_steps} steps, so the rate would never be lr"
+            todo = "use fewer, or a share of the run: lr_schedule.warmup_ratio = 0.03"
+            raise UserError("lr_schedule.warmup_steps", what, todo)
+        return steps
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        self.warmup(config.train.steps or 0)  # the data tell the steps of epochs
+
+
+class PlainScheduleConfig(LRScheduleConfig):
+    """The learning rate over the steps, constant or linear; transformers' schedules."""
+
+    name: Literal["constant", "linear"]
+    """"constant" after the warm-up, or "linear" to 0."""
+
+
+class CosineScheduleConfig(LRScheduleConfig):
+    """The learning rate over the steps, half a cosine; transformers' schedule."""
+
+    name: Literal["cosine"] = "cosine"
+    """"cosine": half a cosine after the warm-up."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final learning rate ÷ peak (cosine and wsd)."""
+    """Final learning rate ÷ peak."""
+
+
+class WSDScheduleConfig(LRScheduleConfig):
+    """The learning rate over the steps: warm-up, stable, decay; transformers' schedule."""
+
+    name: Literal["wsd"]
+    """"wsd": warm-up, stable, decay."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate ÷ peak."""
+    decay_steps: PositiveInt | None = None
+    """Steps of the final decay. Default: a tenth of the run, or what the warm-up leaves of it."""
+
+    def warmup(self, total_steps: int) -> int:
+        steps = super().warmup(total_steps)
+        if total_steps and not self.warmup_ratio and steps + (self.decay_steps or 0) > total_steps:
+            what = f"{self.decay_steps} after {steps} steps of warm-up, but the whole run has {total_steps} steps"
+            raise UserError("lr_schedule.decay_steps", what, "make one of them shorter")
+        return steps
+
+
+AnySchedule = Annotated[
+    PlainScheduleConfig | CosineScheduleConfig | WSDScheduleConfig,
+    Field(discriminator="name"),
+    untagged("name", "cosine"),
+]
+"""The learning-rate schedule."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.errors import UserError, nearest, tool_command
 
 Kind = Literal["model", "adapter", "checkpoint", "run", "weights", "gguf", "rows"]
 
@@ -36,7 +35,7 @@ _NO_MODEL: dict[Kind, str] = {
     "rows": _ROWS,
 }
 
-# What to do about what lies at a path, by the field that the path was given for.
+# What to do about what lies at a path, by the key that the path was given for; "models": keys of `Section.models`.
 _INSTEAD: dict[str, dict[Kind, str]] = {
     "model.path": {
         **_NO_MODEL,
@@ -63,7 +62,7 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "run": "give one of its checkpoints, in '{path}/checkpoints/', or run.dir = '{path}'",
         "weights": "a run resumes from a checkpoint of its own; set model.path or model.weights",
     },
-    "distill.teacher": {
+    "models": {
         **_NO_MODEL,
         "checkpoint": "give '{path}/hf', or convert it: {dcp_to_hf}",
         "run": "give its export, '{path}/hf'",
@@ -89,8 +88,8 @@ def check_paths(config: TrainingConfig) -> None:
         UserError: naming the key that the path belongs to.
     """
     tools = {name: tool_command(name) for name in ("dcp_to_hf", "hf_to_dcp")}
-    for key, text in _paths_of(config):
-        instead = _INSTEAD["data" if key.startswith(("data.", "eval.")) else key]
+    for key, text, wanted in _paths_of(config):
+        instead = _INSTEAD[wanted]
         if text and "://" not in text and (kind := kind_of(Path(text))) in instead:
             raise UserError(key, f"{text} is {_NAMES[kind]}", instead[kind].format(path=text, **tools))
     if os.path.isfile(config.run.dir):  # noqa: PTH113 (as below)
@@ -98,8 +97,8 @@ def check_paths(config: TrainingConfig) -> None:
     for key, text in (("model.weights", config.model.weights), ("run.resume", config.run.resume)):
         if text in _WORDS[key] or "://" in text or os.path.exists(text):  # noqa: PTH110 (as below)
             continue
-        meant = difflib.get_close_matches(Path(text).name.lower(), _WORDS[key], n=1)
-        words = " or ".join(f'"{word}"' for word in meant or _WORDS[key])
+        meant = nearest(Path(text).name.lower(), _WORDS[key])
+        words = " or ".join(f'"{word}"' for word in ([meant] if meant else _WORDS[key]))
         todo = f"write {words}" if meant else f"give the path of a checkpoint, or {words}"
         raise UserError(key, f"{text}: no such directory", todo)
 
@@ -124,14 +123,16 @@ def kind_of(path: Path) -> Kind | None:
     return "gguf" if "gguf" in kinds and "rows" not in kinds else None
 
 
-def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None]]:
+def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None, str]]:
+    """Each path's key, the path, and which part of `_INSTEAD` is for it."""
     model, data, evaluation = config.model, config.data, config.eval
-    yield from ((f"model.{name}", getattr(model, name)) for name in ("path", "weights", "tokenizer", "adapter"))
-    if (section := getattr(config, "distill", None)) is not None:
-        yield "distill.teacher", getattr(section, "teacher", None)
-    yield from (("run.resume", config.run.resume), ("data.path", data.path), ("eval.path", evaluation.path))
-    yield from ((f"data.sources.{at}.path", part.path) for at, part in enumerate(data.sources))
-    yield from ((f"eval.sets.{name}.path", part.path) for name, part in evaluation.sets.items())
+    for key in ("model.path", "model.weights", "model.tokenizer", "model.adapter"):
+        yield key, getattr(model, key.removeprefix("model.")), key
+    yield from ((key, path, "models") for key, path in config.models().items())
+    yield "run.resume", config.run.resume, "run.resume"
+    yield from (("data.path", data.path, "data"), ("eval.path", evaluation.path, "data"))
+    yield from ((f"data.sources.{at}.path", part.path, "data") for at, part in enumerate(data.sources))
+    yield from ((f"eval.sets.{name}.path", part.path, "data") for name, part in evaluation.sets.items())
 
 
 def _is_hf_config(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,9 @@ from pydantic import (
     ValidationInfo,
 )
 
+from fsdp2kit.config.checks import check_seq_len, multiples_near, resolve_accumulation
 from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.config.facts import Engine, MeshSizes, Needs
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.config.section import Section, TrainingDType, absolute_path
 from fsdp2kit.errors import UserError
@@ -52,6 +55,13 @@ class PromptDataConfig(DataConfig):
     """Not supported: give one file."""
     streaming: Literal[False] = False
     """Not supported: prompts are read whole."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if config.eval.sets:
+            raise UserError("eval.sets", "prompts are held out as one set", "use eval.path, or eval.split = 0.02")
+        if config.eval.prompts:
+            what = "held-out rewards have answers to their own prompts, in samples.jsonl"
+            raise UserError("eval.prompts", what, "leave it out")
 
 
 class RolloutConfig(Section):
@@ -98,6 +108,71 @@ class RolloutConfig(Section):
         """
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
+    @property
+    def embedded(self) -> bool:
+        """Whether the engine runs on the trainer's devices; a server has its own."""
+        return self.engine == "transformers"
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        size, micro, seq_len = config.train.global_batch_size, config.train.micro_batch_size, config.data.seq_len
+        resolve_accumulation(size, micro, dp=sizes.dp, group=self.n)
+        if size % self.n:
+            near = multiples_near(size, math.lcm(sizes.dp * micro, self.n))
+            what = f"{size} responses are not whole groups of rollout.n = {self.n}"
+            raise UserError("train.global_batch_size", what, f"use {near}, or another rollout.n")
+        check_seq_len(seq_len, sizes.cp, above=self.max_new_tokens)
+        if self.max_new_tokens >= seq_len:
+            what = f"{self.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
+            raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
+        if self.tp > 1 and not self.embedded:
+            what = f"{self.tp} with rollout.engine = {self.engine!r}, which is split as it was started"
+            raise UserError("rollout.tp", what, "leave it out")
+        if sizes.world_size % self.tp:
+            what = f"{self.tp} does not divide the job's ranks ({sizes.world_size})"
+            raise UserError("rollout.tp", what, "use a divisor of them")
+        if config.lora.quantize == "nf4":
+            what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
+            raise UserError("lora.quantize", what, "leave it out")
+        if config.model.loss_kernel in ("torch", "liger"):
+            what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
+            raise UserError("model.loss_kernel", what, "leave it out")
+        if self.sleep and config.fsdp.offload == "params":
+            what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
+            raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
+        if self.sleep and config.checkpoint.async_save:
+            what = "true with rollout.sleep, which takes away what is still being copied"
+            raise UserError("checkpoint.async_save", what, "leave one of them out")
+        if self.ahead:
+            self._check_ahead(config)
+
+    def _check_ahead(self, config: Any) -> None:
+        if self.embedded:
+            what = "1 with rollout.engine = 'transformers', which generates where the trainer trains, and so in turn"
+            raise UserError("rollout.ahead", what, "leave it out, or use a server on devices of its own")
+        if self.sleep:
+            what = "with rollout.ahead = 1: what trains while a server generates cannot sleep"
+            raise UserError("rollout.sleep", what, "leave one of them out")
+        if self.updates == 1 and not config.grpo.importance_cap:
+            what = "0 with rollout.ahead = 1: nothing would correct for the older weights that sampled"
+            raise UserError("grpo.importance_cap", what, "leave it out")
+
+    def identity(self) -> dict[str, str]:
+        return {"rollout.n": str(self.n), "rollout.updates": str(self.updates)}
+
+    def needs(self, config: Any) -> Needs:
+        engine = Engine(
+            embedded=self.embedded,
+            dtype=config.engine_dtype,
+            tp=self.tp,
+            batch_size=self.batch_size,
+            updates=self.updates,
+            max_new_tokens=self.max_new_tokens,
+            sleeps=self.sleep,
+            bucket_bytes=config.weight_sync.bucket_mib * 2**20,
+        )
+        may_sleep = self.embedded and not self.sleep and config.fsdp.offload != "params"
+        return Needs(engine=engine, savings={"rollout.sleep": True} if may_sleep else {})
+
 
 class WeightSyncConfig(Section):
     """How the trained weights reach the rollout engine."""
@@ -127,6 +202,12 @@ class GRPOConfig(Section):
     gap_warning: PositiveFloat = 0.1
     """Warn if trainer and engine differ by more than this in a token's log-probability, in the mean over the first
     step on a batch of rollouts."""
+
+    def identity(self) -> dict[str, str]:
+        return {"grpo.loss": self.loss}
+
+    def needs(self, config: Any) -> Needs:
+        return Needs(log_probs=True, reference=self.kl > 0)
 
 
 class RewardConfig(Section):
@@ -160,54 +241,3 @@ class RLConfig(TrainingConfig):
     def engine_dtype(self) -> str:
         """Of the engine's weights."""
         return self.rollout.dtype or self.fsdp.param_dtype
-
-
-def check_rollouts(config: RLConfig, *, world_size: int) -> None:
-    """Check rollouts against ``[data]`` and the number of ranks.
-
-    Raises:
-        UserError: they do not go together.
-    """
-    rollout, seq_len = config.rollout, config.data.seq_len
-    if rollout.max_new_tokens >= seq_len:
-        what = f"{rollout.max_new_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
-        raise UserError("rollout.max_new_tokens", what, "use fewer, or a larger data.seq_len")
-    if rollout.tp > 1 and rollout.engine != "transformers":
-        what = f"{rollout.tp} with rollout.engine = {rollout.engine!r}, which is split as it was started"
-        raise UserError("rollout.tp", what, "leave it out")
-    if world_size % rollout.tp:
-        what = f"{rollout.tp} does not divide the job's ranks ({world_size})"
-        raise UserError("rollout.tp", what, "use a divisor of them")
-    if config.lora.quantize == "nf4":
-        what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
-        raise UserError("lora.quantize", what, "leave it out")
-    if config.model.loss_kernel in ("torch", "liger"):
-        what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
-        raise UserError("model.loss_kernel", what, "leave it out")
-    if rollout.sleep and config.fsdp.offload == "params":
-        what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
-        raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
-    if rollout.sleep and config.checkpoint.async_save:
-        what = "true with rollout.sleep, which takes away what is still being copied"
-        raise UserError("checkpoint.async_save", what, "leave one of them out")
-    _check_ahead(config)
-    if config.eval.sets:
-        raise UserError("eval.sets", "prompts are held out as one set", "use eval.path, or eval.split = 0.02")
-    if config.eval.prompts:
-        what = "held-out rewards have answers to their own prompts, in samples.jsonl"
-        raise UserError("eval.prompts", what, "leave it out")
-
-
-def _check_ahead(config: RLConfig) -> None:
-    rollout = config.rollout
-    if not rollout.ahead:
-        return
-    if rollout.engine == "transformers":
-        what = "1 with rollout.engine = 'transformers', which generates where the trainer trains, and so in turn"
-        raise UserError("rollout.ahead", what, "leave it out, or use a server on devices of its own")
-    if rollout.sleep:
-        what = "with rollout.ahead = 1: what trains while a server generates cannot sleep"
-        raise UserError("rollout.sleep", what, "leave one of them out")
-    if rollout.updates == 1 and not config.grpo.importance_cap:
-        what = "0 with rollout.ahead = 1: nothing would correct for the older weights that sampled"
-        raise UserError("grpo.importance_cap", what, "leave it out")

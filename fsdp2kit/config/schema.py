@@ -19,18 +19,39 @@ from fsdp2kit.config.data_schema import Overlong as Overlong
 from fsdp2kit.config.data_schema import PreferenceDataConfig as PreferenceDataConfig
 from fsdp2kit.config.data_schema import SourceConfig as SourceConfig
 from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
+from fsdp2kit.config.facts import MeshSizes
+from fsdp2kit.config.optimization import (
+    AdamWConfig,
+    AnyOptimizer,
+    AnySchedule,
+    CosineScheduleConfig,
+    LoraConfig,
+)
 from fsdp2kit.config.optimization import DistillConfig as DistillConfig
 from fsdp2kit.config.optimization import DPOConfig as DPOConfig
-from fsdp2kit.config.optimization import LoraConfig as LoraConfig
 from fsdp2kit.config.optimization import LRScheduleConfig as LRScheduleConfig
 from fsdp2kit.config.optimization import OptimizerConfig as OptimizerConfig
-from fsdp2kit.config.section import Duration, InputPath, LocalPath, OutputPath, TrainingDType, seconds_of
+from fsdp2kit.config.parallel_schema import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ContextParallelConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+)
+from fsdp2kit.config.section import (
+    Duration,
+    InputPath,
+    LocalPath,
+    OutputPath,
+    may_be_hub_id,
+    seconds_of,
+)
 from fsdp2kit.config.section import Section as Section
 from fsdp2kit.config.section import TemplatePath as TemplatePath
+from fsdp2kit.errors import UserError
 
 DType = Literal["float32", "bfloat16", "float16"]
-Size = Annotated[int, Field(ge=1)] | Literal["auto"]
-
 
 Message = Annotated[dict[Literal["role", "content"], str], Field(min_length=2)]
 """A message of a conversation: whose it is, as the chat template calls them, and its text."""
@@ -85,114 +106,17 @@ class ModelConfig(Section):
     adapter: InputPath | None = None
     """Train this LoRA adapter further: a directory as peft writes it (such as an earlier run's `hf`), or a hub id."""
 
-
-class MeshConfig(Section):
-    """The device mesh: dp_replicate × dp_shard × cp = world size. One size may be left to "auto"."""
-
-    dp_replicate: Size = "auto"
-    """Replicas of the sharded model (hybrid sharding). "auto": 1, or the number of nodes under a hybrid strategy."""
-    dp_shard: Size = "auto"
-    """Data-parallel ranks over which one replica is sharded. "auto": the remaining ranks."""
-    cp: PositiveInt = 1
-    """Context-parallel ranks: each sequence is split over this many."""
-
-
-class FSDPConfig(Section):
-    """How parameters are sharded, in which precision, and where they are stored."""
-
-    strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
-    """full_shard (ZeRO-3), shard_grad_op (ZeRO-2: parameters stay gathered between forward and backward), no_shard
-    (replicated, like DDP), hybrid_shard (ZeRO-3 within a node, replicated across), hybrid_shard_zero2 (ZeRO-2 so)."""
-    unit: Literal["layer", "size", "root"] = "layer"
-    """What is gathered at a time. "layer": each decoder layer, and an untied embedding and head. "size": the smallest
-    modules of at least `min_params` parameters (FSDP1's size-based wrapping). "root": the whole model at once."""
-    min_params: PositiveInt = 100_000_000
-    """unit = "size" only: fewest parameters of a unit."""
-    unit_classes: list[str] = []
-    """Class names of modules that also become units of their own, e.g. `["Qwen3MoeExperts"]`."""
-    ignored_modules: list[str] = []
-    """Name patterns of modules that stay whole on every rank, stored, saved and exported in `param_dtype`. They must
-    be frozen (`model.freeze`): nothing reduces their gradients."""
-    param_dtype: TrainingDType = "bfloat16"
-    """Dtype of the gathered parameters, and so of the computation."""
-    class_dtypes: dict[str, TrainingDType] = {}
-    """Modules that compute in another dtype, by class name, e.g. `{ LlamaRMSNorm = "float32" }`. Each is a unit of its
-    own, whose output is cast back to `param_dtype`."""
-    reduce_dtype: TrainingDType = "float32"
-    """Dtype in which gradients are accumulated and reduced."""
-    output_dtype: TrainingDType | None = None
-    """Cast each unit's floating-point outputs to this dtype. Default: do not cast."""
-    storage_dtype: TrainingDType = "float32"
-    """Dtype of the shards that the optimizer updates, and of its state. "bfloat16" halves both and loses updates
-    smaller than 1/512 of a parameter, except with optimizer.name = "adamw_bf16"."""
-    offload: Literal["none", "params", "optimizer"] = "none"
-    """"params": shards, gradients and optimizer state are kept in pinned host memory, and the optimizer runs there.
-    "optimizer": only its state is, and is copied to the device in parts. Neither has an effect on a CPU run."""
-    reshard_after_forward: bool | PositiveInt | None = None
-    """Free the gathered parameters after forward (true), keep them (false), or reshard to this many ranks (int).
-    Default: what the strategy does."""
-    forward_prefetch: NonNegativeInt = 0
-    """Units gathered ahead of the one that runs, in forward. 0: no explicit prefetch; on CUDA the host usually issues
-    the next all-gather early anyway."""
-    backward_prefetch: NonNegativeInt = 1
-    """Units gathered ahead in backward: n keeps n + 1 units whole in memory. 1 is FSDP1's BACKWARD_PRE."""
-    reduce_every_micro_batch: Literal["auto"] | bool = "auto"
-    """true: reduce gradients after every micro-batch, so that a rank keeps only its shards of them. false: keep whole
-    gradients, in `reduce_dtype`, until the last micro-batch, and send them once a step: for slow networks, where there
-    is memory. "auto": true, but false under no_shard, and where `storage_dtype` is coarser than `reduce_dtype`.
-    Replicas of hybrid strategies are reduced once a step in any case."""
-
-    @property
-    def accumulates_shards(self) -> bool:
-        """`reduce_every_micro_batch`, resolved: whether a rank keeps shards of gradients between micro-batches."""
-        if self.reduce_every_micro_batch != "auto":
-            return self.reduce_every_micro_batch
-        # Reduced gradients add up in the shards' dtype.
-        is_coarser = self.storage_dtype == "bfloat16" and self.reduce_dtype != "bfloat16"
-        return self.strategy != "no_shard" and not is_coarser
-
-
-class ContextParallelConfig(Section):
-    """How attention sees the whole sequence when `mesh.cp` > 1."""
-
-    method: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
-    """"ulysses": all-to-all between sequence shards and heads, around any attention implementation. "ring": keys and
-    values are sent round the ranks during the computation. "allgather": every rank gathers all keys and values.
-    "auto" picks one by heads, packing, sequence length and mesh, and says why at the start."""
-
-
-class ActivationCheckpointingConfig(Section):
-    """Which activations are recomputed in backward instead of kept."""
-
-    mode: Literal["none", "full", "selective"] = "none"
-    """"full": keep only each decoder layer's input and recompute the rest: about a third more computation.
-    "selective": keep the results of attention and of matmuls with weights, about half of all activations, and
-    recompute the others, which are cheap."""
-    every: PositiveInt = 1
-    """Checkpoint every n-th decoder layer."""
-    offload: bool = False
-    """mode = "full" only: keep the layers' inputs in pinned host memory. No effect on a CPU run."""
-
-
-class CompileConfig(Section):
-    """torch.compile."""
-
-    enabled: bool = False
-    """Compile each decoder layer: the first step takes minutes, the others less time and memory. torch caches the
-    compiled code in TORCHINDUCTOR_CACHE_DIR."""
-
-
-class Float8Config(Section):
-    """Float8 matmuls (torchao's) in the linear layers of the decoder layers; docs/float8.md. Extra `lowbit`."""
-
-    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """"tensorwise": one scale per tensor, the fastest. "rowwise": one per row, more accurate. "rowwise_with_gw_hp":
-    rowwise, with weight gradients in `fsdp.param_dtype`; the only one whose results do not depend on the mesh."""
-    exclude: list[str] = []
-    """Name patterns of linear layers that are left out, e.g. `["*.down_proj", "model.layers.0.*"]`."""
-    emulate: bool = False
-    """Round to float8 and multiply in float32, on devices without float8 matmuls: for checking numerics; slower than
-    bfloat16. A CPU run always does this."""
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if self.path is None and "model_type" not in self.config:
+            todo = "give a Hugging Face directory or hub id, or a config with its model_type"
+            raise UserError("model", "neither model.path nor model.config.model_type is given", todo)
+        if self.path is None and self.weights == "pretrained":
+            what = "'pretrained' without a model.path to load from"
+            raise UserError("model.weights", what, "give model.path, or set model.weights = 'random'")
+        if self.liger and config.activation_checkpointing.mode == "selective":
+            # torch does not see what Triton's kernels write, so its own checks would not notice.
+            what = "true with mode = 'selective': Liger's RoPE changes in place the results that are kept for backward"
+            raise UserError("model.liger", what, 'set activation_checkpointing.mode = "full"')
 
 
 class EvalConfig(Section):
@@ -252,6 +176,14 @@ class TrainConfig(Section):
         """Optimizer steps of a whole run."""
         return self.steps if self.steps is not None else (self.epochs or 0) * steps_per_epoch
 
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            what = "neither steps nor epochs is given" if self.steps is None else "both steps and epochs are given"
+            raise UserError("train", what, "give exactly one of train.steps and train.epochs")
+        if "max_nonfinite" in self.changed() and self.on_nonfinite == "stop":
+            what = f"{self.max_nonfinite} with train.on_nonfinite = 'stop', which stops at the first"
+            raise UserError("train.max_nonfinite", what, "leave it out, or set train.on_nonfinite = 'skip'")
+
 
 class CheckpointConfig(Section):
     """Checkpoints and the Hugging Face export."""
@@ -300,6 +232,17 @@ class CheckpointConfig(Section):
         if isinstance(self.every, int) and steps:  # and one at the end
             most = min(most, steps // (self.every or steps) + 1)
         return most
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        repository, key = self.push_to_hub, "checkpoint.push_to_hub"
+        if repository is None:
+            return
+        if not may_be_hub_id(repository):
+            raise UserError(key, f"{repository!r} is no name of a repository", "write user/model, or model")
+        if self.export_hf == "never":
+            raise UserError(key, "nothing is exported", 'set checkpoint.export_hf = "final"')
+        if self.export_dir and "://" in self.export_dir:
+            raise UserError(key, f"{self.export_dir} is on no disk", "leave one of them out")
 
 
 class PreflightConfig(Section):
@@ -355,8 +298,10 @@ class TrainingConfig(Section):
     float8: Float8Config = Float8Config()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lr_schedule: LRScheduleConfig = LRScheduleConfig()
+    optimizer: AnyOptimizer = AdamWConfig()
+    """The optimizer; docs/optimizers.md compares them."""
+    lr_schedule: AnySchedule = CosineScheduleConfig()
+    """The learning rate over the steps; transformers' schedules."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preflight: PreflightConfig = PreflightConfig()

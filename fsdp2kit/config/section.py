@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
+
+from fsdp2kit.config.facts import MeshSizes, Needs
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -94,9 +97,78 @@ def seconds_of(duration: str) -> float:
     return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
 
 
+def untagged(key: str, tag: str) -> BeforeValidator:
+    """For a union of sections that ``key`` tells apart: a table without that key is the member ``tag``."""
+    return BeforeValidator(lambda value: {key: tag, **value} if isinstance(value, dict) else value)
+
+
 class Section(BaseModel):
-    """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change."""
+    """A TOML section: unknown keys are errors, values are not coerced across types, instances do not change.
+
+    The core asks a recipe's sections by the methods below. Each asks the sections inside this one, so that a recipe's
+    ``Config`` answers for all of its own.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        """Refuse what does not go together, before anything is built.
+
+        Args:
+            config: the whole config, of the recipe's class.
+            sizes: of the mesh.
+
+        Raises:
+            UserError: at the first contradiction.
+        """
+        for section in self._inside():
+            section.check(config, sizes)
+
+    def models(self) -> dict[str, str]:
+        """Models that the run reads beside ``model.path``, Hugging Face directories or hub ids, by TOML key.
+
+        They are part of what a resumed run must have unchanged.
+        """
+        return {key: path for section in self._inside() for key, path in section.models().items()}
+
+    def identity(self) -> dict[str, str]:
+        """What a resumed run must have unchanged, as texts by TOML key."""
+        return {key: text for section in self._inside() for key, text in section.identity().items()}
+
+    def needs(self, config: Any) -> Needs:
+        """What the section adds to the run's memory; ``config`` as in `check`."""
+        found = Needs()
+        for section in self._inside():
+            found |= section.needs(config)
+        return found
+
+    def offline(self, config: Any, *, model: Any, plan: Any, missing: Collection[str]) -> dict[str, str | None]:
+        """Try what ``--check`` can try without network and weights.
+
+        Args:
+            config: as in `check`.
+            model, plan: as the run would build them; None: the model is not on this machine.
+            missing: TOML keys of data that are not on this machine.
+
+        Returns:
+            A line for the user by TOML key, or None for what is not on this machine.
+
+        Raises:
+            UserError: the start would refuse it.
+        """
+        found: dict[str, str | None] = {}
+        for section in self._inside():
+            found |= section.offline(config, model=model, plan=plan, missing=missing)
+        return found
+
+    def changed(self) -> list[str]:
+        """Keys that have another value than their default."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+
+    def _inside(self) -> Iterator[Section]:
+        """The sections that are values of this one's keys, or entries of their lists."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Section))

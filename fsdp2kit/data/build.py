@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2kit.config.checks import resolve_warmup
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.chat import Tokenizer
@@ -209,7 +208,7 @@ def build_data(
     evaluated = {name: build([one], shuffle=False) for name, one in held_out.items() if config.evaluates}
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
-        resolve_warmup(config.lr_schedule, total_steps)  # refused before the weights are read
+        config.lr_schedule.warmup(total_steps)  # refused before the weights are read
     warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
     endings = frozenset().union(*(one.endings for one in documents))
     with agreement():

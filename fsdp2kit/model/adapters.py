@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import hashlib
 import json
@@ -26,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean, importing
 from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -263,8 +262,7 @@ def _check_ends(ends: Any, names: list[str], suggested: list[str], *, key: str) 
     for end in ends:
         if not any(f".{name}".endswith(f".{end}") for name in names):
             leaves = sorted({name.rpartition(".")[2] for name in suggested if not name.rpartition(".")[2].isdigit()})
-            near = difflib.get_close_matches(end, [*leaves, *suggested], n=1)
-            todo = f"did you mean {near[0]}?" if near else f"it has {', '.join(leaves[:8])}"
+            todo = did_you_mean(end, [*leaves, *suggested], otherwise=f"it has {', '.join(leaves[:8])}")
             raise UserError(key, f"{end!r} matches no module of the model", todo)
 
 
@@ -330,9 +328,6 @@ def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: T
 @functools.cache
 def _peft() -> Any:
     """peft, imported when it is used: it takes seconds."""
-    try:
+    with importing("peft", where="lora"):
         import peft
-    except ImportError as error:
-        todo = "install it: pip install 'fsdp2kit[lora]'"
-        raise UserError("lora", f"peft cannot be imported ({error})", todo) from None
     return peft

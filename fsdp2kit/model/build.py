@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import fnmatch
 import json
 import logging
@@ -26,7 +25,7 @@ from transformers import (
 
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.distributed import agreement
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, nearest
 from fsdp2kit.model.adapters import adapter_of, apply_lora
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
@@ -196,8 +195,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, names, n=1) or list(names)[:1]
-            raise UserError("model.freeze", f"{pattern!r} matches no parameter", f"their names are like {near[0]}")
+            near = nearest(pattern, names) or next(iter(names))
+            raise UserError("model.freeze", f"{pattern!r} matches no parameter", f"their names are like {near}")
         for name in matches:
             names[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):

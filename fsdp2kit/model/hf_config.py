@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import re
@@ -18,7 +17,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import OverrideText
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.files import todo_of_cache
 
 logger = logging.getLogger(__name__)
@@ -215,6 +214,6 @@ _RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters", 
 
 def _check_known(key: str, known: Mapping[str, Any], *, where: str, also: Collection[str] = ()) -> None:
     if key not in known:
-        near = difflib.get_close_matches(_RENAMED.get(key, key), [*known, *also], n=1)
-        todo = f"did you mean {near[0]}?" if near else "see the model's config.json for its keys"
+        otherwise = "see the model's config.json for its keys"
+        todo = did_you_mean(_RENAMED.get(key, key), [*known, *also], otherwise=otherwise)
         raise UserError(f"{where}.{key}", "not a key of this model's config", todo)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, importing
 
 _KEY = "model.liger"
 
@@ -29,11 +29,8 @@ def check_liger(device: torch.device, *, key: str) -> None:
     """
     if device.type != "cuda":
         raise UserError(key, f"Liger's kernels do not run on a {device.type.upper()}", "leave it out, or use a GPU")
-    try:
+    with importing("liger_kernel", where=key):
         import liger_kernel.transformers  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        todo = "install it: pip install 'fsdp2kit[liger]'"
-        raise UserError(key, f"liger-kernel cannot be imported ({error})", todo) from None
 
 
 def check_liger_model(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:

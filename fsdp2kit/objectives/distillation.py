@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,28 @@ def build_teacher(
             what = f"its layers' attention windows are {windows[1]}, those of the model {windows[0]}"
             raise UserError(_KEY, what, "choose a teacher whose attention sees the same tokens")
     return Teacher(teacher, replace(frozen, attention=plan.attention))
+
+
+def describe_teacher_offline(
+    section: DistillConfig, *, config: TrainingConfig, model: PreTrainedModel | None, plan: ParallelPlan | None
+) -> str | None:
+    """The line of a teacher that the model can learn from; None if one of both, or a tokenizer, is not here.
+
+    Args:
+        model, plan: as for `build_teacher`; None: the model is not here.
+
+    Raises:
+        UserError: the teacher is here, and the model cannot learn from it.
+    """
+    if model is None or plan is None or section.teacher is None:
+        return None
+    try:
+        tokenizer = build_tokenizer(config.model, local_files_only=True)
+        return build_teacher(section, model, config=config, plan=plan, tokenizer=tokenizer).describe()
+    except UserError as error:
+        if Path(section.teacher).is_absolute() and error.where.startswith(_KEY):
+            raise
+        return None
 
 
 def _config_of_teacher(section: DistillConfig, config: TrainingConfig, plan: ParallelPlan) -> TrainingConfig:

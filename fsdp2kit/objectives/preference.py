@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2kit.config.schema import DPOConfig, TrainingConfig
+from fsdp2kit.config.optimization import DPOConfig, PlainDPOConfig, SimPOConfig
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.objectives.reference import Reference, build_reference
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -58,7 +59,7 @@ class Preference:
         if self.section.is_normalised:
             scores, totals = scores / tokens, totals / tokens
         chosen, rejected = scores[0::2], scores[1::2]
-        losses, beta = pair_losses(chosen, rejected, section=self.section), self.section.strength
+        losses, beta = pair_losses(chosen, rejected, section=self.section), self.section.beta
         margins = beta * (chosen - rejected).detach()
         metrics = {  # those with a "/" in their names are left out on the console
             "accuracy": (margins > 0).to(margins.dtype),
@@ -78,16 +79,17 @@ class Preference:
     def measured_by(self) -> dict[str, str]:
         """What a held-out loss depends on, by the TOML's keys: `fsdp2kit.train.evaluation.Evaluation.measured_by`."""
         section = self.section
-        found = {"dpo.beta": section.strength, "dpo.label_smoothing": section.label_smoothing}
-        found |= {"dpo.gamma": section.margin} if section.loss == "simpo" else {}
+        found = {"dpo.beta": section.beta, "dpo.label_smoothing": getattr(section, "label_smoothing", 0.0)}
+        found |= {"dpo.gamma": section.margin} if isinstance(section, SimPOConfig) else {}
         return {name: str(value) for name, value in found.items()}
 
     def describe(self) -> list[str]:
         """What is trained for, as a line for the start of a run."""
         section = self.section
-        keys = [f"beta {section.strength:g}"]
-        keys += [f"gamma {section.margin:g}"] if section.loss == "simpo" else []
-        keys += [f"label_smoothing {section.label_smoothing:g}"] if section.label_smoothing else []
+        keys = [f"beta {section.beta:g}"]
+        keys += [f"gamma {section.margin:g}"] if isinstance(section, SimPOConfig) else []
+        is_smoothed = isinstance(section, PlainDPOConfig) and section.label_smoothing
+        keys += [f"label_smoothing {section.label_smoothing:g}"] if is_smoothed else []
         reference = self.reference.describe() if self.reference else "none"
         return [f"preferences: {section.loss}, {', '.join(keys)}; reference: {reference}"]
 
@@ -99,13 +101,13 @@ def pair_losses(chosen: Tensor, rejected: Tensor, *, section: DPOConfig) -> Tens
         chosen, rejected: each answer's score, ``[P]``: log π(y|x) − log π_ref(y|x), or without a reference log π(y|x);
             summed over the answer's tokens, or their mean where `DPOConfig.is_normalised`.
     """
-    beta, difference = section.strength, chosen - rejected
-    if section.loss == "dpo":
+    beta, difference = section.beta, chosen - rejected
+    if isinstance(section, PlainDPOConfig):
         wrong = section.label_smoothing
         return -(1 - wrong) * F.logsigmoid(beta * difference) - wrong * F.logsigmoid(-beta * difference)
     if section.loss == "ipo":
         return (difference - 1 / (2 * beta)) ** 2
-    if section.loss == "simpo":
+    if isinstance(section, SimPOConfig):
         return -F.logsigmoid(beta * difference - section.margin)
     return -chosen - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 

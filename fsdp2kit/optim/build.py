@@ -13,10 +13,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit.config.checks import resolve_warmup
-from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+from fsdp2kit.config.optimization import (
+    CosineScheduleConfig,
+    LRScheduleConfig,
+    MuonConfig,
+    OptimizerConfig,
+    WSDScheduleConfig,
+)
 from fsdp2kit.distributed import local_part, sharded_like
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import importing
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
 from fsdp2kit.optim.rounded_adamw import ELEMENTS_AT_ONCE, RoundedAdamW
@@ -37,7 +42,7 @@ def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     values: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     optimizer: Optimizer
-    if section.name == "muon":
+    if isinstance(section, MuonConfig):
         matrices = hidden_matrices(model)
         inside = {id(matrix) for matrix in matrices}
         others = [parameter for parameter in trainable if id(parameter) not in inside]
@@ -69,12 +74,9 @@ def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> O
 
     torchao's blocks depend on the mesh; here none leaves a row of the whole tensor, and checkpoints fit any mesh.
     """
-    try:
+    with importing("torchao", where="optimizer.name"):
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
         from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        what = f"'adamw_8bit' is torchao's, which cannot be imported ({error})"
-        raise UserError("optimizer.name", what, "install it: pip install 'fsdp2kit[lowbit]'") from None
     optimizer = AdamW8bit(groups, **values)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state[parameter] = {"step": torch.tensor(0.0)}
@@ -169,15 +171,14 @@ def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_
     """
     from transformers import get_scheduler  # only then: it imports peft, which a plan does not need
 
-    warmup = resolve_warmup(section, total_steps)
-    decay_steps = section.decay_steps or max(1, min(total_steps // 10, total_steps - warmup))
-    decay = {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}
-    name, options = {
-        "constant": ("constant_with_warmup", {}),
-        "linear": ("linear", {}),
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": section.min_lr_ratio}),
-        "wsd": ("warmup_stable_decay", decay),
-    }[section.name]
+    warmup, options = section.warmup(total_steps), {}
+    if isinstance(section, WSDScheduleConfig):
+        decay_steps = section.decay_steps or max(1, min(total_steps // 10, total_steps - warmup))
+        name, options = "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": section.min_lr_ratio}
+    elif isinstance(section, CosineScheduleConfig):
+        name, options = "cosine_with_min_lr", {"min_lr_rate": section.min_lr_ratio}
+    else:
+        name = {"constant": "constant_with_warmup", "linear": "linear"}[section.name]
     schedule: Any = get_scheduler(name, optimizer, warmup, total_steps, scheduler_specific_kwargs=options)
     schedule.last_epoch = step
     for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.dtypes import kept_in_float32
@@ -142,7 +141,7 @@ def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, .
     for pattern in section.ignored_modules:
         matches = [name for name in modules if name and fnmatchcase(name, pattern)]
         if not matches:
-            raise UserError("fsdp.ignored_modules", f"{pattern!r} matches no module", _nearest(pattern, modules))
+            raise UserError("fsdp.ignored_modules", f"{pattern!r} matches no module", _suggest(pattern, modules))
         for name in matches:
             found |= {inner: module for inner, module in modules.items() if f"{inner}.".startswith(f"{name}.")}
     for name, module in found.items():
@@ -288,7 +287,7 @@ def _of_classes(
     known = {type(module).__name__ for module in model.modules()}
     for name in classes:
         if name not in known:
-            raise UserError(where, f"the model has no module of class {name!r}", _nearest(name, known))
+            raise UserError(where, f"the model has no module of class {name!r}", _suggest(name, known))
     for name, module in model.named_modules():
         if type(module).__name__ in classes:
             if not _can_gather(module):
@@ -375,6 +374,5 @@ def _can_gather(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(set(known))[:8])}, …"
+def _suggest(name: str, known: Mapping[str, object] | set[str]) -> str:
+    return did_you_mean(name, known, otherwise=f"it has {', '.join(sorted(set(known))[:8])}, …")

@@ -7,7 +7,6 @@ values: one a tensor (tensorwise), or one a row (rowwise). How weights are store
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, importing, nearest
 from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.model.names import base_name
@@ -161,11 +160,8 @@ def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
     Raises:
         UserError: torchao is not installed.
     """
-    try:
+    with importing("torchao", where="float8.recipe"):
         from torchao import float8  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        todo = "install it: pip install 'fsdp2kit[lowbit]'"
-        raise UserError("float8.recipe", f"torchao cannot be imported ({error})", todo) from None
     recipe = replace(float8.Float8LinearConfig.from_recipe_name(plan.recipe), emulate=plan.emulated)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in plan.names, config=recipe)
 
@@ -251,8 +247,8 @@ def _check_device(config: TrainingConfig, device: Any) -> None:
 def _check_patterns(patterns: list[str], linear: Mapping[str, nn.Linear]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linear):
-            near = difflib.get_close_matches(pattern, linear, n=1) or list(linear)[:1]
-            todo = f"their names are like {near[0]}" if near else "leave it out"
+            near = nearest(pattern, linear) or next(iter(linear), None)
+            todo = f"their names are like {near}" if near else "leave it out"
             raise UserError("float8.exclude", f"{pattern!r} matches no linear layer of a decoder layer", todo)
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, shard_ranks
-from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -204,8 +203,8 @@ def _check_model(
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
     _check_adapter(model, config, traits)
-    if isinstance(config, RLConfig):
-        check_tensor_parallel(model, config.rollout.tp)
+    if (engine := config.needs(config).engine) is not None:
+        check_tensor_parallel(model, engine.tp)
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
         key = "model.config.output_router_logits"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.flops import peak_flops_of
 
 GIB = 2**30
@@ -66,8 +65,7 @@ def find_device(name: str | None, *, memory_gib: float | None = None) -> Device 
         return None
     key = ("h100" if name is None else name).lower().replace("_", "-").removesuffix("-80gb")
     if key not in DEVICES:
-        near = difflib.get_close_matches(key, DEVICES, n=1)
-        todo = f"did you mean {near[0]}?" if near else f"name one of {', '.join(DEVICES)}, or give --device-memory"
+        todo = did_you_mean(key, DEVICES, otherwise=f"name one of {', '.join(DEVICES)}, or give --device-memory")
         raise UserError("--device", f"{name!r} is not a device that the planner knows", todo)
     device = DEVICES[key]
     if memory_gib is None:

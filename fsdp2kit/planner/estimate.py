@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, check_config
-from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError, tool_command
@@ -148,20 +147,15 @@ def plan_for(
         UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-    if not _is_planned(config):
-        what = "the memory of distillation, with a teacher beside the model, is not planned"
-        raise UserError("recipe", what, 'plan recipe = "sft", and add the teacher\'s weights ÷ ranks')
+    for key in config.models():
+        what = f"the memory of {key}, a model beside the trained one, is not planned"
+        raise UserError("recipe", what, 'plan recipe = "sft", and add that model\'s weights ÷ ranks')
     known, key = {} if known is None else known, f"{config.model.model_dump_json()} {config.lora.model_dump_json()}"
     if key not in known:
         built = build_model(config.model, lora=config.lora, local_files_only=True)
         known[key] = built, inspect_model(built)
     model, traits = known[key]
     return model, plan_parallel(model, config, sizes, "cuda", traits=traits)
-
-
-def _is_planned(config: TrainingConfig) -> bool:
-    """Whether the formulae here describe the memory of a config's recipe."""
-    return not hasattr(config, "distill")
 
 
 def estimate(
@@ -202,7 +196,8 @@ def estimate(
         if mfu is not None:
             share = own_share(config, step, sent, device, mfu=mfu)
         speed = estimate_speed(config, step, sent, device, share or published_share(config, model, device))
-    cycle = rollout_moments(config, model, step) if isinstance(config, RLConfig) else []
+    engine = config.needs(config).engine
+    cycle = [] if engine is None else rollout_moments(engine, config, model, step)
     load = Moment("load", "weights", at_rest(step, state=False))
     save = Moment("save", "checkpoint", at_rest(step))
     export = Moment("export", "from the checkpoint's files", at_rest(step))
@@ -266,7 +261,7 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
-    if not world.is_main or not _is_planned(config):
+    if not world.is_main or config.models():  # whose memory is not planned
         return MemoryPlan(None)
     try:
         found = estimate(config, model, plan, device=this_device(world.device), local_world_size=world.local_size)
@@ -296,9 +291,9 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
         # A checkpoint of adapters holds them alone.
         weights = shards if step.plan.adapter is None else gradients
         found["staging of an asynchronous save"] = step.optimizer + sum(weights)
-    if isinstance(config, RLConfig) and config.rollout.sleep:  # pinned, and kept for the next time
+    if (engine := config.needs(config).engine) is not None and engine.sleeps:  # pinned, and kept for the next time
         state = step.state_sizes if step.state_on_device else ()
-        found["asleep"] = pinned([*shards, *state]) + sum(step.beside.values()) + engine_bytes(config, model)
+        found["asleep"] = pinned([*shards, *state]) + sum(step.beside.values()) + engine_bytes(engine, model)
     if offloaded := pinned(layer.kept_on_host for _, layer in step.layers):
         found["offloaded activations"] = offloaded
     return found

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import ActivationCheckpointingConfig
+from fsdp2kit.config.facts import Engine
+from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.model.flops import attention_layers, head_widths
 from fsdp2kit.model.linear_cross_entropy import rows_at_once
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
@@ -390,27 +390,27 @@ def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 
     return total * rows * item_bytes(dtype)
 
 
-def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
+def rollout_moments(engine: Engine, config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
     """What is allocated while weights go to the engine, and while it generates; of a server, the trainer's side alone.
 
     Prompts are taken to be as long as ``data.seq_len`` lets them, and every response to be cut. Their activations are
     those of one layer without gradients, where a formula describes it.
     """
-    rollout, weights = config.rollout, engine_bytes(config, model)
-    largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(config.engine_dtype)
+    weights = engine_bytes(engine, model)
+    largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(engine.dtype)
     rest = at_rest(step)
-    engine = {"engine": weights} if weights else {}
-    buckets = {"weight buckets": 2 * config.weight_sync.bucket_mib * 2**20 + largest}
-    sync = Moment("sync", "a bucket loads, the next is gathered", {**rest, **engine, **buckets})
+    embedded = {"engine": weights} if weights else {}
+    buckets = {"weight buckets": 2 * engine.bucket_bytes + largest}
+    sync = Moment("sync", "a bucket loads, the next is gathered", {**rest, **embedded, **buckets})
     if not weights:
         return [sync]
-    responses = -(-config.train.global_batch_size * rollout.updates // step.plan.sizes.world_size) * rollout.tp
+    responses = -(-config.train.global_batch_size * engine.updates // step.plan.sizes.world_size) * engine.tp
     if config.eval.every:  # of prompts of which there may be more
-        responses = rollout.batch_size
-    rows = min(rollout.batch_size, responses)
-    cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=rollout.tp, dtype=config.engine_dtype)
+        responses = engine.batch_size
+    rows = min(engine.batch_size, responses)
+    cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=engine.tp, dtype=engine.dtype)
     full = replace(step.plan, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
-    layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - rollout.max_new_tokens))
+    layers = layers_memory(model, full, tokens=rows * (config.data.seq_len - engine.max_new_tokens))
     prompts = 0 if None in layers else max(layer.forward for layer in layers if layer is not None)
-    generate = {**({} if rollout.sleep else rest), **engine, "KV cache": cache, "activations": prompts}
+    generate = {**({} if engine.sleeps else rest), **embedded, "KV cache": cache, "activations": prompts}
     return [sync, Moment("generate", "the prompts", generate)]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2kit.config.checks import MeshSizes, check_config
-from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import Device
@@ -59,9 +58,8 @@ def options(config: TrainingConfig) -> list[Option]:
     over_more = {"mesh.cp": 2 * config.mesh.cp, "mesh.dp_shard": "auto"}
     add("activations", over_more, "mesh.cp, to cut every sequence over more ranks")
 
-    is_embedded = isinstance(config, RLConfig) and config.rollout.engine == "transformers"
-    if is_embedded and not config.rollout.sleep and fsdp.offload != "params":
-        add("state", {"rollout.sleep": True})
+    for key, value in config.needs(config).savings.items():
+        add("state", {key: value})
     whole = {"fsdp.strategy": "full_shard", "mesh.dp_replicate": "auto", "mesh.dp_shard": "auto"}
     if fsdp.strategy in ("no_shard", "hybrid_shard_zero2"):
         add("state", whole, 'fsdp.strategy = "hybrid_shard" or "full_shard"')

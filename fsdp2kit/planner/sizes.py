@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import resolve_accumulation, shard_ranks
-from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import PreferenceDataConfig, TrainingConfig
+from fsdp2kit.config.facts import Engine
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.names import ADAPTER
 from fsdp2kit.model.nf4 import NF4Linear
@@ -186,12 +186,13 @@ def step_memory(
     width = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
     units, shards = unit_sizes(model, plan), shard_ranks(plan.fsdp, plan.sizes)
     ignored = plan.ignored_parameters * compute
-    beside = {}
-    if _needs_reference(config):  # stored as it computes
+    needs = config.needs(config)
+    beside = dict(needs.beside)
+    if needs.reference and not (config.trains_adapter and config.model.adapter is None):  # stored as it computes
         offloaded = plan.fsdp.offload == "params" and plan.device_type != "cpu"
         beside["reference"] = ignored + (0 if offloaded else sum(unit.whole for unit in units) // shards)
-    if isinstance(config, RLConfig) and not config.rollout.sleep:
-        beside["engine"] = engine_bytes(config, model)
+    if needs.engine is not None and not needs.engine.sleeps:
+        beside["engine"] = engine_bytes(needs.engine, model)
     elsewhere = {parameter for module in (*blocks, embedding, head) for parameter in module.parameters()}
     return StepMemory(
         plan=plan,
@@ -213,30 +214,17 @@ def step_memory(
         state_sizes=state_sizes(config.optimizer, model, shards=shards, item_bytes=storage),
         update=update_bytes(config.optimizer, model, shards=shards),
         ignored=ignored,
-        log_probs=learns_from_log_probs(config),
+        log_probs=needs.log_probs,
         beside=beside,
     )
 
 
-def learns_from_log_probs(config: TrainingConfig) -> bool:
-    """Whether the objective is made of tokens' log-probabilities: preferences, rewards."""
-    return isinstance(config, RLConfig) or isinstance(config.data, PreferenceDataConfig)
-
-
-def _needs_reference(config: TrainingConfig) -> bool:
-    """Whether a frozen copy of the model is kept; beside new adapters it is the model without them."""
-    if config.trains_adapter and config.model.adapter is None:
-        return False
-    dpo = getattr(config, "dpo", None)  # of the recipe
-    return config.grpo.kl > 0 if isinstance(config, RLConfig) else bool(dpo and dpo.needs_reference)
-
-
-def engine_bytes(config: RLConfig, model: PreTrainedModel) -> int:
-    """Bytes of the embedded engine's weights on a rank; 0 of a server, whose memory is its own."""
-    if config.rollout.engine != "transformers":
+def engine_bytes(engine: Engine, model: PreTrainedModel) -> int:
+    """Bytes of an embedded engine's weights on a rank; 0 of a server, whose memory is its own."""
+    if not engine.embedded:
         return 0
     elements = sum(p.numel() for name, p in model.named_parameters() if f".{ADAPTER}." not in name)
-    return elements * item_bytes(config.engine_dtype) // config.rollout.tp
+    return elements * item_bytes(engine.dtype) // engine.tp
 
 
 def pinned(sizes: Iterable[int]) -> int:

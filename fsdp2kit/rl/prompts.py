@@ -14,14 +14,16 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
+from fsdp2kit.data.build import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border
 from fsdp2kit.data.loader import permutation
-from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.rows import RowReader, first_rows
 from fsdp2kit.data.sources import RowSet, find_source, held_out_sets
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import turn_ends
+from fsdp2kit.rl.rewards import Rewards
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,22 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
     """The keywords that reward functions are called with for prompts of these rows."""
     own = {name for row in rows for name in row if name != "prompt"}
     return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
+
+
+def check_rewards(config: RLConfig, *, missing: Collection[str]) -> str:
+    """Import the reward functions, each in a process, and look whether they take the columns of the first rows.
+
+    Args:
+        missing: TOML keys of data that are not on this machine.
+
+    Raises:
+        UserError: a function cannot be imported, or not be called with the columns.
+    """
+    columns = ()
+    if config.data.path is not None and "data.path" not in missing:
+        columns = columns_of(row.parse() for row in first_rows(config.data, "data.path", ROWS_CHECKED))
+    with Rewards(config.reward, columns=columns) as rewards:
+        return f"reward functions: {', '.join(rewards.names)}, imported"
 
 
 @agreement()

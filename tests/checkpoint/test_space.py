@@ -15,8 +15,7 @@ import torch
 from fsdp2kit.checkpoint import space
 from fsdp2kit.checkpoint.space import check_room, is_storage_failure
 from fsdp2kit.checkpoint.store import CheckpointStore
-from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
+from fsdp2kit.config.schema import TrainConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.optim.build import build_optimizer
 from tests.checkpoint import jobs
@@ -25,12 +24,8 @@ STEPS = 100
 
 
 def config_of(*, name: str = "adamw", steps: int = STEPS, **section: Any) -> TrainingConfig:
-    return TrainingConfig(
-        recipe="test",
-        checkpoint=CheckpointConfig(**section),
-        optimizer=OptimizerConfig(name=name),  # pyright: ignore[reportArgumentType]
-        train=TrainConfig(steps=steps),
-    )
+    values = {"checkpoint": section, "optimizer": {"name": name}, "train": {"steps": steps}}
+    return TrainingConfig.model_validate({"recipe": "test", **values})
 
 
 def tensor_bytes(path: Path) -> int:
@@ -56,7 +51,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..., list[str]], name: str) -> None:
     model = jobs.tiny_llama(hidden=256)
-    optimizer = build_optimizer(OptimizerConfig(name=name), model)  # pyright: ignore[reportArgumentType]
+    optimizer = build_optimizer(config_of(name=name).optimizer, model)
     one = tensor_bytes(jobs.manager_of(tmp_path / "real").save(model, optimizer, jobs.progress_at(1)))
     with pytest.raises(UserError, match=r"run\.dir: a checkpoint takes .* and .*checkpoints has .* free; free space"):
         room(int(one * 0.8), name=name)

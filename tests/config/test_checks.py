@@ -14,11 +14,10 @@ from fsdp2kit.config.checks import (
     check_config,
     resolve_accumulation,
     resolve_mesh,
-    resolve_warmup,
     smallest_world,
 )
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import FSDPConfig, LRScheduleConfig, MeshConfig
+from fsdp2kit.config.schema import CosineScheduleConfig, FSDPConfig, MeshConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.planner.search import changed
 
@@ -205,10 +204,6 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
             "fsdp.min_params: 1000 with fsdp.unit = 'layer', whose units do not go by size; leave it out",
         ),
         (
-            {"lr_schedule": {"name": "linear", "min_lr_ratio": 0.1}},
-            "lr_schedule.min_lr_ratio: 0.1 with name = 'linear'; use name = 'cosine' or 'wsd'",
-        ),
-        (
             {"train": {"steps": 50}, "lr_schedule": {"warmup_steps": 50}},
             "lr_schedule.warmup_steps: 50, but the whole run has 50 steps",
         ),
@@ -219,10 +214,6 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
         (
             {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_steps": 5, "decay_steps": 5}},
             "lr_schedule.decay_steps: 5 after 5 steps of warm-up, but the whole run has 9 steps",
-        ),
-        (
-            {"lr_schedule": {"decay_steps": 5}},
-            "lr_schedule.decay_steps: 5 with name = 'cosine', which has no such phase; leave it out",
         ),
         (
             {"activation_checkpointing": {"every": 2}},
@@ -270,7 +261,7 @@ def test_what_goes_together(sections: dict[str, dict]) -> None:
     ("ratio", "total", "steps"), [(0.03, 100, 3), (0.03, 40, 2), (0.5, 1, 0), (0.99, 3, 2), (0.1, 0, 0)]
 )
 def test_a_ratio_of_the_run_always_fits(ratio: float, total: int, steps: int) -> None:
-    assert resolve_warmup(LRScheduleConfig(warmup_ratio=ratio), total) == steps
+    assert CosineScheduleConfig(warmup_ratio=ratio).warmup(total) == steps
 
 
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE, HYBRID, HYBRID2])

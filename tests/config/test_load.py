@@ -11,6 +11,7 @@ import pytest
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.load import dump_toml, parse_override, read_toml
+from fsdp2kit.config.optimization import AdamWConfig, MuonConfig, WSDScheduleConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import find_recipe, find_toml
 
@@ -64,35 +65,67 @@ def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -
     assert error.todo == todo
 
 
-@pytest.mark.parametrize(
-    ("values", "where", "what", "todo"),
-    [
-        ({"float8": {"all_gather": True}}, "float8.all_gather", "was removed", "leave it out"),
-        ({"compile": {"cache_dir": "x"}}, "compile.cache_dir", "was removed", "TORCHINDUCTOR_CACHE_DIR"),
-        ({"baseline": {"compare": "fsdp1"}}, "baseline.compare", "was removed", "tools/bench.py fsdp1"),
-        ({"baseline": {"warmup": 5}}, "baseline.warmup", "was removed", "tools/bench.py fsdp1"),
-        ({"optimizer": {"name": "adamw_4bit"}}, "optimizer.name", "'adamw_4bit' was removed", "'adamw_bf16'"),
-    ],
-)
-def test_what_was_removed_says_what_to_use(values: dict, where: str, what: str, todo: str) -> None:
-    error = error_of(values)
-    assert (error.where, error.what) == (f"run.toml: {where}", what)
-    assert todo in error.todo
+# By what a TOML says: where the mistake is, what it is, and what to do.
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a key of another optimizer": (
+        {"optimizer": {"muon_momentum": 0.9}},
+        "optimizer.muon_momentum: not a key of optimizer.name = 'adamw'; leave it out, or set optimizer.name = 'muon'",
+    ),
+    "nearly one": (
+        {"optimizer": {"name": "adamw_8bit", "momentum": 0.9}},
+        "unknown key 'momentum'; did you mean optimizer.muon_momentum, of optimizer.name = 'muon'?",
+    ),
+    "nearly one of all": (
+        {"optimizer": {"bets": [0.9, 0.9]}},
+        "optimizer.bets: unknown key 'bets'; did you mean optimizer.betas?",
+    ),
+    "a phase of another schedule": (
+        {"lr_schedule": {"decay_steps": 5}},
+        "lr_schedule.decay_steps: not a key of lr_schedule.name = 'cosine'; "
+        "leave it out, or set lr_schedule.name = 'wsd'",
+    ),
+    "a floor of other schedules": (
+        {"lr_schedule": {"name": "linear", "min_lr_ratio": 0.1}},
+        "lr_schedule.min_lr_ratio: not a key of lr_schedule.name = 'linear'; "
+        "leave it out, or set lr_schedule.name = 'cosine' or 'wsd'",
+    ),
+    "no such optimizer": (
+        {"optimizer": {"name": "adamx", "lr": 1.0}},
+        "optimizer.name: 'adamx' is not accepted: input should be 'adamw', 'adamw_bf16', 'adamw_8bit', 'muon'; "
+        'name: "adamw" (decoupled',
+    ),
+    "another tool's name": ({"optimizer": {"name": "adamw_torch"}}, '; write "adamw"; name: "adamw" '),
+    "no name": ({"optimizer": {"name": ["adamw"]}}, "optimizer.name: ['adamw'] is not accepted: "),
+    "a wrong value": (
+        {"lr_schedule": {"name": "wsd", "decay_steps": 0}},
+        "lr_schedule.decay_steps: 0 is not accepted: input should be greater than 0; decay_steps: Steps of the final",
+    ),
+}
 
 
-def test_the_settings_of_an_earlier_run_load_where_what_was_removed_changed_nothing() -> None:
-    """As `dump_toml` wrote them into its run directory, defaults and all."""
-    earlier = {
-        "recipe": "fsdp1_baseline",
-        "float8": {"recipe": "none", "all_gather": False},
-        "baseline": {"compare": "none", "warmup": 3},
-    }
-    config = load_config(TrainingConfig, earlier, source=Path("run.toml"))
-    assert config.float8.recipe == "none"
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_key_belongs_to_a_variant_of_its_section(name: str) -> None:
+    values, says = VARIANTS[name]
+    assert says in str(error_of(values))
 
 
-def test_what_was_removed_is_named_in_an_override() -> None:
-    assert error_of({}, "float8.all_gather=true").where == "override float8.all_gather"
+def test_an_override_that_chooses_a_variant_takes_out_what_only_others_have() -> None:
+    said: list[str] = []
+    values: dict[str, Any] = {"recipe": "sft", "optimizer": {"name": "muon", "muon_momentum": 0.9, "lr": 1e-3}}
+
+    def loaded(*overrides: str) -> TrainingConfig:
+        return load_config(TrainingConfig, values, source=Path("run.toml"), overrides=overrides, say=said.append)
+
+    found = loaded("optimizer.name=adamw_bf16", "lr_schedule.name=wsd", "lr_schedule.decay_steps=5")
+    assert found.optimizer == AdamWConfig(name="adamw_bf16", lr=1e-3)
+    assert found.lr_schedule == WSDScheduleConfig(name="wsd", decay_steps=5)
+    where = "optimizer.muon_momentum = 0.9 of run.toml"
+    assert said == [f"override optimizer.name=adamw_bf16 takes out {where}, a key of 'muon'"]
+    said.clear()
+    assert loaded("optimizer.muon_momentum=0.5").optimizer == MuonConfig(name="muon", lr=1e-3, muon_momentum=0.5)
+    # What the command line itself asks for is not taken out.
+    error = error_of(values, "optimizer.name=adamw", "optimizer.muon_momentum=0.5")
+    assert (error.where, said) == ("override optimizer.muon_momentum", [])
 
 
 def test_further_mistakes_are_counted() -> None:
@@ -105,9 +138,10 @@ def test_a_missing_required_key() -> None:
 
 
 @pytest.mark.parametrize("value", [3, "x", [{"steps": 3}]])
-def test_a_value_where_a_section_belongs(value: object) -> None:
-    error = error_of({"train": value})
-    assert (error.where, error.todo) == ("run.toml: train", "write [train], and its keys under it")
+@pytest.mark.parametrize("section", ["train", "optimizer"])
+def test_a_value_where_a_section_belongs(section: str, value: object) -> None:
+    error = error_of({section: value})
+    assert (error.where, error.todo) == (f"run.toml: {section}", f"write [{section}], and its keys under it")
 
 
 def test_the_model_config_takes_any_key() -> None:

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import ChatDataConfig, DistillConfig, TrainingConfig
+from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
 from fsdp2kit.data import build
 from fsdp2kit.data.build import check_first_rows
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
+from recipes import distill, grpo
 from tests.data import families, templates
 from tests.data.families import MULTI, SINGLE
 from tests.data.templates import make_tokenizer
@@ -99,23 +99,17 @@ def lines_of(
 
 
 def test_what_only_the_start_reads_is_said(tmp_path: Path) -> None:
-    class Distills(Config):
-        distill: DistillConfig = DistillConfig()
-
-    _, unchecked = lines_of(tmp_path, Distills, distill={"teacher": "some/teacher"})
+    _, unchecked = lines_of(tmp_path, distill.Config, distill={"teacher": "some/teacher"})
     assert unchecked == ["distill.teacher"]
     with pytest.raises(UserError, match=r"^distill\.teacher: .*nowhere is not a directory"):
-        lines_of(tmp_path, Distills, distill={"teacher": str(tmp_path / "nowhere")})
+        lines_of(tmp_path, distill.Config, distill={"teacher": str(tmp_path / "nowhere")})
 
 
 def test_a_teacher_is_looked_at(tmp_path: Path) -> None:
-    class Distills(Config):
-        distill: DistillConfig = DistillConfig()
-
     same, other = tmp_path / "same", tmp_path / "other"
     AutoConfig.for_model(**LLAMA).save_pretrained(same)
     make_tokenizer(templates.CHATML).save_pretrained(same)
-    said, unchecked = lines_of(tmp_path, Distills, distill={"teacher": str(same)})
+    said, unchecked = lines_of(tmp_path, distill.Config, distill={"teacher": str(same)})
     assert (f"teacher: {same}, " in said, unchecked) == (True, [])
     AutoConfig.for_model(**LLAMA).save_pretrained(other)
     tokenizer = make_tokenizer(templates.CHATML)
@@ -127,7 +121,7 @@ def test_a_teacher_is_looked_at(tmp_path: Path) -> None:
     make_tokenizer(templates.CHATML).save_pretrained(other)
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(UserError, match=r"^distill\.teacher: 2 of \d+ tokens have another id"):
-        lines_of(tmp_path, Distills, distill={"teacher": str(other)})
+        lines_of(tmp_path, distill.Config, distill={"teacher": str(other)})
 
 
 def test_reward_functions_are_imported_and_take_the_columns(tmp_path: Path) -> None:
@@ -146,10 +140,10 @@ def test_reward_functions_are_imported_and_take_the_columns(tmp_path: Path) -> N
         (tmp_path / "mine.py").write_text(text)
         given = {"reward": [{"function": "mine.py:f"}], "data": {"path": rows}}
         if message is None:
-            assert "reward functions: f, imported" in lines_of(tmp_path, RLConfig, **given)[0]
+            assert "reward functions: f, imported" in lines_of(tmp_path, grpo.Config, **given)[0]
             continue
         with pytest.raises(UserError, match=f"^reward.0.function: .*{message}") as error:
-            lines_of(tmp_path, RLConfig, **given)
+            lines_of(tmp_path, grpo.Config, **given)
         assert "\n" not in str(error.value)
 
 

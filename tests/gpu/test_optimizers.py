@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.config.schema import OptimizerConfig
+from fsdp2kit.config.optimization import AdamWConfig
 from fsdp2kit.optim.build import build_optimizer
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ def stepped(device: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]
     with torch.no_grad():
         model.weight.copy_(torch.randn(300, 512, generator=generator))
     model.to(device)
-    section = OptimizerConfig(name="adamw_bf16", lr=0.01, weight_decay=0.1)
+    section = AdamWConfig(name="adamw_bf16", lr=0.01, weight_decay=0.1)
     optimizer = build_optimizer(section, model)
     model.weight.grad = torch.randn(300, 512, generator=generator).to(device, dtype)
     optimizer.step()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.foreign import NAMES, WITHOUT_KEY
-from fsdp2kit.config.section import Section
+from fsdp2kit.config.load import known_keys
 from fsdp2kit.migrate.translate import TABLE, WARNED_OF, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,9 +87,7 @@ def test_a_line_names_tests_that_exist(row: list[str]) -> None:
 
 def _is_key(key: str) -> bool:
     """Whether our TOMLs have the key."""
-    section, name = key.split(".")
-    annotation = TrainingConfig.model_fields[section].annotation
-    return isinstance(annotation, type) and issubclass(annotation, Section) and name in annotation.model_fields
+    return key in known_keys(TrainingConfig)
 
 
 def test_the_translations_keys_exist_and_a_name_means_one_thing() -> None:

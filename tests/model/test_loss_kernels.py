@@ -197,7 +197,7 @@ def test_the_choice_is_reported(kernel: str, model: dict[str, Any], device: torc
     ("kernel", "device", "options", "says"),
     [
         ("liger", CPU, {}, "Liger's kernels do not run on a CPU"),
-        ("liger", CUDA, {}, r"liger-kernel cannot be imported.*pip install 'fsdp2kit\[liger\]'"),
+        ("liger", CUDA, {}, r"liger_kernel, which cannot be imported.*pip install 'fsdp2kit\[liger\]'"),
         (
             "liger",
             None,

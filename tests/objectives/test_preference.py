@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from fsdp2kit import distributed
-from fsdp2kit.config.schema import CompileConfig, DPOConfig, EvalConfig
+from fsdp2kit.config.optimization import PlainDPOConfig, SimPOConfig
+from fsdp2kit.config.schema import CompileConfig, EvalConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.documents import Document, build_documents
 from fsdp2kit.model.weights import load_pretrained
@@ -285,9 +286,9 @@ def test_compiled_layers_are_switched_without_compiling_again(pool: WorkerPool, 
 def test_what_a_held_out_loss_depends_on_is_named() -> None:
     """Losses by another β are not compared when a run is resumed."""
 
-    def measured(**keys: Any) -> dict[str, str]:
+    def measured(kind: Any = PlainDPOConfig, **keys: Any) -> dict[str, str]:
         model, one = SimpleNamespace(config=None), SimpleNamespace(fingerprint="rows")
-        objective = Preference(DPOConfig(**keys), None, None)  # pyright: ignore[reportArgumentType]
+        objective = Preference(kind(**keys), None, None)  # pyright: ignore[reportArgumentType]
         built: Any = {"plan": None, "mesh": None, "objective": objective}
         found = build_evaluation(EvalConfig(), model, {"": one}, **built)  # pyright: ignore[reportArgumentType]
         assert found is not None
@@ -297,4 +298,4 @@ def test_what_a_held_out_loss_depends_on_is_named() -> None:
     assert plain == {"held-out rows": "rows", "eval.steps": "None", "dpo.beta": "0.1", "dpo.label_smoothing": "0.0"}
     assert measured(beta=0.1) == plain
     assert measured(beta=0.2) != plain
-    assert measured(loss="simpo") != measured(loss="simpo", gamma=3.0)
+    assert measured(SimPOConfig, loss="simpo") != measured(SimPOConfig, loss="simpo", gamma=3.0)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from fsdp2kit.config.schema import LRScheduleConfig, OptimizerConfig
+from fsdp2kit.config.optimization import AdamWConfig, LRScheduleConfig, PlainScheduleConfig
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 
 TOTAL, PEAK = 20, 0.125
@@ -30,6 +31,10 @@ SCHEDULES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
 ]
 IDS = ["-".join(map(str, section.values())) for section, _, _ in SCHEDULES]
+
+
+def schedule_of(section: dict[str, Any]) -> LRScheduleConfig:
+    return TrainingConfig.model_validate({"recipe": "x", "lr_schedule": section}).lr_schedule
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -64,12 +69,12 @@ def test_rates_equal_transformers_from_any_step(
     section: dict[str, Any], name: str, arguments: dict[str, Any], step: int
 ) -> None:
     optimizer = _optimizer()
-    schedule = build_lr_schedule(LRScheduleConfig(**section), optimizer, total_steps=TOTAL, step=step)
+    schedule = build_lr_schedule(schedule_of(section), optimizer, total_steps=TOTAL, step=step)
     assert _rates(schedule, optimizer, TOTAL + 3 - step) == _expected(section, name, arguments)[step:]
 
 
 def test_another_peak_rate_is_that_of_the_optimizer() -> None:
-    section = LRScheduleConfig(name="linear", warmup_steps=2)
+    section = PlainScheduleConfig(name="linear", warmup_steps=2)
     optimizer = _optimizer()
     for group in optimizer.param_groups:
         group["lr"] = 2 * PEAK
@@ -81,7 +86,7 @@ def test_another_peak_rate_is_that_of_the_optimizer() -> None:
 def test_only_matrices_are_decayed() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False))
     model[3].weight.requires_grad_(False)
-    optimizer = build_optimizer(OptimizerConfig(lr=0.5, betas=(0.7, 0.8), eps=1e-6, weight_decay=0.3), model)
+    optimizer = build_optimizer(AdamWConfig(lr=0.5, betas=(0.7, 0.8), eps=1e-6, weight_decay=0.3), model)
     decayed, exempt = optimizer.param_groups
     assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[1].weight)]
     assert [id(p) for p in exempt["params"]] == [id(model[1].bias), id(model[2].weight), id(model[2].bias)]
@@ -91,12 +96,12 @@ def test_only_matrices_are_decayed() -> None:
 
 
 def test_a_group_without_parameters_is_left_out() -> None:
-    optimizer = build_optimizer(OptimizerConfig(), nn.Linear(2, 2, bias=False))
+    optimizer = build_optimizer(AdamWConfig(), nn.Linear(2, 2, bias=False))
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 
 def test_a_step_equals_adamw_by_hand() -> None:
-    section = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
+    section = AdamWConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
     model = nn.Linear(2, 1)
     before = {name: p.detach().clone().double() for name, p in model.named_parameters()}
     optimizer = build_optimizer(section, model)

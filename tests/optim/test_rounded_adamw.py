@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
+from fsdp2kit.config.optimization import AdamWConfig
+from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.rounded_adamw import RoundedAdamW, counter, noise_key, round_stochastically, scramble
@@ -27,7 +28,7 @@ from tests.reference import full
 from tests.workers import WorkerPool
 
 VALUES: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
-SECTION = OptimizerConfig(name="adamw_bf16", **VALUES)
+SECTION = AdamWConfig(name="adamw_bf16", **VALUES)
 
 
 def noise(length: int, *, seed: int = 0) -> Tensor:

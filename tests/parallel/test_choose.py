@@ -116,7 +116,10 @@ def test_heads_that_cudas_kernel_does_not_take_keep_the_models_attention(width: 
         ({"method": "ring", "cp": 2, "kernel": "eager"}, "kernel of its own.*auto.*'ulysses'"),
         ({"method": "allgather", "cp": 2, "seq_len": 4094}, "use 4092 or 4096 or .*'ulysses'"),
         ({"cp": 10, "heads": 9, "kv_heads": 3, "seq_len": 4010}, "not divisible by 2 × mesh.cp = 20"),
-        ({"cp": 4, "method": "ulysses", "seq_len": 4098}, "not divisible by mesh.cp = 4; use 4096 or 4100"),
+        (
+            {"cp": 4, "method": "ulysses", "seq_len": 4098},
+            "data.seq_len: 4098 is not divisible by mesh.cp 4; use 4096 or 4100",
+        ),
         ({"cp": 2, "hf_config": MambaConfig(num_hidden_layers=1)}, "has no attention heads; set mesh.cp = 1"),
     ],
 )

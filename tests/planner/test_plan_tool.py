@@ -332,7 +332,7 @@ def test_what_is_not_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     settings = ["--world-size", "1", "mesh.cp=1", f"model.path={tmp_path}"]
     assert tool.main(["toml/distill_smollm2.toml", *settings]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "with a teacher beside the model, is not planned" in line
+    assert "the memory of distill.teacher, a model beside the trained one, is not planned" in line
 
 
 def test_rewards_have_phases_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

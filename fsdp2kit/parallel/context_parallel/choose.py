@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fsdp2kit.config.checks import check_seq_len, multiples_near
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.inspect import Traits
@@ -56,9 +57,10 @@ def _choose_method(config: TrainingConfig, model: PreTrainedModel, traits: Trait
         raise UserError("mesh.cp", f"{cp}, but {type(model).__name__} has no attention heads", "set mesh.cp = 1")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     seq_len, method, reason = config.data.seq_len, config.context_parallel.method, "as asked for"
+    check_seq_len(seq_len, cp)
     blocks = _against_blocks(config.model.attention, seq_len, cp=cp)
     obstacles: dict[Method, Obstacle | None] = {
-        "ulysses": _against_ulysses(heads, seq_len, cp=cp),
+        "ulysses": _against_ulysses(heads, cp=cp),
         "ring": blocks,
         "allgather": blocks,
     }
@@ -90,9 +92,7 @@ def _pick(
     return "ring", f"{uneven}, and {seq_len} tokens are too many to gather"
 
 
-def _against_ulysses(heads: int, seq_len: int, *, cp: int) -> Obstacle | None:
-    if seq_len % cp:
-        return f"data.seq_len {seq_len} is not divisible by mesh.cp = {cp}", _divisible(seq_len, cp)
+def _against_ulysses(heads: int, *, cp: int) -> Obstacle | None:
     if cp > heads:
         return f"mesh.cp {cp} is more than the model's {heads} attention heads", f"use mesh.cp ≤ {heads}"
     return None
@@ -103,13 +103,9 @@ def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
     if kernel not in ("auto", "sdpa", VARLEN) and not kernel.startswith("flash"):
         return f"it brings a kernel of its own, not model.attention = {kernel!r}", 'use model.attention = "auto"'
     if seq_len % (2 * cp):
-        return f"data.seq_len {seq_len} is not divisible by 2 × mesh.cp = {2 * cp}", _divisible(seq_len, 2 * cp)
+        what = f"data.seq_len {seq_len} is not divisible by 2 × mesh.cp = {2 * cp}"
+        return what, f"use {multiples_near(seq_len, 2 * cp)}"
     return None
-
-
-def _divisible(seq_len: int, by: int) -> str:
-    below = seq_len // by * by
-    return "use " + " or ".join(str(length) for length in (below, below + by) if length)
 
 
 def _local_kernel(
