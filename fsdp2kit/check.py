@@ -9,7 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import check_first_rows, count_steps
+from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
@@ -47,7 +47,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     if data.format != "prompts":  # how long responses are is not known
         lines.append(
-            f"a step: {counted(train.global_batch_size, 'row')} of {data.seq_len:,} tokens, in "
+            f"a step: {counted(train.global_batch_size, 'pack')} of {data.seq_len:,} tokens, in "
             f"{counted(accumulation, 'micro-batch')} of {train.micro_batch_size} on each of "
             f"{counted(sizes.dp, 'data-parallel rank')}"
         )

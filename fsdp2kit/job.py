@@ -31,7 +31,6 @@ import fsdp2kit
 from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.data.cache import keep_beside
 from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file
@@ -84,7 +83,6 @@ class Job:
             if self.is_main:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
                 write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
-        keep_beside(self.run_dir)
 
 
 @contextlib.contextmanager

@@ -245,7 +245,7 @@ def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
         assert any(line.startswith(beginning) for line in lines), (beginning, out)
     assert f'generate {run_dir / "hf"} "…"' in out.replace("generate.py", "generate")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows = int(re.search(r"an epoch: ([\d,]+) rows", out)[1].replace(",", ""))  # type: ignore[index]
+    rows = int(re.search(r"an epoch: ([\d,]+) packs", out)[1].replace(",", ""))  # type: ignore[index]
     assert [record["epoch"] for record in records] == [pytest.approx(step / -(-rows // 2)) for step in (1, 2)]
     assert records[0]["time"] < records[1]["time"]
 

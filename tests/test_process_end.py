@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fsdp2kit.data.tokens import start_workers
+from fsdp2kit.data.tables import start_workers
 from tests.reference import full
 from tests.workers import FORKS, start_command
 

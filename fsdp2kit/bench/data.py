@@ -17,9 +17,9 @@ import datasets
 
 from fsdp2kit.bench.harness import Task, run_sides, task_rows
 from fsdp2kit.config.schema import ChatDataConfig, ModelConfig
-from fsdp2kit.data.chat import mark_answers
 from fsdp2kit.data.documents import build_documents
 from fsdp2kit.data.loader import Share, build_loader
+from fsdp2kit.data.template import mark_answers
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -52,7 +52,7 @@ def bench_data(
     def ours() -> None:
         documents = build_documents(ChatDataConfig(path=data, seq_len=seq_len, workers=0), tokenizer=tokenizer)
         loader = build_loader([documents], share=Share(seq_len, 1), pack=True, shuffle=True, seed=0)
-        found["fsdp2kit"] = int(documents.lengths.sum()), loader.rows_per_epoch
+        found["fsdp2kit"] = int(documents.lengths.sum()), loader.packs_per_epoch
 
     def tokenise(example: dict[str, Any]) -> dict[str, Any]:
         encoded = tokenizer.apply_chat_template(

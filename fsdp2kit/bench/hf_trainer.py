@@ -70,7 +70,7 @@ class HFSide(Side):
             from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
             packs, recomputes = name != "trl_padded", name != "trl_without_ac"
-            self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.rows_per_epoch)
+            self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.packs_per_epoch)
             self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
             # In random order, as it packs the longest of all first.
             self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
@@ -244,7 +244,7 @@ def _rows(loader: Any, steps: int) -> Dataset:
 
 def _documents(loader: Any, count: int) -> Dataset:
     """The first ``count`` documents in the order of fsdp2kit's padded rows, with the same tokens supervised."""
-    rows = (loader.row(*divmod(number, loader.rows_per_epoch)) for number in range(count))
+    rows = (loader.pack(*divmod(number, loader.packs_per_epoch)) for number in range(count))
     documents = [document for row in rows for document in row.documents]
     labels = [np.where(supervised, ids, IGNORE).tolist() for ids, supervised in documents]
     return Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in documents], "labels": labels})

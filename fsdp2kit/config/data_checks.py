@@ -11,11 +11,7 @@ from fsdp2kit.errors import UserError
 
 
 def check_data(config: TrainingConfig) -> None:
-    """Check ``[data]`` and ``[eval]`` against each other and ``[train]``.
-
-    Raises:
-        UserError: at the first contradiction.
-    """
+    """Raise a `UserError` at the first contradiction of ``[data]`` and ``[eval]`` with each other or ``[train]``."""
     data = config.data
     if data.format == "preference" and not isinstance(data, PreferenceDataConfig):
         todo = (
@@ -39,7 +35,7 @@ def check_data(config: TrainingConfig) -> None:
 
 
 def _check_columns(config: TrainingConfig) -> None:
-    """A column that is named is one that some format of these rows reads; of prompts and messages one is named."""
+    """Each named column is read by some format of these rows, and not both prompts and messages are named."""
     data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
     shared: dict[DataFormat, None] = dict.fromkeys(
         [data.format, *(part.format or data.format for part in parts if part.columns is None)]
@@ -91,19 +87,19 @@ def _check_streaming(config: TrainingConfig) -> None:
         raise UserError("data.streaming", "does not keep the two answers of a preference together", "leave it out")
     for key, part in [("data", data), *((f"data.sources.{at}", part) for at, part in enumerate(data.sources))]:
         if "[" in part.split:
-            what = f"{part.split!r} with data.streaming, which does not know how long a split is"
+            what = f"{part.split!r} with data.streaming, which does not know the length of a split"
             raise UserError(f"{key}.split", what, f"set {key}.limit to read the first rows, or data.streaming = false")
     if any(part.epochs is not None for part in data.sources):
         raise UserError("data.sources", "epochs with data.streaming: lengths are not known", "give weights")
     evaluation, split = config.eval, config.eval.split
     if isinstance(split, int):
-        raise UserError("eval.split", f"{split} rows of a stream, which is not counted", "give a share, like 0.01")
+        raise UserError("eval.split", f"{split} rows of a stream of unknown length", "give a share, like 0.01")
     if isinstance(split, float) and config.evaluates and evaluation.steps is None:
-        what = f"{split} of a stream, which has no end to look for held-out rows until"
-        raise UserError("eval.split", what, "set eval.steps: the first rows found that fill as many batches are used")
+        what = f"{split} of a stream, which has no end: the search for held-out rows would not stop"
+        raise UserError("eval.split", what, "set eval.steps: the search stops when it has filled as many batches")
     if isinstance(split, str) and config.evaluates and not evaluation.sets and evaluation.path is None:
         todo = "give eval.path or eval.sets, or hold a share out: eval.split = 0.01"
-        raise UserError("eval", "would be a split of a stream, read whole", todo)
+        raise UserError("eval", "would read a split of a stream whole", todo)
 
 
 def _check_evaluation(config: TrainingConfig) -> None:
@@ -115,7 +111,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
                 "eval.path", f"is given, and eval.split = {what}", "leave one of them out, or use eval.sets"
             )
         if data.format == "synthetic":
-            raise UserError("eval.split", f"{what}, which is made up", 'name a split: eval.split = "validation"')
+            raise UserError("eval.split", f"{what}, which is generated", 'name a split: eval.split = "validation"')
     held_out: list[tuple[str, Any]] = [(part.path, part.split) for part in evaluation.sets.values()]
     if evaluation.path is not None or evaluation.split != data.split:
         held_out.append((evaluation.path or data.path or "", evaluation.split))
@@ -127,7 +123,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
     is_split = isinstance(evaluation.split, str) and evaluation.path is None and not evaluation.sets
     if data.sources and config.evaluates and is_split:
         todo = "give eval.path or eval.sets, or hold a share of each out: eval.split = 0.02"
-        raise UserError("eval.split", "of which of data.sources?", todo)
+        raise UserError("eval.split", "does not say which of data.sources it splits", todo)
     for name in ("patience", "keep_best", "prompts"):
         if getattr(evaluation, name) and not evaluation.every:
             raise UserError(f"eval.{name}", "without evaluations", "set eval.every")
@@ -136,7 +132,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
 
 
 def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:
-    """Whether two (path, split) are the same rows, or one is a slice of the other; two slices may be apart."""
+    """Whether two (path, split) are the same rows, or one is a slice of the other. Two slices may be disjoint."""
     if one[0] != other[0] or not isinstance(one[1], str):
         return False
     names = {split.partition("[")[0] for split in (one[1], other[1])}

@@ -13,7 +13,7 @@ DataFormat = Literal["chat", "prompt_completion", "alpaca", "text", "tokens", "p
 Overlong = Literal["truncate", "drop", "split", "error"]
 
 _OPTIONS = ("tools", "chat_template_kwargs")
-# What each format reads of a row.
+# The columns that each format reads.
 COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "chat": ("messages", "conversations", *_OPTIONS),
     "prompt_completion": ("prompt", "completion", *_OPTIONS),
@@ -25,7 +25,7 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "synthetic": (),
 }
 
-# Of sets that are trained on as they are, those whose rows the chat template may render.
+# Formats of rows with answers that the chat template may render.
 RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
 
 
@@ -43,9 +43,9 @@ class ColumnsConfig(Section):
     completion: str | None = None
     """prompt_completion: the answer to train on, a text or a list of messages."""
     instruction: str | None = None
-    """alpaca: what is asked."""
+    """alpaca: the question."""
     input: str | None = None
-    """alpaca: what it is asked about; it may be empty or missing."""
+    """alpaca: the text that the question is about; it may be empty or missing."""
     output: str | None = None
     """alpaca: the answer to train on."""
     input_ids: str | None = None
@@ -59,14 +59,14 @@ class ColumnsConfig(Section):
 
 
 class DataPathConfig(Section):
-    """One set of rows: a named held-out set, or a part of a mix."""
+    """One set of rows: a named held-out set, or a source of a mix."""
 
     path: InputPath
     """A JSONL, JSON, parquet, Arrow, CSV or text file, a glob of them, a folder, an fsspec URL or a hub dataset id."""
     split: str = "train"
     """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
     limit: PositiveInt | None = None
-    """Read only this many rows, the first ones. Default of a part of a mix: `data.limit`; of held-out data: all."""
+    """Read only this many rows, the first ones. Default for a source: `data.limit`; for held-out data: all."""
     format: Literal["chat", "prompt_completion", "alpaca", "text", "tokens"] | None = None
     """Format of these rows. Default: `data.format`."""
     columns: ColumnsConfig | None = None
@@ -74,14 +74,14 @@ class DataPathConfig(Section):
 
 
 class SourceConfig(DataPathConfig):
-    """One part of a mix. Give all parts a weight, all parts epochs, or neither."""
+    """One source of a mix. Give all sources a weight, all sources epochs, or neither."""
 
     name: str | None = None
     """Name in the metrics. Default: the path's last part."""
     weight: PositiveFloat | None = None
-    """Share of the mix's tokens, relative to the other weights. Default: its number of tokens."""
+    """Share of the mix's tokens, relative to the other weights. Default: the source's number of tokens."""
     epochs: PositiveFloat | None = None
-    """Passes over this part in one pass over the mix; a fraction continues where the last pass stopped."""
+    """Passes over this source in one pass over the mix; a fraction continues where the last pass stopped."""
 
 
 class DataConfig(Section):
@@ -92,33 +92,33 @@ class DataConfig(Section):
     split: str = "train"
     """Split of a hub dataset or of a folder with splits, or a slice of it; files are all "train": `"train[:95%]"`."""
     limit: PositiveInt | None = None
-    """Read only this many rows, the first ones, of the data or of each part of a mix."""
+    """Read only this many rows, the first ones, of the data or of each source of a mix."""
     sources: list[SourceConfig] = []
-    """A weighted mix of several data sets, instead of `path`. Each row of the batch holds documents of one of them."""
+    """A weighted mix of several data sets, instead of `path`. Each pack holds documents of one of them."""
     temperature: PositiveFloat = 1.0
-    """Shares of a mix are weight^(1 / temperature): 1 keeps the weights, larger values even them out."""
+    """The shares of a mix are weight^(1 / temperature): 1 keeps the weights, larger values make them more equal."""
     format: DataFormat = "chat"
     """What a row of the data contains."""
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the data's columns where they differ from the defaults."""
     wrap: Literal["none", "chat"] = "none"
     """"chat" puts prompts and completions that are plain texts into the tokenizer's chat template, as a user's message
-    and the assistant's: for models that are to be chatted with. "none" joins them as they stand."""
+    and the assistant's. "none" joins them unchanged."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Supervised tokens of a conversation: the assistant's and its end-of-turn tokens, those of its last message, or
-    all. Of a completion: the completion, or all."""
+    """Supervised tokens of a conversation: the assistant's with its end-of-turn tokens, those of its last message, or
+    all. With prompts and completions: the completion, or all."""
     seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens in a row of the batch: a pack, or one padded document."""
+    """Tokens in a sequence of the batch: a pack, or one padded document."""
     pack: bool = True
-    """Put several documents into one row. They do not attend to each other, and positions restart at 0 in each."""
+    """Put several documents into one pack. They do not attend to each other, and positions restart at 0 in each."""
     overlong: Overlong = "truncate"
-    """A document longer than seq_len: truncate (counted; an answer that is cut keeps its end-of-turn token as the
-    last one), drop (counted), split into pieces, or stop with an error."""
+    """A row longer than seq_len: truncate (counted; a cut answer keeps its end-of-turn token as the last one), drop
+    (counted), split into pieces, or stop with an error."""
     shuffle: bool = True
     """Shuffle the documents every epoch, from `run.seed`. Streams are read in order."""
     streaming: bool = False
-    """Read the data in order while training, instead of tokenising all of it first. Needs `train.steps`; every rank
-    reads the whole stream. For data that does not fit on the disk twice, or does not end."""
+    """Read the data in order while training, instead of tokenising all of it first: for data that does not fit on the
+    disk twice, or does not end. Needs `train.steps`. Every rank reads the whole stream."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """Processes that tokenise; 0 tokenises in this process. "auto": one per core, up to 16, fewer for little data; 0
     for a stream."""
@@ -126,7 +126,7 @@ class DataConfig(Section):
     """Global batches made in the background, ahead of the step."""
 
     def column(self, name: str) -> str:
-        """What the data calls our column ``name``."""
+        """The data's name of our column ``name``."""
         return getattr(self.columns, name, None) or name
 
 
@@ -137,20 +137,20 @@ class ChatDataConfig(DataConfig):
     """"chat": rows with `messages` (or ShareGPT's `conversations`), and `tools` where the template takes them;
     "prompt_completion": rows with `prompt` and `completion`; "alpaca": rows with `instruction`, `input` and `output`,
     put into the chat template; "text": rows with `text`, every token supervised; "tokens": rows with `input_ids` and
-    optionally `labels`; "preference": rows with `chosen` and `rejected`, for recipe "dpo", which this one refuses."""
+    optionally `labels`; "preference": rows with `chosen` and `rejected`, only for recipe "dpo"."""
 
 
 class PreferenceDataConfig(DataConfig):
     """What the model is trained on: pairs of answers (docs/preferences.md)."""
 
     format: Literal["preference"] = "preference"
-    """Rows with `chosen` and `rejected`, and `prompt` unless both begin with it. The two are documents side by side in
-    one row of the batch."""
+    """Rows with `chosen` and `rejected`, and `prompt` unless both begin with it. The two answers are neighbouring
+    documents of one pack."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Two answers, with their prompts, that are longer than seq_len together: truncate what is longer than half of it
-    (counted; an answer that is cut gets no end-of-turn token), drop both (counted), or stop with an error."""
+    """Two answers, with their prompts, that are longer than seq_len together: truncate the one longer than half of it
+    (counted; a cut answer gets no end-of-turn token), drop both (counted), or stop with an error."""
     train_on: Literal["assistant", "last"] = "assistant"
-    """Tokens of an answer that are compared: the assistant's and its end-of-turn tokens, or those of its last
+    """Tokens of an answer that are compared: the assistant's with its end-of-turn tokens, or those of its last
     message."""
 
     def needs(self, config: Any) -> Needs:
@@ -164,5 +164,5 @@ class TextDataConfig(DataConfig):
     """"text": rows with `text`, every token supervised; "tokens": rows with `input_ids`; "synthetic": random tokens,
     no `path` needed."""
     overlong: Overlong = "split"
-    """A document longer than seq_len: split into pieces, truncate (counted; the end-of-text token is kept, as
-    the last one), drop (counted), or stop with an error."""
+    """A row longer than seq_len: split into pieces, truncate (counted; the end-of-text token stays the last one), drop
+    (counted), or stop with an error."""

@@ -1,1 +1,1 @@
-"""Row → document → pack → share: sources, rows, chat, formats, tokens, documents, packing, loader or stream, build."""
+"""Row → tokens → document → pack → global batch → a rank's share."""

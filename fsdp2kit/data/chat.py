@@ -1,8 +1,8 @@
-"""Conversations: their messages, their text, and where in it the assistant speaks, as the chat template says.
+"""Conversations: messages as the data writes them, their text, and where in the text the assistant speaks.
 
-A chat template says where the assistant speaks in one of two ways. With ``{% generation %}`` markers it says so
-itself. Without them, the conversation is rendered turn by turn: what an assistant turn adds after its generation
-prompt is the assistant's, which is verified to be a piece of the whole text. Both give character spans of one text.
+The chat template gives the assistant's text in one of two ways. ``{% generation %}`` markers enclose it. Without
+markers, the conversation is rendered turn by turn: an assistant turn's text is what follows its generation prompt, and
+it is checked to be a piece of the whole text. Both ways give character spans of one text.
 """
 
 from __future__ import annotations
@@ -11,44 +11,27 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from fsdp2kit.data.template import REASONING, ROLES, MessageFit, check_calls
+from fsdp2kit.data.template import CLOSE, OPEN, REASONING, ROLES, Message, Template, Tokenizer, parsed
 from fsdp2kit.errors import UserError
 
-if TYPE_CHECKING:  # workers that tokenise need no torch
-    from transformers import PreTrainedTokenizerBase
-
-Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 TrainOn = Literal["assistant", "all", "last"]
 Span = tuple[int, int]  # characters [start, end)
 
 _TODO = 'a row needs "messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
 
-_SPOKEN = ("tool_calls", *REASONING)  # what a turn may hold beside its content
-# By which other tools (OpenAI's, axolotl's, mistral's) take a turn out of the loss where they are 0 or false.
+_SPOKEN = ("tool_calls", *REASONING)  # fields with text of a turn, beside its content
+# In other tools (OpenAI's, axolotl's, mistral's) a 0 or false here takes the turn out of the loss.
 _UNLEARNT = ("weight", "train", "training", "loss", "trainable")
-
-_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
-_END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-# Unicode noncharacters: no text holds them, and whoever reads a marked text checks that.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-# The empty expression keeps Jinja's trim_blocks from eating a newline that opens the template.
-_MACRO = "{% macro fsdp2kit_span() %}{{ '" + _OPEN + "' }}{{ caller() }}{{ '" + _CLOSE + "' }}{% endmacro %}{{ '' }}"
-_BORDERS = re.compile(f"[{_OPEN}{_CLOSE}]")
+_BORDERS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
 def check_messages(messages: Any, where: str, *, name: str = "messages") -> list[dict[str, Any]]:
-    """The messages as a list of dicts without their None values (pyarrow fills in missing keys with None).
+    """The messages as a list of dicts without None values, which pyarrow fills in for missing keys.
 
-    ShareGPT's ``{"from": "human", "value": "…"}`` becomes ``{"role": "user", "content": "…"}``.
-
-    Raises:
-        UserError: naming the row and the message that is not of the form ``{"role": …, "content": …}``.
+    ShareGPT's ``{"from": "human", "value": "…"}`` becomes ``{"role": "user", "content": "…"}``. A message of another
+    form is an error that names the row and the message.
     """
     if isinstance(messages, Sequence) and not messages:
         raise UserError(where, f"{name} is empty", _TODO)
@@ -70,7 +53,7 @@ def _check_message(message: Any, where: str, name: str) -> dict[str, Any]:
             message["content"] = content
     if not isinstance(message.get("role"), str):
         raise UserError(where, f"{name} has no role", _TODO)
-    check_calls(message, where, name)
+    _check_calls(message, where, name)
     content = message.get("content")
     if content is None and not any(message.get(field) for field in _SPOKEN):
         raise UserError(where, f"{name} has no content", _TODO)
@@ -88,18 +71,89 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
+def _check_calls(message: Message, where: str, name: str) -> None:
+    """Turn a message's tool calls into a list of objects without None, in place; an empty list is removed."""
+    if "function_call" in message:  # OpenAI's former name of tool_calls
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    calls = parsed(message.get("tool_calls"), where, f"{name}.tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)
+        return
+    if not isinstance(calls, Sequence) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
+    ):
+        todo = 'give [{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
+        raise UserError(where, f"{name}.tool_calls is no list of calls", todo)
+    message["tool_calls"] = [_call_without_none(call) for call in calls]
+
+
+def _call_without_none(call: Mapping[str, Any]) -> Message:
+    """The call without None values, which pyarrow fills in; None among the arguments stays."""
+    kept = {key: value for key, value in call.items() if value is not None}
+    if "function" in kept:
+        kept["function"] = {key: value for key, value in kept["function"].items() if value is not None}
+    return kept
+
+
+def check_tools(tools: Any, where: str) -> Any:
+    """Tool schemas as a list of objects; None without tools. Any part may be a string of JSON."""
+    tools = parsed(tools, where, "tools")
+    if not isinstance(tools, list):
+        return tools or None
+    tools = [parsed(tool, where, f"tools[{at}]") for at, tool in enumerate(tools)]
+    for at, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
+            parameters = parsed(function["parameters"], where, f"tools[{at}].parameters")
+            function = {**function, "parameters": parameters}
+            tools[at] = {**tool, "function": function} if "function" in tool else function
+    return tools or None
+
+
+class Chat:
+    """A conversation under its chat template.
+
+    Args:
+        messages: what `check_messages` returned.
+        where: names the row in errors.
+        variables: passed to the template, like ``enable_thinking``.
+        learn_from: index of the first message that may be supervised; the messages before it are a prompt.
+
+    Raises:
+        UserError: the tokenizer has no template, or its template leaves out a field of the messages.
+    """
+
+    def __init__(
+        self,
+        messages: list[Message],
+        tokenizer: Tokenizer,
+        *,
+        where: str,
+        tools: Any = None,
+        variables: Mapping[str, Any],
+        learn_from: int = 0,
+    ) -> None:
+        self.where, self.learn_from, self.bos_token = where, learn_from, tokenizer.bos_token
+        self.template = Template(tokenizer, tools=tools, variables=variables, where=where)
+        self.messages = self.template.fit(messages)
+
+    def text(self, turns: int | None = None, *, prompt: bool = False) -> str:
+        """The text of the first ``turns`` messages, by default of all; ``prompt`` appends the generation prompt."""
+        return self.template.render(self.messages[:turns], prompt=prompt)
+
+
 def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Everything that may end a turn: the special tokens, the longest first."""
+    """The texts that may end a turn: those of the special tokens, the longest first."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
     return tuple(sorted(special, key=lambda text: (-len(text), text)))
 
 
 def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
-    """A chat's text and the ascending spans of it that are supervised, each with its end-of-turn token.
+    """A chat's text, and its supervised spans in ascending order, each with its end-of-turn token.
 
     Raises:
-        UserError: the template refuses the messages, or cannot say which text is the assistant's.
+        UserError: the template rejects the messages, or the assistant's text cannot be told apart.
     """
     text, learn_from = chat.text(), chat.learn_from
     turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
@@ -109,14 +163,14 @@ def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) ->
             raise _empty_turn(chat, turn)
     if train_on == "all" and not learn_from:
         return text, [(0, len(text))]
-    if chat.marked_template is None:
+    if not chat.template.has_markers:
         spans = _prefix_spans(chat, text, endings, turns)
     else:
         closing = tuple(ending for ending in endings if ending != chat.bos_token)
         begin = len(chat.text(learn_from)) if learn_from else 0
         spans = [span for span in _marked_spans(chat, text, closing) if span[0] >= begin]
         spans = spans[-1:] if train_on == "last" else spans
-    if len(spans) == len(turns):  # markers may enclose a turn in several pieces, of which some are empty
+    if len(spans) == len(turns):  # markers may enclose a turn in several pieces, and some may be empty
         for turn, (start, end) in zip(turns, spans, strict=True):
             if text[start:end].strip() in ("", *endings):
                 raise _empty_turn(chat, turn)
@@ -124,10 +178,10 @@ def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) ->
 
 
 def _marked_spans(chat: Chat, text: str, endings: tuple[str, ...]) -> list[Span]:
-    """Between ``{% generation %}`` and ``{% endgeneration %}``, with the special token that ends a span or follows."""
-    # Other text, the assistant's, other text, …
-    pieces = _BORDERS.split(marked := chat.text(marked=True))
-    if "".join(pieces) != text or _BORDERS.findall(marked) != [_OPEN, _CLOSE] * (len(pieces) // 2):
+    """What ``{% generation %}`` markers enclose, with the special token that ends a span or follows it."""
+    # Pieces alternate: other text, the assistant's text, other text, …
+    pieces = _BORDERS.split(marked := chat.template.render(chat.messages, marked=True))
+    if "".join(pieces) != text or _BORDERS.findall(marked) != [OPEN, CLOSE] * (len(pieces) // 2):
         what = "the chat template's {% generation %} markers cannot be located in its text"
         todo = "let the markers enclose the assistant's text alone, without nesting or filters over them"
         raise UserError(chat.where, what, todo)
@@ -146,7 +200,7 @@ def _empty_turn(chat: Chat, turn: int) -> UserError:
 
 
 def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], turns: Sequence[int]) -> list[Span]:
-    """What each assistant turn adds to its generation prompt, verified to be a piece of the whole text."""
+    """What each assistant turn adds to its generation prompt, checked to be a piece of the whole text."""
     spans = []
     for turn in turns:
         if turn == 0:
@@ -171,8 +225,8 @@ def _prefix_spans(chat: Chat, whole: str, endings: tuple[str, ...], turns: Seque
 def _turn_end(chat: Chat, turn: int, *, whole: str, endings: tuple[str, ...]) -> str:
     """The text up to the end of ``messages[turn]``.
 
-    Templates like Phi-3's close a text, not a turn, with a token of its own, unless a generation prompt follows:
-    what comes after the assistant's last turn but not before a generation prompt is no turn's.
+    Templates like Phi-3's close the whole text with one more token, unless a generation prompt follows. This token
+    belongs to no turn and is left out.
     """
     is_last = turn + 1 == len(chat.messages)
     text = whole if is_last else chat.text(turn + 1)
@@ -187,10 +241,10 @@ def _turn_end(chat: Chat, turn: int, *, whole: str, endings: tuple[str, ...]) ->
 
 
 def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: tuple[str, ...]) -> None:
-    """A template that has no generation prompt must not make the turn's header part of the assistant's text.
+    """Refuse a template without a generation prompt whose turn's header would become the assistant's text.
 
-    Templates like Mistral's need no prompt (the user's turn ends in ``[/INST]``); those add no special token and
-    role before the content.
+    Templates like Mistral's need no prompt, since the user's turn ends in ``[/INST]``. They write no special token and
+    no role before the content.
     """
     content = chat.messages[turn].get("content")
     header = added[: max(added.find(content.strip()), 0)] if isinstance(content, str) else ""
@@ -203,89 +257,7 @@ def _refuse_header(chat: Chat, turn: int, *, added: str, prompt: str, endings: t
 
 
 def _trim(text: str, span: Span, endings: tuple[str, ...]) -> Span:
-    """The span without whitespace after its end-of-turn token: nobody generates that."""
+    """The span without the whitespace after its end-of-turn token: generation stops at the token."""
     start, end = span
     stripped = text[start:end].rstrip()
     return (start, start + len(stripped)) if stripped.endswith(endings) else span
-
-
-class Chat:
-    """A conversation under its chat template."""
-
-    def __init__(
-        self,
-        messages: list[dict[str, Any]],
-        tokenizer: Tokenizer,
-        *,
-        where: str,
-        tools: Any = None,
-        variables: Mapping[str, Any],
-        learn_from: int = 0,
-    ) -> None:
-        """
-        Args:
-            messages: what `check_messages` returned.
-            where: names the row in errors.
-            variables: of the template, like ``enable_thinking``.
-            learn_from: index of the first message that may be supervised: those before it are a prompt.
-
-        Raises:
-            UserError: the tokenizer has no template, or one that leaves out what the messages say.
-        """
-        self.where, self.learn_from = where, learn_from
-        self.bos_token = tokenizer.bos_token
-        try:
-            self._template = tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:
-            what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
-            todo = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
-            raise UserError("model.chat_template", what, todo) from None
-        self.marked_template = mark_answers(self._template)
-        self._variables = {**tokenizer.special_tokens_map, **variables}
-        self._tools = tools
-        self.messages = MessageFit(self._template, self._render, tools=tools, where=where).fit(messages)
-
-    def text(self, turns: int | None = None, *, prompt: bool = False, marked: bool = False) -> str:
-        """The text of the first ``turns`` messages, all by default.
-
-        Args:
-            prompt: with the generation prompt after them.
-            marked: with `_OPEN` and `_CLOSE` around what ``{% generation %}`` encloses.
-
-        Raises:
-            UserError: the template refuses the messages.
-        """
-        return self._render(self.messages[:turns], self._tools, prompt=prompt, marked=marked)
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False, marked: bool = False
-    ) -> str:
-        try:
-            texts, _ = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self.marked_template if marked else self._template,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
-        except TemplateSyntaxError as error:
-            what = f"is no Jinja template: line {error.lineno}: {error.message}"
-            raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            what = f"the chat template refuses the messages ({error})"
-            todo = "change the row to what the template accepts, or set model.chat_template"
-            raise UserError(self.where, what, todo) from None
-        return texts[0]
-
-
-@lru_cache(maxsize=16)
-def mark_answers(template: str) -> str | None:
-    """The template with `_OPEN` and `_CLOSE` around what its ``{% generation %}`` markers enclose; None without them.
-
-    The tag is a Jinja call block. As a call of a macro that puts a character of ours on either side, it renders the
-    same text with the borders to be seen.
-    """
-    if not _GENERATION.search(template):
-        return None
-    template = _END_GENERATION.sub(r"{%\1 endcall \2%}", template)
-    return _MACRO + _GENERATION.sub(r"{%\1 call fsdp2kit_span() \2%}", template)

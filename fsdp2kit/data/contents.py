@@ -1,4 +1,4 @@
-"""What a run reads beside its TOML (rows, code), as far as a later start needs it to say what has changed."""
+"""What identifies a run's inputs beside its TOML (rows, code), so that a later start can name what has changed."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.sources import find_source, is_url
+from fsdp2kit.data.sources import is_url, locate
 
 _NAMED, _RECORDED = 3, 1000  # files in a message, and in a manifest
 
 
 @dataclass(frozen=True)
 class Content:
-    """A set of rows, or a function's source files."""
+    """What identifies a set of rows, or a function's source files."""
 
     digest: str
-    """Changes with any of it."""
+    """It changes with any part of the content."""
     rows: int | None = None
-    """How many there are; None of code."""
+    """The number of rows; None for code."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """By name, what tells whether a file changed: its size or a digest; empty for what has no files here."""
+    """For each file its size or digest; empty without files on this machine."""
     otherwise: str = "with other tokens"
-    """How it differs where neither files nor rows tell."""
+    """What to say if the digest has changed but neither files nor rows have."""
 
 
 def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Content:
     """The content of a set of rows that was read.
 
     Args:
-        section: names the set, which `key` is the TOML key of.
+        section: its `path`, `split` and `limit` are read.
+        key: the set's TOML key.
         digest: of the rows as they are trained or evaluated on.
     """
-    if section.path is None or is_url(section.path) or not (files := find_source(section, key).files):
+    if section.path is None or is_url(section.path) or not (files := locate(section, key).files):
         return Content(digest, rows)
     folder = os.path.commonpath([Path(file).parent for file in files])
     try:
         sizes = {str(Path(file).relative_to(folder)): Path(file).stat().st_size for file in files}
-    except OSError:  # a file that went after it was read
+    except OSError:  # a file was deleted after it was read
         return Content(digest, rows)
     if len(sizes) > _RECORDED:
         return Content(digest, rows, {f"one of {len(sizes)} files": f"{sum(sizes.values())} bytes"})
@@ -48,16 +49,16 @@ def content_of(section: DataConfig, key: str, *, rows: int, digest: str) -> Cont
 
 
 def stream_content(section: DataConfig) -> Content:
-    """The content of a stream, which is known by where it comes from."""
+    """The content of a stream, which is identified by where its rows are."""
     where = f"{section.path} {section.split} {section.limit}"
     return Content(where, files={str(section.path): section.split})
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the contents of two starts, a text for each TOML key that both have.
+    """What differs between the contents of two starts: a text for each TOML key that both have.
 
     Args:
-        before, now: the fields of a `Content` by TOML key.
+        before, now: the fields of a `Content`, by TOML key.
     """
     found = []
     for key in (key for key in now if key in before and before[key] != now[key]):

@@ -1,29 +1,27 @@
-"""Documents: the token sequences that training sees, each at most ``seq_len`` long, with what was cut to get there."""
+"""Tokens → documents: token sequences of at most ``seq_len`` tokens, cut from the tokens of rows."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fsdp2kit.config.schema import DataConfig, Overlong
 from fsdp2kit.console import counted
-from fsdp2kit.data.chat import Tokenizer
-from fsdp2kit.data.formats import rows_together
-from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import Source, find_source
-from fsdp2kit.data.tokens import NO_ENDING, tokenise
-from fsdp2kit.distributed import agreement, one_per_machine_first
+from fsdp2kit.data.cache import DEFAULT, Cache
+from fsdp2kit.data.formats import answers_per_row
+from fsdp2kit.data.tables import TokenTable, read_tokens
+from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.tokens import NO_ENDING
+from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids int64 [L], supervised bool [L]
 SYNTHETIC_DOCUMENTS = 65536
-_ENDINGS_OF = 64  # documents
+_ENDINGS_OF = 64  # documents whose endings are collected
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class Report:
     documents: int
     tokens: int
     supervised_tokens: int
-    """Targets of the loss. A document's first token is none, whatever its mask says."""
+    """Targets of the loss. A document's first token is never a target, whatever its mask says."""
     truncated: int = 0
-    """Rows cut at seq_len."""
+    """Rows cut off at seq_len."""
     dropped: int = 0
     """Rows left out because they are longer than seq_len."""
     split: int = 0
@@ -44,7 +42,7 @@ class Report:
     unsupervised: int = 0
     """Documents left out because nothing in them is supervised."""
     without_end: int = 0
-    """Answers of pairs that stop at the cut, without an end-of-turn token."""
+    """Answers of pairs that are cut off, and so lack an end-of-turn token."""
 
     @property
     def overlong(self) -> int:
@@ -63,24 +61,24 @@ class Report:
 
 @dataclass(frozen=True)
 class Documents:
-    """A sequence of documents; ``documents[i]`` reads one from the memory-mapped tokens, or makes it."""
+    """A sequence of documents; ``documents[i]`` reads one from the memory-mapped tokens, or generates it."""
 
     lengths: np.ndarray
     """int64 [documents], in tokens."""
     fingerprint: str
-    """Digest of every token id and mask bit, wherever they were read from."""
+    """Digest of every token id and mask bit. It does not depend on where they were read."""
     report: Report
     largest_id: int
-    """The largest token id in the data, long rows included whole."""
+    """The largest token id of the rows, before they were cut."""
     read: Callable[[int], Document]
     row_digests: np.ndarray | None = None
-    """V16 [documents]: digest of the row that each is of, to find the same row twice; None for synthetic tokens."""
+    """V16 [documents]: digest of each document's row, to find copies; None for synthetic tokens."""
     row_lengths: np.ndarray | None = None
-    """int64 [rows]: tokens of each row before it was cut; None for synthetic tokens."""
+    """int64 [rows, or answers of preferences]: tokens before the cut; None for synthetic tokens."""
     together: int = 1
-    """This many neighbours share a row of the batch: 2 for the two answers of a preference."""
+    """This many neighbours share a pack: 2 for the two answers of a preference."""
     endings: frozenset[int] = frozenset()
-    """Special tokens that the rows of the first documents end in."""
+    """Special tokens at the end of the first documents' rows."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -90,36 +88,6 @@ class Documents:
         return self.read(index)
 
 
-class Tokens(NamedTuple):
-    """The tokens of some rows, and what errors call these."""
-
-    table: pa.Table
-    """The columns of `tokenise`."""
-    where: str
-    name: Callable[[int], str]
-    """From the number of a row of the table."""
-
-
-def read_tokens(section: DataConfig, *, tokenizer: Tokenizer | None, key: str = "data.path") -> Tokens:
-    """Read and tokenise the data, or map what the cache has of it; for the arguments and errors see `build_documents`.
-
-    Every rank calls this, and one on each machine fills the cache.
-    """
-    words = require_tokenizer(tokenizer)
-
-    def read() -> tuple[Source, pa.Table]:
-        source = find_source(section, key)
-        return source, tokenise(source, section, words)
-
-    source, table = one_per_machine_first(read)
-
-    def name(number: int) -> str:
-        row = number // rows_together(section)
-        return next(itertools.islice(RowReader(source, download=True), row, None)).where
-
-    return Tokens(table, source.where, name)
-
-
 def build_documents(
     section: DataConfig,
     *,
@@ -127,19 +95,20 @@ def build_documents(
     seed: int = 0,
     vocab_size: int | None = None,
     key: str = "data.path",
-    tokens: Tokens | None = None,
-    rows: np.ndarray | None = None,
+    cache: Cache = DEFAULT,
+    tokens: TokenTable | None = None,
+    lines: np.ndarray | None = None,
 ) -> Documents:
-    """Read, tokenise and cut the data; every rank calls this, and one on each machine fills the cache.
+    """Read, tokenise and cut a set of rows. Collective; one rank on each machine fills the cache.
 
     Args:
-        section: with the data's own path, split, format and columns; `sources` are not read.
-        tokenizer: needed by all formats but "synthetic".
-        seed: of the synthetic tokens; other formats do not depend on it.
+        section: with the set's own path, split, format and columns; `sources` are not read.
+        tokenizer: required by all formats but "synthetic".
+        seed: of synthetic tokens.
         vocab_size: rows of the model's embedding. Default: the tokenizer's size.
-        key: the TOML key that names the data, for errors.
-        tokens: what `read_tokens` returned, where that was called already.
-        rows: int64, which rows of them; None: all.
+        key: the TOML key that names the set, for errors.
+        tokens: the result of `read_tokens`, if it was called already.
+        lines: int64, the lines of the table to cut; None: all.
 
     Raises:
         UserError: the data is missing or malformed, too long under ``overlong = "error"``, has nothing to learn, or
@@ -148,28 +117,17 @@ def build_documents(
     vocab_size = (len(tokenizer) if tokenizer is not None else 0) if vocab_size is None else vocab_size
     if section.format == "synthetic":
         return _synthetic(seq_len=section.seq_len, vocab_size=vocab_size, seed=seed)
-    table, where, name = tokens or read_tokens(section, tokenizer=tokenizer, key=key)
+    table, where, name = tokens or read_tokens(section, tokenizer=tokenizer, key=key, cache=cache)
     with agreement():
-        documents = cut_rows(table, section, name=name, rows=rows)
+        documents = cut_rows(table, section, name=name, lines=lines)
         if not documents.report.documents:
             raise _nothing_to_learn(documents.report, where, section.seq_len)
         check_vocabulary(documents.largest_id, vocab_size)
         return documents
 
 
-def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer, or a `UserError` if there is none."""
-    if tokenizer is None:
-        raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
-    return tokenizer
-
-
 def check_vocabulary(largest: int, vocab_size: int) -> None:
-    """Check that the model's embedding has a row for every token.
-
-    Raises:
-        UserError: naming the largest token id.
-    """
+    """Check that the model's embedding has a row for every token id up to ``largest``."""
     if largest >= vocab_size:
         what = f"the data holds token id {largest}, but the model's vocabulary has {vocab_size}"
         todo = "use the model's own tokenizer, or a model.config.vocab_size that covers it"
@@ -177,45 +135,43 @@ def check_vocabulary(largest: int, vocab_size: int) -> None:
 
 
 def cut_rows(
-    tokens: pa.Table, section: DataConfig, *, name: Callable[[int], str], rows: np.ndarray | None = None
+    tokens: pa.Table, section: DataConfig, *, name: Callable[[int], str], lines: np.ndarray | None = None
 ) -> Documents:
-    """The documents that rows become under the policy for rows longer than ``seq_len``: those with something to learn.
+    """Cut rows longer than ``seq_len`` by the policy ``overlong``, and keep the documents with something to learn.
 
-    A document that "truncate" cuts within the assistant's text has the end-of-turn token that the row itself ends with
-    in its last position, and learns it: a model that never sees its turns end would not stop. Cut elsewhere it simply
-    ends. So do the two answers of a preference, whose probabilities are compared: no one ended an answer at the cut.
-    Both answers of a pair are kept, or neither.
+    "truncate" may cut the assistant's text. The document's last token is then the end-of-turn token of the row, and is
+    learnt: a model that never sees turns end would not stop. The two answers of a preference get no such token, since
+    their probabilities are compared. Both answers of a pair are kept, or neither.
 
     Args:
-        tokens: with the columns of `tokenise`: all rows, or a block of a stream.
-        name: what an error calls a row.
-        rows: int64, which of them; None: all.
+        tokens: a table of tokens: of all rows, or of a block of a stream.
+        name: names the row of a line in errors.
+        lines: int64, the lines to cut; None: all.
 
     Raises:
         UserError: a row is too long under ``overlong = "error"``.
     """
-    seq_len, overlong, together = section.seq_len, section.overlong, rows_together(section)
-    row_lengths = tokens["length"].to_numpy()
-    chosen = np.arange(len(row_lengths)) if rows is None else rows
-    row_lengths = row_lengths[chosen]
-    room, is_long = _room(row_lengths, seq_len=seq_len, together=together)
-    long = int(is_long.sum()) // together
+    overlong, together = section.overlong, answers_per_row(section)
+    chosen = np.arange(len(tokens)) if lines is None else lines
+    lengths = tokens["length"].to_numpy()[chosen]
+    room, is_long = _room(lengths, seq_len=section.seq_len, together=together)
+    rows, long = len(lengths) // together, int(is_long.sum()) // together
     if overlong == "error" and long:
         first = int(np.flatnonzero(is_long)[0])
-        count = row_lengths[first : first + together].sum()
-        raise _too_long(name(int(chosen[first])), count, seq_len, f"{long} such rows of {len(is_long) // together}")
-    numbers, starts, stops = _slices(row_lengths, room, is_long, overlong=overlong)
-    rows = chosen[numbers]
-    targets, is_open = _targets(tokens, rows, starts, stops)
-    row_endings, endings = tokens["ending"].to_numpy()[rows], np.full(len(rows), NO_ENDING, dtype=np.int64)
-    if overlong == "truncate" and together == 1:
-        endings[is_open] = row_endings[is_open]
+        what = f"{lengths[first : first + together].sum()} tokens, more than data.seq_len = {section.seq_len}"
+        todo = 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"'
+        raise UserError(name(int(chosen[first])), f"{what} ({long} such rows of {rows})", todo)
+    numbers, starts, stops = _slices(lengths, room, is_long, overlong=overlong)
+    lines = chosen[numbers]
+    targets, is_open = _targets(tokens, lines, starts, stops)
+    row_endings = tokens["ending"].to_numpy()[lines]
+    endings = np.where(is_open & (overlong == "truncate" and together == 1), row_endings, NO_ENDING)
     kept = np.flatnonzero(np.repeat((targets > 0).reshape(-1, together).all(1), together))
-    rows, starts, stops, endings = rows[kept], starts[kept], stops[kept], endings[kept]
-    digests = np.frombuffer(b"".join(tokens["digest"].to_pylist()), dtype="V16")[rows]
+    lines, starts, stops, endings = lines[kept], starts[kept], stops[kept], endings[kept]
+    digests = np.frombuffer(b"".join(tokens["digest"].to_pylist()), dtype="V16")[lines]
     cuts = np.stack([starts, stops, endings]).astype("<i8").tobytes()
     report = Report(
-        rows=len(row_lengths) // together,
+        rows=rows,
         documents=len(kept),
         tokens=int((stops - starts).sum()),
         supervised_tokens=int(targets[kept].sum()),
@@ -225,52 +181,59 @@ def cut_rows(
         unsupervised=len(targets) - len(kept),
         without_end=int(is_open[kept].sum()) if together > 1 else 0,
     )
+    return Documents(
+        lengths=stops - starts,
+        fingerprint=hashlib.blake2b(cuts + digests.tobytes(), digest_size=16).hexdigest(),
+        report=report,
+        largest_id=int(tokens["largest_id"].to_numpy().max(initial=-1)),
+        read=_reader(tokens, lines, starts, stops, endings),
+        row_digests=digests,
+        row_lengths=lengths,
+        together=together,
+        endings=frozenset(row_endings[kept][:_ENDINGS_OF].tolist()) - {NO_ENDING},
+    )
+
+
+def _reader(
+    tokens: pa.Table, lines: np.ndarray, starts: np.ndarray, stops: np.ndarray, endings: np.ndarray
+) -> Callable[[int], Document]:
+    """A function that reads a document by its number, with its ending, if it has one, in the last place."""
 
     def read(index: int) -> Document:
-        where = rows[index], starts[index], stops[index]
+        where = lines[index], starts[index], stops[index]
         ids, supervised = _slice(tokens["ids"], *where).astype(np.int64), _slice(tokens["supervised"], *where)
         if endings[index] != NO_ENDING:
             supervised = supervised.copy()
             ids[-1], supervised[-1] = endings[index], True
         return ids, supervised
 
-    return Documents(
-        lengths=stops - starts,
-        fingerprint=hashlib.blake2b(cuts + digests.tobytes(), digest_size=16).hexdigest(),
-        report=report,
-        largest_id=int(tokens["largest_id"].to_numpy().max(initial=-1)),
-        read=read,
-        row_digests=digests,
-        row_lengths=row_lengths,
-        together=together,
-        endings=frozenset(row_endings[kept][:_ENDINGS_OF].tolist()) - {NO_ENDING},
-    )
+    return read
 
 
 def _targets(
-    tokens: pa.Table, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    tokens: pa.Table, lines: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Targets in each slice of a row, int64 [documents], and whether it breaks off in supervised text, bool."""
-    lengths, targets = tokens["length"].to_numpy()[rows], tokens["targets"].to_numpy()[rows]
+    """Targets in each slice, int64 [documents], and whether the slice ends within supervised text, bool."""
+    lengths, targets = tokens["length"].to_numpy()[lines], tokens["targets"].to_numpy()[lines]
     is_cut, is_open, is_all_supervised = stops - starts < lengths, stops < lengths, targets == lengths - 1
     targets = np.where(is_cut, stops - starts - 1, targets)
-    # Masks are read only where a row was cut and is partly supervised.
+    # Read masks only of lines that are cut and supervised in part.
     for index in np.flatnonzero(is_cut & ~is_all_supervised):
-        mask = _slice(tokens["supervised"], rows[index], starts[index], stops[index])
+        mask = _slice(tokens["supervised"], lines[index], starts[index], stops[index])
         targets[index] = mask[1:].sum()
         is_open[index] &= mask[-1]
     return targets, is_open
 
 
-def _slice(lists: pa.ChunkedArray, row: int, start: int, stop: int) -> np.ndarray:
-    """Some of the values of one row of a column of lists."""
-    return lists[int(row)].values[int(start) : int(stop)].to_numpy(zero_copy_only=False)
+def _slice(lists: pa.ChunkedArray, line: int, start: int, stop: int) -> np.ndarray:
+    """Part of one line of a column of lists."""
+    return lists[int(line)].values[int(start) : int(stop)].to_numpy(zero_copy_only=False)
 
 
 def _room(lengths: np.ndarray, *, seq_len: int, together: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens each row may have, int64 [rows], and whether it, or its pair, has more than that, bool [rows].
+    """The tokens that each line may have, int64 [lines], and whether it, or its pair, has more, bool [lines].
 
-    Of a pair that is too long, the shorter row keeps up to half of ``seq_len``, and the longer one has the rest.
+    In a pair that is too long, the shorter answer keeps up to half of ``seq_len``, and the longer one gets the rest.
     """
     if together == 1:
         return np.full(len(lengths), seq_len), lengths > seq_len
@@ -282,21 +245,16 @@ def _room(lengths: np.ndarray, *, seq_len: int, together: int) -> tuple[np.ndarr
 def _slices(
     lengths: np.ndarray, room: np.ndarray, is_long: np.ndarray, *, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(rows, starts, stops)``, each int64 [documents]: the slice of a row that each document is."""
-    rows = np.arange(len(lengths))
+    """``(lines, starts, stops)``, each int64 [documents]: the slice of a line that becomes each document."""
+    lines = np.arange(len(lengths))
     if overlong == "drop":
-        rows = rows[~is_long]
-    starts = np.zeros_like(rows)
+        lines = lines[~is_long]
+    starts = np.zeros_like(lines)
     if overlong == "split":
         pieces = np.maximum(1, -(-lengths // room))
-        rows = np.repeat(rows, pieces)
-        starts = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * room[rows]
-    return rows, starts, np.minimum(lengths[rows], starts + room[rows])
-
-
-def _too_long(where: str, count: int, seq_len: int, how_many: str) -> UserError:
-    what = f"{count} tokens, more than data.seq_len = {seq_len} ({how_many})"
-    return UserError(where, what, 'raise data.seq_len, or set data.overlong to "truncate", "split" or "drop"')
+        lines = np.repeat(lines, pieces)
+        starts = (np.arange(len(lines)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * room[lines]
+    return lines, starts, np.minimum(lengths[lines], starts + room[lines])
 
 
 def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
@@ -314,9 +272,9 @@ def _nothing_to_learn(report: Report, where: str, seq_len: int) -> UserError:
 
 
 def _synthetic(*, seq_len: int, vocab_size: int, seed: int) -> Documents:
-    """Uniformly random tokens in documents of seq_len / 8 to seq_len tokens, made when they are read.
+    """Uniformly random tokens in documents of seq_len / 8 to seq_len tokens, generated when they are read.
 
-    Raw bits of PCG64 are used, which numpy promises never to change; its distributions it does not.
+    They are made of PCG64's raw bits, which numpy promises never to change, unlike its distributions.
     """
     if vocab_size < 1:
         raise UserError("data.format", '"synthetic" needs a vocabulary size', "set model.tokenizer or model.path")

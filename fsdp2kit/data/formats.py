@@ -1,136 +1,50 @@
-"""What a row is: from the columns of each format to token ids and masks.
-
-Every row becomes one text with character spans, and is tokenised once, as a whole; the tokenizer's offsets then carry
-the spans over to tokens. transformers' own ``assistant_masks`` is not used: where a span begins or ends in a space
-that the tokenizer's offsets leave out, it loses turns or runs on to the end of the text, without a word.
-"""
+"""Formats of rows: which columns each one reads, and the texts, conversations or token ids that they make of a row."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import hashlib
-import itertools
 import json
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fsdp2kit.config.data_schema import COLUMNS, DataConfig
-from fsdp2kit.data.chat import Chat, Span, Tokenizer, check_messages, supervised_spans, turn_endings
-from fsdp2kit.data.columns import ALSO, Columns, Messages, messages_in
+from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.rows import Row, without_none
+from fsdp2kit.data.template import Tokenizer, parsed
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
 
+Messages = list[dict[str, Any]]
+
+# Other names of a column in published data.
+_ALSO = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "history"),
+    "completion": ("response", "answer", "output"),
+    "chosen": ("better", "winner", "accepted", "preferred"),
+    "rejected": ("worse", "loser", "dispreferred"),
+}
+_CONVERSATIONS = ("messages", "conversations")  # read in this order unless `[data.columns]` names one
 _SIDES = ("chosen", "rejected")
-WRAPPED = ("prompt_completion", "preference")  # formats whose plain texts `data.wrap` is about
-
-Encoded = tuple[list[int], list[bool]]  # token ids, and whether each is supervised
+WRAPPED = ("prompt_completion", "preference")  # formats with plain texts that `data.wrap` puts into the template
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What a model is asked, whose response is sampled."""
+class Plain(NamedTuple):
+    """A prompt and its answer as one plain text, outside any chat template."""
 
-    row: Mapping[str, Any]
-    """All columns."""
-    messages: list[dict[str, Any]] | str
-    """A conversation, or a text for a tokenizer without a chat template."""
-    ids: list[int]
+    text: str
+    start: int
+    """The first supervised character."""
 
 
-def rows_together(section: DataConfig) -> int:
-    """Rows of tokens that belong together: the two answers of a preference."""
+def answers_per_row(section: DataConfig) -> int:
+    """Answers that a row has, each tokenised with its prompt: 2 for preferences, the better one first; otherwise 1."""
     return 2 if section.format == "preference" else 1
 
 
-def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
-    """64 bits that a row's content decides, alike for copies of it: those columns that its format reads."""
-    content = {name: row[called] for name in COLUMNS[section.format] if (called := section.column(name)) in row}
-    return content_key(without_none(content))
-
-
-def content_key(content: Any) -> int:
-    """64 bits that a value, as JSON, decides."""
-    text = json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def key_border(share: float) -> int:
-    """The `row_key` that this share of all rows is below."""
-    return int(share * 2**64)
-
-
-def hold_out_border(keys: np.ndarray, held_out: float) -> int:
-    """The `row_key` below which rows are held out: a share of them, or (an int) so many, with their copies.
-
-    Args:
-        keys: of all rows, uint64.
-    """
-    everything = np.unique(keys)
-    if isinstance(held_out, int):
-        return int(everything[min(held_out, len(everything)) - 1]) + 1
-    return max(key_border(held_out), int(everything[0]) + 1)
-
-
-def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool:
-    """Whether a row's prompt is a plain text, without special tokens, although the tokenizer has a chat template.
-
-    Args:
-        section: its format is one of `WRAPPED`.
-    """
-    columns = row.parse()
-    answer = messages_in(columns.get(section.column("chosen" if section.format == "preference" else "completion")))
-    prompt = messages_in(columns.get(section.column("prompt"))) or answer  # which may begin with it
-    if section.wrap == "chat" or not tokenizer.chat_template:
-        return False
-    if not (isinstance(prompt, str) and isinstance(answer, str)):
-        return False
-    return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
-
-
-def encode_rows(
-    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer, *, follows: bool = False
-) -> list[Encoded]:
-    """Token ids and masks of rows, in their order: one of each, or of preferences two, the better answer first.
-
-    Supervised are the assistant's tokens and its end-of-turn tokens, not the whitespace after them; a token of which
-    any character is the assistant's counts as the assistant's. The template alone decides on BOS.
-
-    Args:
-        section: its `format`, `columns`, `train_on` and `wrap` say what rows are.
-        follows: whether rows before these were encoded; then advice to read other columns would break them.
-
-    Raises:
-        UserError: a row is malformed, lacks a column of its format or holds another type; the template cannot say
-            which tokens are the assistant's.
-    """
-    named = [Columns(row, section, tokenizer, block=rows, follows=follows) for row in rows]
-    if section.format == "tokens":
-        return [_tokens(row) for row in named]
-    if section.format != "text":
-        return _encode([text for row in named for text in _texts_of(row)], section, tokenizer)
-    texts = [_text(row) for row in named]
-    # Special tokens as the tokenizer adds them. All are supervised.
-    encoding = tokenizer(texts, truncation=False, verbose=False) if texts else {"input_ids": []}
-    return [_ended(ids, [True] * len(ids), tokenizer) for ids in encoding["input_ids"]]
-
-
-def chats_of(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Chat]:
-    """The conversations that `encode_rows` renders: one of each row, or of preferences two; plain texts are left out.
-
-    Raises:
-        UserError: as `encode_rows`.
-    """
-    if section.format in ("text", "tokens"):
-        return []
-    named = [Columns(row, section, tokenizer, block=rows) for row in rows]
-    return [text for row in named for text in _texts_of(row) if isinstance(text, Chat)]
-
-
-def _texts_of(row: Columns) -> Sequence[Chat | _Plain]:
-    """What a row with prompts and answers is: a text, or of a preference two."""
+def texts_of(row: Columns) -> Sequence[Chat | Plain]:
+    """The conversation or plain text of each of a row's answers. Not for the formats "text" and "tokens"."""
     kind = row.section.format
     if kind == "preference":
         return _answers(row)
@@ -147,29 +61,35 @@ def _texts_of(row: Columns) -> Sequence[Chat | _Plain]:
     return [row.chat(messages)]
 
 
-def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Rows with ``messages``, whose last answer is left out, or with a ``prompt``, as they are put to the model.
+def looks_unwrapped(row: Row, section: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Whether a row's prompt is a plain text without special tokens, although the tokenizer has a chat template.
 
-    Raises:
-        UserError: a row is malformed, has neither or both, or the template refuses it.
+    Args:
+        section: its format is one of `WRAPPED`.
     """
-    found = []
-    for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
-        asked = _asked(row)
-        if isinstance(asked, str):
-            ids = tokenizer(asked, verbose=False)["input_ids"]
-        else:
-            chat = row.chat(asked)
-            asked = chat.messages
-            ids = tokenizer(chat.text(prompt=True), add_special_tokens=False, verbose=False)["input_ids"]
-        if not ids:
-            raise UserError(row.where, "the prompt is empty", "drop the row")
-        found.append(Prompt(row.all, asked, ids))
-    return found
+    columns = row.parse()
+    answer = messages_in(columns.get(section.column("chosen" if section.format == "preference" else "completion")))
+    prompt = messages_in(columns.get(section.column("prompt"))) or answer  # which may begin with it
+    if section.wrap == "chat" or not tokenizer.chat_template:
+        return False
+    if not (isinstance(prompt, str) and isinstance(answer, str)):
+        return False
+    return not any(token.special and token.content in prompt for token in tokenizer.added_tokens_decoder.values())
 
 
-def _asked(row: Columns) -> Messages | str:
-    """What a row of prompts asks: the column that is named or there; a text where the tokenizer has no template."""
+def chats_of(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Chat]:
+    """The conversations of the rows' answers; plain texts are left out."""
+    if section.format in ("text", "tokens"):
+        return []
+    named = [Columns(row, section, tokenizer, block=rows) for row in rows]
+    return [text for row in named for text in texts_of(row) if isinstance(text, Chat)]
+
+
+def asked_in(row: Columns) -> Messages | str:
+    """The prompt of a row of the format "prompts": a text if the tokenizer has no template, otherwise messages.
+
+    It is in the column that ``[data.columns]`` names, or in a default column. An answer at the end is cut off.
+    """
     prompt = None if row.is_named("messages") else messages_in(row.given("prompt"))
     messages = None if row.is_named("prompt") else row.messages()
     given = [] if prompt is None else [check_messages(_wrapped(prompt, "user"), row.where, name="prompt")]
@@ -184,7 +104,7 @@ def _asked(row: Columns) -> Messages | str:
 
 
 def _alpaca(row: Columns) -> Chat:
-    """The conversation that an Alpaca row stands for, with the ``system`` and ``history`` that some data adds."""
+    """The conversation of an Alpaca row, with the ``system`` and ``history`` that some data has."""
     asked, answer = row["instruction"], row["output"]
     if about := row.get("input"):
         asked = f"{asked}\n\n{about}"
@@ -196,16 +116,8 @@ def _alpaca(row: Columns) -> Chat:
     return row.chat(check_messages(messages, row.where))
 
 
-class _Plain(NamedTuple):
-    """A prompt and its answer, as one text."""
-
-    text: str
-    start: int
-    """Of what is supervised."""
-
-
-def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | _Plain:
-    """A prompt with its answer, as texts or as messages; only the answer is supervised, unless all is."""
+def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | Plain:
+    """A prompt with its answer, as texts or as messages. The prompt is supervised only under ``train_on = "all"``."""
     if row.section.wrap == "chat":
         prompt, answer = _wrapped(prompt, "user"), _wrapped(answer, "assistant")
     learns_all = row.section.train_on == "all"
@@ -216,7 +128,7 @@ def _pair(row: Columns, prompt: Any, answer: Any) -> Chat | _Plain:
         if not answer.strip():
             what = "the completion is empty, so the model would learn to end the text at once"
             raise UserError(row.where, what, "drop the row")
-        return _Plain(prompt + answer, 0 if learns_all else len(prompt))
+        return Plain(prompt + answer, 0 if learns_all else len(prompt))
     before = check_messages(prompt, row.where, name="prompt")
     messages = [*before, *check_messages(answer, row.where, name="completion")]
     return row.chat(messages, learn_from=0 if learns_all else len(before))
@@ -226,8 +138,8 @@ def _wrapped(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _answers(row: Columns) -> list[Chat | _Plain]:
-    """``chosen`` and ``rejected``, each with the ``prompt``: that of the row, or what both begin with."""
+def _answers(row: Columns) -> list[Chat | Plain]:
+    """``chosen`` and ``rejected``, each with the row's ``prompt``, or else with what both begin with."""
     answers: list[Any] = [messages_in(row[name]) for name in _SIDES]
     prompt, where = messages_in(row.given("prompt")), row.where
     are_texts = isinstance(answers[0], str)
@@ -235,7 +147,7 @@ def _answers(row: Columns) -> list[Chat | _Plain]:
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
     if are_texts:
         if prompt is None:
-            if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
+            if set(_ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
                 raise row.missing("prompt")
             prompt = _shared_text(*answers) or None
         if isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
@@ -250,9 +162,9 @@ def _answers(row: Columns) -> list[Chat | _Plain]:
 
 
 def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[Messages | None, int]:
-    """The messages before two answers, and how many of them the answers repeat; None: there are none.
+    """The messages before two answers (None without any), and how many of these messages the answers repeat.
 
-    The answers may begin with more of the conversation than the prompt has, or with its last messages.
+    The answers may repeat a longer conversation than the prompt, or only its last messages.
     """
     # Each answer keeps one message at least.
     shared = answers[0][: _common(answers[0][:-1], answers[1][:-1])]
@@ -273,26 +185,27 @@ def _said_before(prompt: Any, answers: Sequence[Messages], where: str) -> tuple[
 
 
 def _shared_text(one: str, other: str) -> str:
-    """What two texts begin with, up to the end of a word; the space after it is the answers'."""
+    """What two texts begin with, up to the end of a word. The space after the word belongs to the answers."""
     shared = one[: _common(one, other)]
     end = max((at for at, letter in enumerate(shared) if letter.isspace()), default=0)
     return shared[: end if shared[end : end + 1] == " " else end + 1] if end else ""
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many letters or messages two answers begin with alike."""
+    """How many letters or messages are the same at the beginning of two answers."""
     return next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
     )
 
 
-def _tokens(row: Columns) -> Encoded:
-    """Rows of token ids, with the labels of transformers' collators: each token itself, or −100; not shifted."""
+def labelled_ids(row: Columns) -> tuple[list[int], list[bool]]:
+    """A row's ``input_ids``, and whether each is supervised: its label is the token itself, not −100.
+
+    Labels are those of transformers' collators: not shifted.
+    """
     where, ids = row.where, _integers(row["input_ids"], "input_ids", row.where)
     if wrong := next((token for token in ids if not 0 <= token < 2**31), None):
         raise UserError(where, f"input_ids holds {wrong}", "token ids are not negative, and fit into 32 bits")
-    from fsdp2kit.model.loss_head import IGNORE  # here, so that other formats' worker processes need no torch
-
     labels = row.get("labels")
     if 0 in (row.all.get("attention_mask") or []):
         raise UserError(where, "attention_mask holds zeros: the row is padded", "give rows without padding")
@@ -316,76 +229,138 @@ def _integers(value: Any, name: str, where: str) -> list[int]:
     return list(value)
 
 
-def _text(row: Columns) -> str:
+def text_in(row: Columns) -> str:
     text = row["text"]
     if not isinstance(text, str):
         raise UserError(row.where, f"text is of type {type(text).__name__}", "give rows with a string `text`")
     return text
 
 
-def _encode(rows: Sequence[Chat | _Plain], section: DataConfig, tokenizer: Tokenizer) -> list[Encoded]:
-    """Tokenise texts, supervising the tokens that overlap their spans; plain texts get an end-of-text token, too.
+def row_key(row: Mapping[str, Any], section: DataConfig) -> int:
+    """A 64-bit digest of the columns that the row's format reads, so that copies of a row have the same key."""
+    content = {name: row[called] for name in COLUMNS[section.format] if (called := section.column(name)) in row}
+    return content_key(without_none(content))
 
-    Raises:
-        UserError: the tokenizer is not a fast one, and so cannot say which characters a token stands for.
+
+def content_key(content: Any) -> int:
+    """A 64-bit digest of a value's JSON."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Columns:
+    """A row's columns by our names for them, and the errors about a column that is missing.
+
+    Args:
+        block: the rows that are read together, with this one.
+        follows: whether rows before the block have the columns of ``section``.
     """
-    if not tokenizer.is_fast:
-        raise UserError(
-            "model.tokenizer",
-            f"{type(tokenizer).__name__} gives no character offsets, which data with prompts needs",
-            "use a fast tokenizer (one with a tokenizer.json)",
-        )
-    encoded, endings = [], turn_endings(tokenizer)
-    for kind, alike in itertools.groupby(rows, key=type):
-        texts, spans = [], []
-        for row in alike:
-            if isinstance(row, Chat):
-                text, of_text = supervised_spans(row, endings, section.train_on)
-            else:
-                text, of_text = row.text, [(row.start, len(row.text))]
-            texts.append(text)
-            spans.append(of_text)
-        encoding = tokenizer(
-            texts,
-            add_special_tokens=kind is _Plain,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            verbose=False,
-        )
-        assert encoding.encodings is not None, "a fast tokenizer has them"
-        # Offsets of one row at a time: those of a batch are a tuple a token, which keep the garbage collector busy.
-        for ids, of_row, of_text in zip(encoding["input_ids"], encoding.encodings, spans, strict=True):
-            mask = _mask(of_row.offsets, of_text)
-            encoded.append(_ended(ids, mask, tokenizer) if kind is _Plain else (ids, mask))
-    return encoded
+
+    def __init__(
+        self, row: Row, section: DataConfig, tokenizer: Tokenizer, *, block: Sequence[Row] = (), follows: bool = False
+    ) -> None:
+        self.all, self.where, self.section, self.tokenizer = row.parse(), row.where, section, tokenizer
+        self._block, self._follows = block, follows
+
+    def get(self, name: str) -> Any:
+        """A column's value; None if the row has none."""
+        return self.all.get(self.section.column(name))
+
+    def is_named(self, name: str) -> bool:
+        """Whether ``[data.columns]`` says what the column is called."""
+        return getattr(self.section.columns, name) is not None
+
+    def given(self, name: str) -> Any:
+        """An optional column's value; the column is required if ``[data.columns]`` names it."""
+        return self[name] if self.is_named(name) else self.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise self.missing(name)
+        return value
+
+    def messages(self) -> Messages | None:
+        """The row's conversation, in the column that is named or in a default one; None if it has neither default.
+
+        The row may have both defaults if they are the same.
+        """
+        names = self.conversations()
+        if self.is_named("messages") and not names:
+            raise self.missing("messages")
+        found = [check_messages(self.from_json(name), self.where, name=name) for name in names]
+        if len(found) > 1 and found[0] != found[1]:
+            raise self.ambiguous(*(("messages", name) for name in names))
+        return found[0] if found else None
+
+    def conversations(self) -> list[str]:
+        """The data's names of the columns that `messages` reads, without those that this row lacks."""
+        names = (self.section.column("messages"),) if self.is_named("messages") else _CONVERSATIONS
+        return [name for name in names if self.all.get(name) is not None]
+
+    def from_json(self, name: str) -> Any:
+        """A column by the data's name for it. A text that begins like a list or an object is read as JSON."""
+        value = self.all.get(name)
+        is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+        return parsed(value, self.where, name) if is_json else value
+
+    def ambiguous(self, *choices: tuple[str, str]) -> UserError:
+        """The error of a row with two columns that may be meant and differ; each is given by our name and its own."""
+        names = " and ".join(repr(name) for _, name in choices)
+        todo = " or ".join(f'data.columns.{column} = "{name}"' for column, name in choices)
+        return UserError(self.where, f"the row has {names}, which differ", f"say which is meant: {todo}")
+
+    def missing(self, column: str) -> UserError:
+        """The error of a row without a required column; its advice fits all rows of the block."""
+        name, names = self.section.column(column), [other for other, value in self.all.items() if value is not None]
+        has, rows = f"the row has no {name!r} (it has: {', '.join(names) or 'nothing'})", self.rows_with(column)
+        others_have = self._follows or bool(rows)
+        if others_have:  # a misspelt name is not a column of theirs
+            near = _nearest(column, name, [one for one in names if not any(one in row for row in rows)])
+            what = f"{has}, and other rows have one"
+            todo = f"rename {near!r}, or drop the row" if near else "add it, or drop the row"
+        else:
+            everywhere = [one for one in names if all(row.parse().get(one) is not None for row in self._block)]
+            near = _nearest(column, name, everywhere)
+            todo = f'set data.columns.{column} = "{near or "…"}"'
+            guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            # Recipes that learn from pairs of answers, or from prompts, take no other format.
+            is_fixed = self.section.format in ("preference", "prompts")
+            rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
+            what, todo = has, f"{guess}, or {rest}"
+        if name in self.all and (others_have or near is None):
+            return UserError(self.where, f"{name!r} is null", "fill it in, or drop the row")
+        return UserError(self.where, what, todo)
+
+    def rows_with(self, column: str) -> list[dict[str, Any]]:
+        """The columns of those rows of the block that have a column which this row lacks."""
+        names = {self.section.column(column)}
+        if column == "messages" and not self.is_named(column):
+            names |= set(_CONVERSATIONS)
+        rows = [row.parse() for row in self._block]
+        return [row for row in rows if any(row.get(name) is not None for name in names)]
+
+    def chat(self, messages: Messages, *, learn_from: int = 0) -> Chat:
+        """The messages under the chat template, with the row's ``tools`` and ``chat_template_kwargs``."""
+        variables = self.from_json("chat_template_kwargs") or {}
+        if not isinstance(variables, Mapping):
+            raise UserError(self.where, "chat_template_kwargs is no object", 'write {"enable_thinking": false}')
+        tools, where = check_tools(self.get("tools"), self.where), self.where
+        return Chat(messages, self.tokenizer, where=where, tools=tools, variables=variables, learn_from=learn_from)
 
 
-def _ended(ids: list[int], mask: list[bool], tokenizer: Any) -> Encoded:
-    """The row with the end-of-text token, supervised, whether or not the tokenizer adds one."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids, mask
-    if ids and ids[-1] == end:
-        return ids, [*mask[:-1], True]
-    return [*ids, end], [*mask, True]
+def messages_in(value: Any) -> Any:
+    """A text read as JSON if that gives a list of messages; any other value unchanged: a text may be other JSON."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
+        found = json.loads(value)
+        if found and all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in found):
+            return found
+    return value
 
 
-def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token, given by its characters, overlaps one of the ascending spans.
-
-    Some tokenizers leave the space out of a space's own offsets: an empty token counts where it stands. Tokens that
-    the tokenizer adds at the end stand nowhere, at ``(0, 0)``, and do not count.
-    """
-    count = len(offsets)
-    while count > 1 and offsets[count - 1] == (0, 0):
-        count -= 1
-    mask = [False] * len(offsets)
-    for start, end in spans:
-        # Tokens are in the order of their characters, so those of a span are neighbours.
-        first = bisect_left(offsets, (start,), hi=count)
-        while first > 0 and max(offsets[first - 1][1], offsets[first - 1][0] + 1) > start:
-            first -= 1
-        last = bisect_left(offsets, (end,), hi=count)
-        mask[first:last] = [True] * (last - first)
-    return mask
+def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
+    """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
+    alike = [one for one in names if one.lower() in _ALSO.get(column, ()) or column in one.lower().split("_")]
+    return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)

@@ -1,4 +1,4 @@
-"""Global batches, the share of them that one data-parallel rank reads, and its micro-batches as tensors.
+"""Packs → global batches → a data-parallel rank's share, as micro-batches of tensors.
 
 A global batch is a pure function of (documents, seed, index): neither the mesh nor the micro-batch size takes part.
 """
@@ -24,15 +24,15 @@ _PADDING = 64
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    """The documents that share a row of a batch, all of one source. None of them: a row that fills a batch up."""
+class Pack:
+    """The documents of one sequence, all of one source. An empty pack fills up a batch."""
 
     documents: Sequence[Document] = ()
     source: int = 0
     together: int = 1
-    """Documents that belong together, as neighbours: 2 for the two answers of a preference."""
+    """Neighbouring documents that belong together: 2 for the two answers of a preference."""
     per_token: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
-    """What an objective is given of each target besides, by name: for each document, float32 [L] as its tokens are."""
+    """More inputs of an objective, by name: for each document, float32 [L], one value a token."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,21 @@ class Batch:
     input_tokens: int
     """Tokens that are not padding."""
     attention_pairs: int
-    """Sum over documents of length², for counting floating-point operations; padding is left out."""
+    """Sum over documents of length², without padding, to count floating-point operations."""
     tokens_by_source: tuple[int, ...] = ()
     """Supervised tokens of each source of a mix; empty without a mix."""
     sources: Tensor | None = None
-    """int64 [B]: the source of each row of a mix; None without a mix."""
+    """int64 [B]: the source of each pack of a mix; None without a mix."""
     per_target: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective is given of each target besides, by name, [B, S] as the labels are. Of preferences
-    ``documents``, int64: each token's document, counted over the micro-batch: 2p is the better answer of pair p, and
-    2p + 1 the worse one. Padding has −1."""
+    """More inputs of an objective, by name: [B, S], one value a label. Preferences have ``documents``, int64: the
+    number of each token's document in the micro-batch. Pair p has the better answer 2p and the worse one 2p + 1;
+    padding has −1."""
     num_documents: int = 0
+    """Documents in ``per_target["documents"]``; 0 without preferences."""
 
     @property
     def num_items(self) -> int:
-        """What a summed loss is the sum over: supervised tokens, or of preferences pairs."""
+        """What a summed loss is normalised by: supervised tokens, or pairs of preferences."""
         return self.num_documents // 2 if self.num_documents else self.supervised_tokens
 
     @property
@@ -74,7 +75,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of a global batch one data-parallel rank reads: rows [r × n, (r + 1) × n), n = global ÷ dp_size.
+    """The packs of a global batch that one data-parallel rank reads: [r × n, (r + 1) × n), n = global ÷ dp_size.
 
     Raises:
         UserError: ``global_batch_size`` is not a multiple of ``dp_size × micro_batch_size``.
@@ -92,41 +93,41 @@ class Share:
         resolve_accumulation(self.global_batch_size, self.micro_batch_size, dp=self.dp_size)
 
     @property
-    def rows(self) -> range:
-        """Which rows of a global batch this rank reads."""
+    def packs(self) -> range:
+        """The numbers of the packs of a global batch that this rank reads."""
         count = self.global_batch_size // self.dp_size
         return range(self.dp_rank * count, (self.dp_rank + 1) * count)
 
-    def batches(self, rows: Sequence[PackedRow], *, sources: int) -> list[Batch]:
-        """The micro-batches of this rank's rows, in order, with counts for each of a mix's ``sources``."""
+    def batches(self, packs: Sequence[Pack], *, sources: int) -> list[Batch]:
+        """The micro-batches of this rank's packs, in order. ``sources`` is the number of a mix's sources."""
         size = self.micro_batch_size
-        return [self._batch(rows[at : at + size], sources) for at in range(0, len(rows), size)]
+        return [self._batch(packs[at : at + size], sources) for at in range(0, len(packs), size)]
 
-    def _batch(self, rows: Sequence[PackedRow], sources: int) -> Batch:
-        shape = len(rows), self.seq_len
+    def _batch(self, packs: Sequence[Pack], sources: int) -> Batch:
+        shape = len(packs), self.seq_len
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         position_ids = np.zeros(shape, dtype=np.int64)
         tokens = pairs = 0
         by_source = [0] * sources
-        values = {name: np.zeros(shape, dtype=np.float32) for row in rows for name in row.per_token}
-        has_pairs = any(row.together > 1 for row in rows)
+        values = {name: np.zeros(shape, dtype=np.float32) for pack in packs for name in pack.per_token}
+        has_pairs = any(pack.together > 1 for pack in packs)
         document_ids = np.full(shape, -1, dtype=np.int64)
         count = 0
-        for line, row in enumerate(rows):
+        for line, pack in enumerate(packs):
             start = 0
-            for number, (ids, supervised) in enumerate(row.documents):
+            for number, (ids, supervised) in enumerate(pack.documents):
                 stop = start + len(ids)
                 input_ids[line, start:stop] = ids
                 labels[line, start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORE)
                 position_ids[line, start:stop] = np.arange(len(ids))
                 document_ids[line, start:stop] = count
-                for name, of_documents in row.per_token.items():
+                for name, of_documents in pack.per_token.items():
                     values[name][line, start : stop - 1] = of_documents[number][1:]
                 count += 1
                 tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
             position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
-            by_source[row.source] += int((labels[line] != IGNORE).sum())
+            by_source[pack.source] += int((labels[line] != IGNORE).sum())
         values |= {"documents": document_ids} if has_pairs else {}
         return Batch(
             torch.from_numpy(input_ids),
@@ -136,7 +137,7 @@ class Share:
             input_tokens=tokens,
             attention_pairs=pairs,
             tokens_by_source=tuple(by_source) if sources > 1 else (),
-            sources=torch.tensor([row.source for row in rows]) if sources > 1 else None,
+            sources=torch.tensor([pack.source for pack in packs]) if sources > 1 else None,
             per_target={name: torch.from_numpy(value) for name, value in values.items()},
             num_documents=count if has_pairs else 0,
         )
@@ -144,17 +145,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """One source's documents, packed into rows."""
+    """One source's documents and their packs."""
 
     documents: Documents
     plan: PackPlan
-    """Rows of indices into ``documents``."""
+    """Packs of indices into ``documents``."""
     name: str
 
 
 @dataclass(frozen=True)
 class Loader:
-    """One data-parallel rank's view of the global batches; see `build_loader`."""
+    """One data-parallel rank's share of the global batches; see `build_loader`."""
 
     parts: tuple[Part, ...]
     mix: Mix
@@ -168,12 +169,12 @@ class Loader:
         return " ".join(part.documents.fingerprint for part in self.parts)
 
     @property
-    def rows_per_epoch(self) -> int:
+    def packs_per_epoch(self) -> int:
         return len(self.mix)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch, the last one filled up with fully masked rows."""
+        """Global batches in an epoch; empty packs fill up the last one."""
         return -(-len(self.mix) // self.share.global_batch_size)
 
     @property
@@ -193,31 +194,32 @@ class Loader:
         return tuple(part.name for part in self.parts) if len(self.parts) > 1 else ()
 
     def batch(self, index: int) -> list[Batch]:
-        """This rank's micro-batches of global batch ``index`` (0-based, running on over epochs), in order.
+        """This rank's micro-batches of global batch ``index``, in order; only its own documents are read.
 
-        Only this rank's documents are read.
+        Args:
+            index: counted from 0, on and on over the epochs.
         """
         epoch, step = divmod(index, self.steps_per_epoch)
         first = step * self.share.global_batch_size
-        rows = [self.row(epoch, first + at) for at in self.share.rows]
-        return self.share.batches(rows, sources=len(self.parts))
+        packs = [self.pack(epoch, first + at) for at in self.share.packs]
+        return self.share.batches(packs, sources=len(self.parts))
 
     def state(self, index: int) -> None:
-        """Data that is read whole needs none to make batch ``index`` again."""
+        """None: unlike a stream, this loader needs no state to make batch ``index`` again."""
 
-    def row(self, epoch: int, position: int) -> PackedRow:
-        """The documents of a row of an epoch, by its position in that epoch."""
+    def pack(self, epoch: int, position: int) -> Pack:
+        """A pack of an epoch, by its position in that epoch."""
         if position >= len(self.mix):
-            return PackedRow(together=self.parts[0].documents.together)  # fills up the last batch of an epoch
+            return Pack(together=self.parts[0].documents.together)  # fills up an epoch's last batch
         source = int(self.mix.sources[position])
         part = self.parts[source]
-        # How many rows of this source came before, in all epochs: its own passes go on where the last epoch stopped.
+        # Packs of this source so far, in all epochs: its own passes continue where the last epoch stopped.
         turn = epoch * int(self.mix.counts[source]) + int(self.mix.turns[position])
         own_epoch, number = divmod(turn, len(part.plan))
-        if self.shuffle:  # stream 0 is that of the documents
+        if self.shuffle:  # stream 0 permutes the documents
             number = int(permutation(len(part.plan), self.seed, 1 + own_epoch, source)[number])
         documents = [part.documents[at] for at in part.plan[number].tolist()]
-        return PackedRow(documents, source, part.documents.together)
+        return Pack(documents, source, part.documents.together)
 
 
 def build_loader(
@@ -230,18 +232,15 @@ def build_loader(
     names: Sequence[str] = ("",),
     epochs: Sequence[float] = (1.0,),
 ) -> Loader:
-    """Plan the rows once, from the documents' lengths; every rank comes to the same plan.
+    """Plan the packs once, from the documents' lengths; every rank makes the same plan.
 
     Args:
         sources: the documents of each source of a mix, or of a single one.
-        share: its ``seq_len`` is at least the longest document's.
-        pack: put several documents into a row; otherwise each is padded to ``seq_len``.
-        shuffle: permute the documents before they are packed, and the rows in every epoch, by ``seed``.
+        share: no document is longer than its ``seq_len``.
+        pack: put several documents into a pack; otherwise each is padded to ``seq_len``.
+        shuffle: permute the documents before they are packed, and the packs in every epoch, by ``seed``.
         names: of the sources.
-        epochs: how often one pass over the mix goes through each source.
-
-    Raises:
-        ValueError: a document is longer than ``seq_len``.
+        epochs: how often each source is read in one pass over the mix.
     """
     parts = []
     for number, (documents, name) in enumerate(zip(sources, names, strict=True)):
@@ -262,5 +261,5 @@ def permutation(count: int, seed: int, stream: int, source: int = 0) -> np.ndarr
     """A permutation of ``range(count)``, the same on every machine and numpy: PCG64's raw bits never change."""
     entropy = [seed, stream, source] if source else [seed, stream]
     shuffled = np.argsort(np.random.PCG64(entropy).random_raw(count), kind="stable")
-    shuffled.flags.writeable = False  # it is shared
+    shuffled.flags.writeable = False  # callers share it
     return shuffled

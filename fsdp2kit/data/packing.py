@@ -1,4 +1,7 @@
-"""Which documents share a row, and how the rows of several sources alternate: decided once, from the lengths alone."""
+"""Which documents share a pack, and in which order the packs of several sources are read.
+
+Both are decided from the documents' lengths alone.
+"""
 
 from __future__ import annotations
 
@@ -11,99 +14,99 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PackPlan:
-    """``plan[i]`` holds the documents of row ``i``; every document is in exactly one row."""
+    """``plan[i]`` holds the documents of pack ``i``; every document is in exactly one pack."""
 
     documents: np.ndarray
-    """int64 [documents]: indices of documents, row after row."""
+    """int64 [documents]: indices of documents, pack after pack."""
     borders: np.ndarray
-    """int64 [rows + 1]: row ``i`` is ``documents[borders[i] : borders[i + 1]]``."""
+    """int64 [packs + 1]: pack ``i`` is ``documents[borders[i] : borders[i + 1]]``."""
 
     def __len__(self) -> int:
         return len(self.borders) - 1
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.documents[self.borders[row] : self.borders[row + 1]]
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self.documents[self.borders[pack] : self.borders[pack + 1]]
 
 
 def plan_packs(
     lengths: np.ndarray, *, seq_len: int, window: int = 1024, advance: Callable[[int], object] = lambda count: None
 ) -> PackPlan:
-    """Pack whole documents into rows of ``seq_len`` tokens: best fit, longest first within a window.
+    """Put whole documents into packs of ``seq_len`` tokens: best fit, longest first within a window.
 
-    Each document goes to the open row that it fills best. Documents are taken ``window`` at a time, so that a row
-    mixes neighbours only, and at most ``window`` rows stay open. Rows are numbered by their first document.
+    Each document goes to the open pack that it fills best. Documents are taken ``window`` at a time, so a pack holds
+    near neighbours only, and at most ``window`` packs stay open. Packs are numbered by their first document.
 
     Args:
         lengths: integers [documents], each from 1 to ``seq_len``.
-        advance: called with the number of documents of each window that was packed.
+        advance: called after each window with its number of documents.
 
     Raises:
-        ValueError: a length is outside that range, which the caller's policy for long documents should rule out.
+        ValueError: a length is outside that range. `cut_rows` prevents that.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= seq_len):
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()}; expected 1 to seq_len = {seq_len}")
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    # Room and row in one integer, room × shift + row: one sorted list is searched, and ties go to the oldest row.
+    pack_of = np.empty(len(lengths), dtype=np.int64)
+    # Room and pack are one integer, room × shift + pack, in one sorted list. Ties go to the oldest pack.
     shift = 1 + len(lengths)
-    open_rows: list[int] = []
-    rows = 0
+    open_packs: list[int] = []
+    packs = 0
     for start in range(0, len(lengths), window):
         part = lengths[start : start + window]
         order = np.argsort(-part, kind="stable")
         placed = []
         for length in part[order].tolist():
-            fit = bisect_left(open_rows, length * shift)
-            if fit < len(open_rows):
-                room, row = divmod(open_rows.pop(fit), shift)
+            fit = bisect_left(open_packs, length * shift)
+            if fit < len(open_packs):
+                room, pack = divmod(open_packs.pop(fit), shift)
             else:
-                room, row = seq_len, rows
-                rows += 1
+                room, pack = seq_len, packs
+                packs += 1
             if room > length:
-                insort(open_rows, (room - length) * shift + row)
-            placed.append(row)
-        row_of[start + order] = placed
-        del open_rows[:-window]  # the fullest
+                insort(open_packs, (room - length) * shift + pack)
+            placed.append(pack)
+        pack_of[start + order] = placed
+        del open_packs[:-window]  # closes the fullest
         advance(len(part))
-    return _plan(row_of, rows)
+    return _numbered(pack_of, packs)
 
 
 def plan_single(lengths: np.ndarray) -> PackPlan:
-    """One document a row, in the given order."""
-    return _plan(np.arange(len(lengths), dtype=np.int64), len(lengths))
+    """One document a pack, in the given order."""
+    return _numbered(np.arange(len(lengths), dtype=np.int64), len(lengths))
 
 
-def _plan(row_of: np.ndarray, rows: int) -> PackPlan:
-    """Renumber the rows by their first document and list each one's documents in their order."""
-    first = np.full(rows, len(row_of), dtype=np.int64)
-    np.minimum.at(first, row_of, np.arange(len(row_of)))
-    number = np.empty(rows, dtype=np.int64)
-    number[np.argsort(first, kind="stable")] = np.arange(rows)
-    row_of = number[row_of]
-    borders = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))]).astype(np.int64)
-    return PackPlan(np.argsort(row_of, kind="stable").astype(np.int64), borders)
+def _numbered(pack_of: np.ndarray, packs: int) -> PackPlan:
+    """Number the packs by their first document, and list each one's documents in their order."""
+    first = np.full(packs, len(pack_of), dtype=np.int64)
+    np.minimum.at(first, pack_of, np.arange(len(pack_of)))
+    number = np.empty(packs, dtype=np.int64)
+    number[np.argsort(first, kind="stable")] = np.arange(packs)
+    pack_of = number[pack_of]
+    borders = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs))]).astype(np.int64)
+    return PackPlan(np.argsort(pack_of, kind="stable").astype(np.int64), borders)
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The order of one pass over all sources: position ``p`` takes the ``turns[p]``-th row of ``sources[p]``."""
+    """The order of packs in one pass over all sources: position ``p`` is pack ``turns[p]`` of ``sources[p]``."""
 
     sources: np.ndarray
-    """int64 [rows]."""
+    """int64 [packs]."""
     turns: np.ndarray
-    """int64 [rows], counting up from 0 within each source."""
+    """int64 [packs], counted from 0 within each source."""
     counts: np.ndarray
-    """int64 [sources]: rows that a pass takes of each."""
+    """int64 [sources]: packs of each source in a pass."""
 
     def __len__(self) -> int:
         return len(self.sources)
 
 
 def plan_mix(counts: Sequence[int]) -> Mix:
-    """Spread each source's rows evenly over a pass, so that every stretch of it has nearly the shares of the whole.
+    """Spread each source's packs evenly over a pass, so that every part of it has nearly the shares of the whole.
 
     Args:
-        counts: rows of each source in a pass.
+        counts: packs of each source in a pass.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     turns = np.concatenate([np.arange(count) for count in counts])
@@ -111,9 +114,19 @@ def plan_mix(counts: Sequence[int]) -> Mix:
     return Mix(sources[order], turns[order], np.asarray(counts, dtype=np.int64))
 
 
+def furthest_behind(shares: np.ndarray, tokens: Sequence[int]) -> int:
+    """The source whose next pack is read from a mix of streams: the one furthest behind its share of the tokens.
+
+    Args:
+        shares: float64 [sources], with the sum 1.
+        tokens: read of each source so far.
+    """
+    return int((shares * (sum(tokens) + 1) - tokens).argmax())
+
+
 def shares(weights: Sequence[float], *, temperature: float) -> np.ndarray:
     """weight^(1 / temperature), normalised: float64 [sources]."""
-    # Logarithms: token counts to a high power would overflow.
+    # Token counts to a high power would overflow; their logarithms do not.
     logs = np.log(np.asarray(weights, dtype=np.float64)) / temperature
     raised = np.exp(logs - logs.max())
     return raised / raised.sum()
@@ -126,13 +139,13 @@ def source_epochs(
     epochs: Sequence[float | None],
     temperature: float,
 ) -> np.ndarray:
-    """How often one pass over the mix goes through each source, float64 [sources].
+    """How often each source is read in one pass over the mix, float64 [sources].
 
-    A pass has as many tokens as all sources together, unless epochs say otherwise.
+    Without epochs, a pass has as many tokens as all sources together.
 
     Args:
         tokens: of each source.
-        weights: share of the tokens, relative; None is the source's own number of tokens.
+        weights: relative shares of the tokens; None is the source's own number of tokens.
         epochs: given for all sources or for none.
     """
     if all(one is not None for one in epochs):

@@ -1,8 +1,8 @@
-"""The rows of a source, in order and from any position, for data that is read whole and for streams alike.
+"""The rows of a set, in order and from any position, for data that is read whole and for streams alike.
 
-JSON lines, JSON arrays, CSV and plain text are read here: Arrow would give every row the union of all rows' keys,
-filled with None (tool schemas suffer), refuses rows whose types differ, and pandas takes the cells "NA" and "null" for
-missing. `datasets` reads everything else, and goes back to a position by skipping within one shard.
+JSON lines, JSON arrays, CSV and plain text are read here. Arrow would give every row the union of all rows' keys,
+filled with None, which harms tool schemas; it refuses rows whose types differ; and pandas takes the cells "NA" and
+"null" for missing. `datasets` reads everything else. It goes back to a position by skipping rows within one shard.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import fsspec
 import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
-from fsdp2kit.data.cache import hub_cache, writable_cache
-from fsdp2kit.data.sources import COMPRESSED, Source, find_source, first_line, is_url, suffix_of
+from fsdp2kit.data.sources import COMPRESSED, Location, first_line, is_url, locate, suffix_of
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 
@@ -34,10 +33,10 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Row:
-    """One row, and what errors call it: ``file:line`` where lines are known."""
+    """One row, and its name in errors: ``file:line`` where lines are known."""
 
     content: dict[str, Any] | bytes
-    """A line of JSON stands as it was read, until `parse`."""
+    """Columns by name, or a line of JSON that `parse` reads."""
     where: str
 
     def parse(self) -> dict[str, Any]:
@@ -52,41 +51,35 @@ class Row:
 
 
 class RowReader:
-    """An iterable over the rows of a source that knows its position.
+    """An iterable over the rows of a set that knows its position.
 
     Args:
-        position: where another reader of the source stood; None is the start.
+        position: the `position` of another reader of the set; None is the start.
         download: keep a local copy of what is remote, instead of reading it over the network.
 
     Raises:
-        UserError: while iterating, the source cannot be opened, a row is malformed, or there is none at all.
+        UserError: while iterating: the set cannot be opened, has no row, or a row is malformed.
     """
 
-    def __init__(self, source: Source, position: Position | None = None, *, download: bool = False) -> None:
-        self._source, self._download, self._is_start = source, download, position is None
-        self._at, self._skip = position or {"file": 0, "offset": 0, "line": 0}, 0
-        if position and "row" in position:  # earlier versions counted the rows of all tables together
-            self._at = {"file": 0, "offset": 0, "line": 0}
-            if source.kind in ("saved", "hub") or len(source.files) == 1:
-                self._at |= {"offset": position["row"], "dataset": position["dataset"]}
-            else:
-                self._skip = position["row"]
+    def __init__(self, location: Location, position: Position | None = None, *, download: bool = False) -> None:
+        self._location, self._download, self._is_start = location, download, position is None
+        self._at = position or {"file": 0, "offset": 0, "line": 0}
         self._table: Any = None
 
     @property
     def position(self) -> Position:
-        """The position after the row that was given last."""
+        """The position after the last row that was read."""
         return self._at if self._table is None else {**self._at, "dataset": self._table.state_dict()}
 
     def __iter__(self) -> Generator[Row, None, None]:
-        source, start = self._source, self._at
-        first, stop = _bounds(source, download=self._download)
+        location, start = self._location, self._at
+        first, stop = _bounds(location, download=self._download)
         count, is_empty = start.get("count", 0), self._is_start
-        skip = self._skip or max(0, first - count)
-        files = () if stop <= first else (source.path,) if source.kind in ("saved", "hub") else source.files
+        skip = max(0, first - count)
+        files = () if stop <= first else (location.path,) if location.kind in ("saved", "hub") else location.files
         for number, file in enumerate(files[start["file"] :], start=start["file"]):
             at = start if number == start["file"] else {"offset": 0, "line": 0}
-            read = _text_rows if source.is_text else self._table_rows
+            read = _text_rows if location.is_text else self._table_rows
             for row, offset, line in read(file, at):
                 if count >= stop:
                     return
@@ -98,93 +91,93 @@ class RowReader:
                     is_empty = False
                     yield row
         if is_empty:
-            raise UserError(source.where, "there are no rows", "give data with at least one row")
+            raise UserError(location.where, "there are no rows", "give data with at least one row")
 
     def _table_rows(self, file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
-        with _readable(self._source):
-            self._table = _open_table(self._source, file, download=self._download)
+        with _readable(self._location):
+            self._table = _open_table(self._location, file, download=self._download)
             if "dataset" in start:
                 self._table.load_state_dict(start["dataset"])
             for number, columns in enumerate(self._table, start=start["offset"]):
-                # Arrow puts None for missing keys.
+                # Arrow fills in None for missing keys.
                 yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
 
 
 def first_rows(section: DataConfig | DataPathConfig, key: str, count: int, *, download: bool = False) -> list[Row]:
-    """The first rows of a set; for ``download`` see `RowReader`."""
-    with contextlib.closing(iter(RowReader(find_source(section, key), download=download))) as rows:
+    """The first ``count`` rows of a set; for ``download`` see `RowReader`."""
+    with contextlib.closing(iter(RowReader(locate(section, key), download=download))) as rows:
         return list(itertools.islice(rows, count))
 
 
-def _bounds(source: Source, *, download: bool) -> tuple[int, float]:
-    """The first row that is read of a source's, and the one after the last."""
+def _bounds(location: Location, *, download: bool) -> tuple[int, float]:
+    """The numbers of the first row to read and of the one after the last."""
     first, stop = 0, float("inf")
-    if source.split != source.split_name and source.kind != "hub":  # `datasets` slices those of the hub itself
+    if location.split != location.split_name and location.kind != "hub":  # `datasets` slices the hub's itself
         import datasets
 
-        whole = replace(source, split=source.split_name, limit=None)
+        whole = replace(location, split=location.split_name, limit=None)
         number = sum(1 for _ in RowReader(whole, download=download))
-        words = "rows" + source.split[len(source.split_name) :]
+        words = "rows" + location.split[len(location.split_name) :]
         [part] = datasets.ReadInstruction.from_spec(words).to_absolute({"rows": number})
         first, stop = part.from_, part.to
-    return first, stop if source.limit is None else min(stop, first + source.limit)
+    return first, stop if location.limit is None else min(stop, first + location.limit)
 
 
-def hub_content(source: Source) -> str:
-    """What a hub dataset's rows depend on: the names of its files in the cache hold revision, configuration and split.
+def hub_content(location: Location) -> str:
+    """What identifies a hub dataset's rows: its files in the cache, named by revision, configuration and split.
 
     Raises:
-        UserError: the dataset cannot be downloaded, and is not there yet.
+        UserError: the dataset is not in the cache and cannot be downloaded.
     """
     import datasets
 
-    with _readable(source), _quiet():
-        rows = datasets.load_dataset(source.path, split=source.split)
+    with _readable(location), _quiet():
+        rows = datasets.load_dataset(location.path, split=location.split)
     content = [len(rows), [file["filename"] for file in rows.cache_files]]
-    return json.dumps([*content, source.limit] if source.limit else content)
+    return json.dumps([*content, location.limit] if location.limit else content)
 
 
-def estimate_rows(source: Source, position: Position | None, rows: int) -> float | None:
-    """How many rows a source has, judged by the position after its first ``rows``; None: that cannot be told.
+def estimate_rows(location: Location, position: Position | None, rows: int) -> float | None:
+    """How many rows a set has, estimated from the position after its first ``rows``; None if that is impossible.
 
-    Exact for parquet, whose files say it.
+    Exact for parquet, whose files hold the number.
     """
-    sizes = _sizes(source)
+    sizes = _sizes(location)
     if sizes is None or position is None:
         return None
-    if source.kind == "parquet":
+    if location.kind == "parquet":
         return sum(sizes)
     return rows * sum(sizes) / (sum(sizes[: position["file"]]) + position["offset"])
 
 
 @functools.lru_cache(maxsize=8)
-def _sizes(source: Source) -> tuple[int, ...] | None:
-    """Rows of each parquet file, bytes of each file of lines; None of others, and of what is elsewhere."""
-    if not source.files or any(map(is_url, source.files)):
+def _sizes(location: Location) -> tuple[int, ...] | None:
+    """The rows of each parquet file, or the bytes of each file of lines; None for other or remote files."""
+    if not location.files or any(map(is_url, location.files)):
         return None
-    if source.kind == "parquet":
-        return tuple(pq.read_metadata(file).num_rows for file in source.files)
-    has_lines = all(file.lower().endswith((".jsonl", ".ndjson", ".txt")) for file in source.files)
-    return tuple(Path(file).stat().st_size for file in source.files) if has_lines else None
+    if location.kind == "parquet":
+        return tuple(pq.read_metadata(file).num_rows for file in location.files)
+    has_lines = all(file.lower().endswith((".jsonl", ".ndjson", ".txt")) for file in location.files)
+    return tuple(Path(file).stat().st_size for file in location.files) if has_lines else None
 
 
 @contextlib.contextmanager
-def _readable(source: Source) -> Iterator[None]:
-    """Turns what `datasets` raises within the block into errors that name the source."""
+def _readable(location: Location) -> Iterator[None]:
+    """Turn exceptions of `datasets` into errors that name the set."""
     import datasets
 
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        what = f"cannot be read as {source.kind} ({first_line(reason or error)})"
+        what = f"cannot be read as {location.kind} ({first_line(reason or error)})"
         todo = todo_of_cache(error) or "check the path, the split and the file"
-        raise UserError(source.where, what, todo) from error
+        raise UserError(location.where, what, todo) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings from `datasets` within the block; every rank would print its own."""
+    """Silence `datasets`' progress bars and warnings, which every rank would print."""
     import datasets
 
     verbosity, bars = datasets.utils.logging.get_verbosity(), datasets.are_progress_bars_disabled()
@@ -199,32 +192,32 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
-def _open_table(source: Source, file: str, *, download: bool) -> Any:
-    """A `datasets.IterableDataset` of one file, of a saved dataset or of one on the hub."""
+def _open_table(location: Location, file: str, *, download: bool) -> Any:
+    """A `datasets.IterableDataset` of one file, of a saved dataset or of a hub dataset."""
     import datasets
 
-    if source.kind == "hub":
-        cache = str(hub_cache())
-        found = datasets.load_dataset(source.path, split=source.split, streaming=not download, cache_dir=cache)
+    if location.kind == "hub":
+        cache = str(location.cache.for_hub())
+        found = datasets.load_dataset(location.path, split=location.split, streaming=not download, cache_dir=cache)
         return found.to_iterable_dataset() if download else found
-    if source.kind == "saved":
-        saved = datasets.load_from_disk(source.path)
+    if location.kind == "saved":
+        saved = datasets.load_from_disk(location.path)
         if isinstance(saved, datasets.Dataset):
             saved = datasets.DatasetDict({"train": saved})
-        if source.split_name not in saved:
-            raise ValueError(f"there is no split {source.split_name!r}; it has {', '.join(map(str, saved))}")
-        return saved[source.split_name].to_iterable_dataset()
+        if location.split_name not in saved:
+            raise ValueError(f"there is no split {location.split_name!r}; it has {', '.join(map(str, saved))}")
+        return saved[location.split_name].to_iterable_dataset()
     if download and is_url(file):
-        # A local copy, made anew when the file changes; `datasets` itself refuses URLs when offline.
-        storage = str(writable_cache() / "fsdp2kit" / "files")
+        # Make a local copy, anew when the file changes: `datasets` itself refuses URLs when offline.
+        storage = str(location.cache.writable() / "fsdp2kit" / "files")
         cache = {"cache_storage": storage, "check_files": True}
         file = str(fsspec.open_local(f"filecache::{file}", filecache=cache))
-    cache = str(writable_cache())
-    return datasets.load_dataset(source.kind, data_files=file, split="train", streaming=True, cache_dir=cache)
+    cache = str(location.cache.writable())
+    return datasets.load_dataset(location.kind, data_files=file, split="train", streaming=True, cache_dir=cache)
 
 
 def without_none(value: Any) -> Any:
-    """A value without the None that Arrow puts for keys that are missing, at any depth."""
+    """A value without the None values, at any depth, that Arrow fills in for missing keys."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -233,9 +226,9 @@ def without_none(value: Any) -> Any:
 
 
 def _text_rows(file: str, start: Position) -> Iterator[tuple[Row, int, int]]:
-    """The rows of a text file from a position on, each with the offset and the line of the position after it.
+    """The rows of a text file from a position on, each with the offset and the line after it.
 
-    An offset counts bytes (uncompressed) for lines, which are found by seeking, and rows for CSV and JSON arrays.
+    The offset counts uncompressed bytes in files of lines, and rows in CSV and JSON arrays.
     """
     try:
         with _open_file(file) as content:
@@ -302,7 +295,7 @@ def _csv_rows(file: str, content: BinaryIO, *, delimiter: str, skip: int) -> Ite
     except UnicodeDecodeError as error:
         raise UserError(file, f"not UTF-8 ({error.reason})", "save the file as UTF-8") from None
     finally:
-        text.detach()  # whoever opened the file closes it
+        text.detach()  # the caller closes the file
 
 
 def _parse_json(data: bytes, where: str) -> Any:
@@ -315,7 +308,7 @@ def _parse_json(data: bytes, where: str) -> Any:
     except RecursionError:
         raise UserError(where, "is nested too deep", "give flatter rows") from None
     try:
-        if b"\\ud" in data or b"\\uD" in data:  # JSON can write half of a surrogate pair; no tokenizer takes it
+        if b"\\ud" in data or b"\\uD" in data:  # half of a surrogate pair, which no tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         what = f"holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair and no character"

@@ -1,4 +1,7 @@
-"""Where the rows of ``[data]`` and ``[eval]`` are: files here or behind an fsspec URL, a saved dataset, or the hub."""
+"""The sets of rows that ``[data]`` and ``[eval]`` name, and where their rows are.
+
+Rows are in files on this machine or behind an fsspec URL, in a saved dataset, or on the hub.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import fsspec
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
 from fsdp2kit.config.section import may_be_hub_id
+from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.errors import UserError
 
 _KINDS = {
@@ -34,8 +38,8 @@ _SPLIT = re.compile(r"[^\[\]+]+(\[(-?\d+%?)?:(-?\d+%?)?\])?")  # a name, perhaps
 
 
 @dataclass(frozen=True)
-class Source:
-    """Files of one kind, a folder written by `save_to_disk`, or a hub dataset."""
+class Location:
+    """Where a set's rows are: files of one kind, a folder written by `save_to_disk`, or a hub dataset."""
 
     path: str
     split: str
@@ -44,9 +48,11 @@ class Source:
     files: tuple[str, ...] = ()
     """Paths or URLs, in the order in which they are read."""
     key: str = "data.path"
-    """The TOML key that names it, for errors."""
+    """The TOML key that names the set, for errors."""
     limit: int | None = None
-    """How many rows are read, the first ones."""
+    """Only this many rows are read, the first ones."""
+    cache: Cache = DEFAULT
+    """For its tokens, and for copies of what is remote."""
 
     @property
     def split_name(self) -> str:
@@ -55,18 +61,18 @@ class Source:
 
     @property
     def where(self) -> str:
-        """How errors call it."""
+        """Names the set in errors."""
         return f"{self.key}: {self.path}"
 
     @property
     def is_text(self) -> bool:
-        """Whether it is files whose rows are written as text, which know their line."""
+        """Whether the rows are lines of text files, so that errors can name the line."""
         return self.kind in ("json", "csv", "text")
 
     def digest(self) -> str | None:
-        """Digest of the content, whatever the files' names; None for a hub dataset, which has no files here yet.
+        """Digest of the content, but not of the files' names; None for a hub dataset, which has no files here yet.
 
-        Files behind a URL are not read for it: their filesystem says by size, time or tag whether they changed.
+        Files behind a URL are not read: their filesystem tells by size, time or tag whether they have changed.
         """
         if not self.files:
             return None
@@ -87,26 +93,27 @@ class Source:
 
 
 class RowSet(NamedTuple):
-    """A set of rows that a config names."""
+    """A set of rows that a config names: a source, or a held-out set."""
 
     section: DataConfig
     """``[data]`` with the set's own path, split, format and columns."""
     key: str
     """The TOML key that names it, for errors."""
     name: str = ""
+    """Name in the metrics; "" for a set without one."""
 
 
 def training_sets(data: DataConfig) -> list[RowSet]:
-    """What is trained on: ``data.path``, or each of ``data.sources``."""
+    """The training data: ``data.path``, or each of ``data.sources``."""
     sets = []
     for at, part in enumerate(data.sources):
-        name = part.name or Path(part.path).name.partition(".")[0] or str(at)  # in the metrics
+        name = part.name or Path(part.path).name.partition(".")[0] or str(at)
         sets.append(RowSet(_with_rows(data, part, limit=part.limit or data.limit), f"data.sources.{at}.path", name))
     return sets or [RowSet(data, "data.path")]
 
 
 def held_out_sets(config: Any) -> list[RowSet]:
-    """What is evaluated on, but for rows held out of the training data."""
+    """The evaluation's own sets, without rows that are held out of the training data."""
     data, evaluation = config.data, config.eval
     sets = [
         RowSet(_with_rows(data, part, limit=part.limit), f"eval.sets.{name}.path", name)
@@ -118,15 +125,15 @@ def held_out_sets(config: Any) -> list[RowSet]:
 
 
 def _with_rows(data: DataConfig, part: Any, *, limit: int | None = None) -> DataConfig:
-    """``[data]`` with what one of its sources or a held-out set says of its own rows."""
+    """``[data]`` with the path, split, format and columns that a source or a held-out set has of its own."""
     own = {name: getattr(part, name, None) for name in ("path", "split", "format", "columns")}
     return data.model_copy(
         update={"limit": limit, **{name: value for name, value in own.items() if value is not None}}
     )
 
 
-def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") -> Source:
-    """Decide what a set's ``path`` is, without reading it.
+def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cache: Cache = DEFAULT) -> Location:
+    """Find out what a set's ``path`` is, without reading rows.
 
     The files of a folder belong to the split that their names or folders mention (``train``, ``validation``,
     ``test`` and the usual synonyms), or all to "train" when none mentions one.
@@ -136,7 +143,7 @@ def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") ->
         key: the TOML key that names the path, for errors.
 
     Raises:
-        UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up yet.
+        UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up.
     """
     path, split = section.path, section.split
     if path is None:
@@ -153,8 +160,8 @@ def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") ->
     if folder is None and name != "train":
         todo = f'leave {split_key} at "train" or a slice of it ("train[:95%]"), or give another path'
         raise UserError(where, f"a file has no split {split!r}", todo)
-    if folder == "" and may_be_hub_id(path):  # whose splits are left to `datasets`
-        return Source(path, split, "hub", (), key, section.limit)
+    if folder == "" and may_be_hub_id(path):  # `datasets` checks its split
+        return Location(path, split, "hub", (), key, section.limit, cache)
     if folder == "":
         todo = "check the path: in a TOML it is relative to the TOML, in an override to the working directory"
         raise UserError(where, "no such file or folder", todo)
@@ -166,11 +173,11 @@ def find_source(section: DataConfig | DataPathConfig, key: str = "data.path") ->
     if not _SPLIT.fullmatch(split):
         todo = 'give a name or one slice of it: "train[:95%]", "train[1000:2000]"'
         raise UserError(split_key, f"{split!r} is no split", todo)
-    return Source(path, split, kind, tuple(sorted(files)), key, section.limit)
+    return Location(path, split, kind, tuple(sorted(files)), key, section.limit, cache)
 
 
 def _list_files(path: str) -> tuple[list[str], str | None]:
-    """The files that a path or a pattern names, and None; or those below a folder, and the folder ("": none there)."""
+    """``(files, folder)``: a path's or pattern's files, with None; or those below a folder, "" if it is missing."""
     if not is_url(path):
         path = str(Path(path).expanduser())
     filesystem, root = fsspec.core.url_to_fs(path)
@@ -180,13 +187,13 @@ def _list_files(path: str) -> tuple[list[str], str | None]:
     if re.search(r"[*?\[]", path) and not filesystem.isdir(root):
         if is_url(path):
             return [full_name(match) for match in filesystem.glob(root)], None
-        # `pathlib` looks into linked directories as a shell does, and fsspec does not.
+        # `pathlib` looks into linked directories as a shell does; fsspec does not.
         anchor = Path(path).anchor
         matches = Path(anchor).glob(str(Path(path).relative_to(anchor)))
         return [str(match) for match in matches if match.is_file()], None
     found = [full_name(file) for file in filesystem.find(root)]
     if not is_url(path):
-        found = [file for file in found if Path(file).is_file()]  # not a dangling link, which editors leave as locks
+        found = [file for file in found if Path(file).is_file()]  # editors leave dangling links as locks
     return found, full_name(root) if found or filesystem.isdir(root) else ""
 
 
@@ -196,13 +203,13 @@ def is_url(path: str) -> bool:
 
 
 def suffix_of(file: str) -> str:
-    """The suffix that tells the kind of a file, without that of its compression: ``.jsonl``."""
+    """The suffix of a file's kind, like ``.jsonl``, before that of a compression."""
     path = PurePosixPath(file.lower())
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of what an error says, or its type where it says nothing."""
+    """The first line of an error's message, or the error's type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

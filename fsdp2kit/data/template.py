@@ -1,8 +1,9 @@
-"""Messages as their chat template takes them, or refused: what it makes of a field is found by rendering it.
+"""A tokenizer's chat template: it renders messages, and messages are first fitted to the fields that it renders.
 
-Templates differ in which fields and roles they render, in what they call the reasoning, and in whether a call's
-arguments are an object or its JSON. Nothing here knows a template: a probe in the field's place shows in the text, or
-does not. Each question is asked once for a template and a kind of field, so that rows cost no further rendering.
+Templates differ in the fields and roles they render, in the name of the reasoning, and in whether a call's arguments
+are an object or its JSON. No template is known by name here. A probe is rendered in the field's place, and its text
+shows or does not. Each question is asked once for a template and a kind of field, so later rows need no extra
+rendering.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import contextlib
 import difflib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp2kit.errors import UserError
 
 Message = dict[str, Any]
 
-# What ShareGPT-style data calls the roles.
+# ShareGPT's names of the roles.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -36,38 +43,88 @@ _PROBE = "fsdp2kit_probe"
 _KEY = "fsdp2kit_key"
 _TODO = "set model.chat_template to a template that renders it, or take it out of the data"
 
+_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+# Unicode noncharacters, which text must not hold. `fsdp2kit.data.chat` checks that.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# The empty expression keeps Jinja's trim_blocks from removing a newline that opens the template.
+_MACRO = "{% macro fsdp2kit_span() %}{{ '" + OPEN + "' }}{{ caller() }}{{ '" + CLOSE + "' }}{% endmacro %}{{ '' }}"
+
 
 class _CallForm(NamedTuple):
-    """How tool calls are written."""
+    """A way to write tool calls."""
 
     blank: str | None
-    """The content of a turn that has nothing but calls; "as it is" leaves it."""
+    """The content of a turn that has only calls; "as it is" leaves it."""
     as_text: bool
     """Arguments are JSON in a string, not an object."""
     nested: bool
     """``{"function": {"name", "arguments"}}``, not ``{"name", "arguments"}``."""
 
 
-class MessageFit:
-    """One conversation on its way to its template.
+class Template:
+    """A tokenizer's chat template, with the tools and variables of one row.
 
     Args:
-        template: the Jinja source.
-        render: the text of some messages with some tools; raises a `UserError` where the template does.
-        tools: those of the row.
+        variables: passed to the template, like ``enable_thinking``.
         where: names the row in errors.
+
+    Raises:
+        UserError: the tokenizer has no template.
     """
 
-    _answers: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 (one for the whole process, by template)
+    _answers: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 (shared by all rows: the key holds the template)
 
-    def __init__(self, template: str, render: Callable[[list[Message], Any], str], *, tools: Any, where: str) -> None:
-        self._template, self._render, self._tools, self._where = template, render, tools, where
+    def __init__(self, tokenizer: Tokenizer, *, tools: Any, variables: Mapping[str, Any], where: str) -> None:
+        try:
+            self._source = tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            what = f"the tokenizer has no chat template to use ({str(error).splitlines()[0]})"
+            todo = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
+            raise UserError("model.chat_template", what, todo) from None
+        self._marked = mark_answers(self._source)
+        self._variables = {**tokenizer.special_tokens_map, **variables}
+        self._tools, self._where = tools, where
 
-    def fit(self, messages: list[Message]) -> list[Message]:
-        """The messages as the template renders them whole.
+    @property
+    def has_markers(self) -> bool:
+        """Whether ``{% generation %}`` says where the assistant's text is."""
+        return self._marked is not None
+
+    def render(
+        self, messages: list[Message], *, prompt: bool = False, marked: bool = False, with_tools: bool = True
+    ) -> str:
+        """The text of the messages.
+
+        Args:
+            prompt: append the generation prompt.
+            marked: put `OPEN` and `CLOSE` around what ``{% generation %}`` encloses.
 
         Raises:
-            UserError: a role is unknown, or the template leaves out what a message or the tools say.
+            UserError: the template rejects the messages.
+        """
+        try:
+            texts, _ = render_jinja_template(
+                [messages],
+                tools=self._tools if with_tools else None,
+                chat_template=self._marked if marked else self._source,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except TemplateSyntaxError as error:
+            what = f"is no Jinja template: line {error.lineno}: {error.message}"
+            raise UserError("model.chat_template", what, "mend that line, or choose another template") from None
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            what = f"the chat template refuses the messages ({error})"
+            todo = "change the row to what the template accepts, or set model.chat_template"
+            raise UserError(self._where, what, todo) from None
+        return texts[0]
+
+    def fit(self, messages: list[Message]) -> list[Message]:
+        """The messages, changed so that the template renders every field.
+
+        Raises:
+            UserError: a role is unknown, or the template leaves out a field or the tools.
         """
         for at, message in enumerate(messages):
             self._check_role(at, message["role"])
@@ -82,10 +139,10 @@ class MessageFit:
                 messages = self._fit_content(messages, at)
         if self._tools:
 
-            def is_told(text: str) -> bool:
-                return text != next(self._texts(messages, tools=None), None)
+            def shows_tools(text: str) -> bool:
+                return text != next(self._texts(messages, with_tools=False), None)
 
-            self._choose(("tools",), "the row's tools", [(True, messages)], is_told)
+            self._choose(("tools",), "the row's tools", [(True, messages)], shows_tools)
         return messages
 
     def _choose(
@@ -97,24 +154,24 @@ class MessageFit:
         *,
         at: int = -1,
     ) -> Any:
-        """The first option whose probe the template renders whole, asked of the first row with this kind of field.
+        """The first option whose probe the template renders whole. Remembered for each kind of field.
 
         Args:
-            what: the field, for the error where the template leaves it out.
-            probes: each option with the messages as it has them.
-            is_whole: whether a text has all of the probe.
-            at: the probe's message. The text up to it counts as well: some templates leave out all reasoning but that
-                of the last turn.
+            what: names the field in the error that the template leaves it out.
+            probes: each option, with the messages that it stands for.
+            is_whole: whether a text shows the whole probe.
+            at: index of the message with the probe. The text up to this message is tried, too: some templates render
+                only the last turn's reasoning.
 
         Returns:
-            None: the template refuses this row, which another will say.
+            None if the template rejects the row; rendering reports the error later.
         """
-        key = (self._template, *kind)
+        key = (self._source, *kind)
         if key in self._answers:
             return self._answers[key]
         rendered = False
         for option, probe in probes:
-            for text in self._texts(probe, probe[: at + 1 or None], tools=self._tools):
+            for text in self._texts(probe, probe[: at + 1 or None]):
                 rendered = True
                 if is_whole(text):
                     self._answers[key] = option
@@ -123,17 +180,17 @@ class MessageFit:
             raise UserError(self._where, f"the chat template leaves out {what}", _TODO)
         return None
 
-    def _texts(self, *conversations: list[Message], tools: Any) -> Iterator[str]:
-        """What the template makes of those it does not refuse, in lower case: it may change that."""
+    def _texts(self, *conversations: list[Message], with_tools: bool = True) -> Iterator[str]:
+        """The texts of the conversations that the template accepts, in lower case: templates may change the case."""
         for messages in conversations:
             with contextlib.suppress(UserError):
-                yield self._render(messages, tools).lower()
+                yield self.render(messages, with_tools=with_tools).lower()
 
     def _check_role(self, at: int, role: str) -> None:
         if role in _STANDARD:
             return
-        # A role of the template's own; another name for the assistant would be read and never learnt.
-        is_named = f"'{role}'" in self._template or f'"{role}"' in self._template
+        # The template's own role is accepted. Another name of the assistant is not: the turn would not be learnt.
+        is_named = f"'{role}'" in self._source or f'"{role}"' in self._source
         if is_named and ROLES.get(role) != "assistant":
             return
         near = ROLES.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), _STANDARD)), None)
@@ -153,12 +210,12 @@ class MessageFit:
         probe, values = _probe_calls(messages)
 
         def is_whole(text: str) -> bool:
-            # Escaped quotes: JSON within JSON. Single ones: Python's notation.
+            # Escaped quotes are JSON within JSON; single ones are Python's notation.
             is_quoted = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
             return not is_quoted and all(value in text for value in values)
 
-        # Objects come first: where a template takes both, it may print a string as it is, and an object as its model
-        # writes calls.
+        # Try objects first: a template that takes both may print a string unchanged, but writes an object as the
+        # model's calls.
         product = itertools.product(("as it is", None, ""), (False, True), (True, False))
         probes = ((form, _rewritten(probe, form)) for form in itertools.starmap(_CallForm, product))
         kind, what = ("calls", several, bare, *sorted(blank)), f"messages[{with_calls[0]}].tool_calls"
@@ -188,95 +245,32 @@ class MessageFit:
                 yield "joined", _replaced(messages, at, {"content": f"{joined}. {_PROBE}"})
 
         def is_whole(text: str) -> bool:
-            # In quotes by itself: a list of parts as Python or JSON prints it.
+            # A probe in quotes of its own comes from a list of parts, printed as Python or JSON.
             return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
         beside = " beside its tool_calls" if "tool_calls" in message else ""
         what = f'messages[{at}].content (role "{message["role"]}"){beside}'
-        # Some templates know a system message in the first place only, or a text or calls in a turn, not both.
+        # Some templates render a system message only at the start, or either the text or the calls of a turn.
         others = tuple(name for name in ("tool_calls", *REASONING) if message.get(name))
         form = self._choose(("content", message["role"], at == 0, parts, others), what, probes(), is_whole, at=at)
         return _replaced(messages, at, {"content": joined}) if form == "joined" and joined is not None else messages
 
 
-def check_calls(message: Message, where: str, name: str) -> None:
-    """Bring a message's tool calls to a list of objects without None, in place; an empty list is left out.
-
-    Raises:
-        UserError: they are something else.
-    """
-    if "function_call" in message:  # what OpenAI once had in the place of tool_calls
-        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    calls = parsed(message.get("tool_calls"), where, f"{name}.tool_calls")
-    if not calls:
-        message.pop("tool_calls", None)
-        return
-    if not isinstance(calls, Sequence) or not all(
-        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls
-    ):
-        todo = 'give [{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
-        raise UserError(where, f"{name}.tool_calls is no list of calls", todo)
-    message["tool_calls"] = [_call_without_none(call) for call in calls]
-
-
-def _call_without_none(call: Mapping[str, Any]) -> Message:
-    """Without the keys that a table fills in; None among the arguments stays."""
-    kept = {key: value for key, value in call.items() if value is not None}
-    if "function" in kept:
-        kept["function"] = {key: value for key, value in kept["function"].items() if value is not None}
-    return kept
-
-
-def parsed(value: Any, where: str, name: str) -> Any:
-    """What a string holds as JSON; anything else, and an empty string, as it is.
-
-    Raises:
-        UserError: it is no JSON.
-    """
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
-        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
-        raise UserError(where, what, todo) from None
-
-
-def check_tools(tools: Any, where: str) -> Any:
-    """Tool schemas, or strings of their JSON, whole or each or their parameters, as a list of objects; None for none.
-
-    Raises:
-        UserError: a string is no JSON.
-    """
-    tools = parsed(tools, where, "tools")
-    if not isinstance(tools, list):
-        return tools or None
-    tools = [parsed(tool, where, f"tools[{at}]") for at, tool in enumerate(tools)]
-    for at, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-            parameters = parsed(function["parameters"], where, f"tools[{at}].parameters")
-            function = {**function, "parameters": parameters}
-            tools[at] = {**tool, "function": function} if "function" in tool else function
-    return tools or None
-
-
 def _replaced(messages: list[Message], at: int, fields: Mapping[str, Any]) -> list[Message]:
-    """The messages with other fields in one of them; None leaves a field out."""
+    """The messages with fields of one of them replaced; None removes a field."""
     kept = {key: value for key, value in messages[at].items() if key not in fields}
     given = {key: value for key, value in fields.items() if value is not None}
     return [*messages[:at], {**kept, **given}, *messages[at + 1 :]]
 
 
 def _joined(parts: Any) -> str | None:
-    """Parts of a content as one text; None where one is no text."""
+    """The parts of a content as one text; None if one is not a text."""
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 def _rewritten(messages: list[Message], form: _CallForm, where: str = "") -> list[Message]:
-    """The messages with their tool calls in a form."""
+    """The messages with their tool calls written in the given form."""
     fitted = []
     for at, message in enumerate(messages):
         if "tool_calls" in message:
@@ -304,7 +298,7 @@ def _in_form(call: Message, form: _CallForm, where: str, name: str) -> Message:
 
 
 def _probe_calls(messages: list[Message]) -> tuple[list[Message], list[str]]:
-    """The messages with a probe in the place of each call's arguments (or name), and the probes' values."""
+    """The messages with a probe instead of each call's arguments (or name), and the values of the probes."""
     values: list[str] = []
 
     def probe(call: Message) -> Message:
@@ -320,3 +314,27 @@ def _probe_calls(messages: list[Message]) -> tuple[list[Message], list[str]]:
         for message in messages
     ]
     return probed, values
+
+
+def parsed(value: Any, where: str, name: str) -> Any:
+    """A string read as JSON; an empty string and any other value unchanged. A string that is not JSON is an error."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        what = f"{name} is not valid JSON ({error.msg}, column {error.colno})"
+        todo = "give it as a list or an object, or as JSON (json.dumps writes it; Python's str writes none)"
+        raise UserError(where, what, todo) from None
+
+
+@lru_cache(maxsize=16)
+def mark_answers(template: str) -> str | None:
+    """The template with `OPEN` and `CLOSE` around what its ``{% generation %}`` markers enclose; None without them.
+
+    The tag becomes a Jinja call block of a macro, which renders the same text between the two characters.
+    """
+    if not _GENERATION.search(template):
+        return None
+    template = _END_GENERATION.sub(r"{%\1 endcall \2%}", template)
+    return _MACRO + _GENERATION.sub(r"{%\1 call fsdp2kit_span() \2%}", template)

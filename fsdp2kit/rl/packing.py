@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2kit.config.rl_schema import GRPOConfig
-from fsdp2kit.data.loader import Batch, PackedRow, Share
+from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.objectives.policy import group_advantages
 from fsdp2kit.rl.engine import Response
 
@@ -80,13 +80,13 @@ def pack(
     longest = max(sum(lengths[at] for at in row) for row in rows)
     share = Share(min(seq_len, -(-longest // block) * block), len(rows), micro_batch_size, dp_rank, dp, pad_id)
 
-    def packed(row: Sequence[int]) -> PackedRow:
+    def packed(row: Sequence[int]) -> Pack:
         starts = {at: len(texts[at][0]) for at in row}  # of responses
         documents = [(np.array([*texts[at][0], *texts[at][1]]), np.arange(lengths[at]) >= starts[at]) for at in row]
         padded = {name: [np.pad(of_all[at], (starts[at], 0)) for at in row] for name, of_all in values.items()}
-        return PackedRow(documents, per_token=padded)
+        return Pack(documents, per_token=padded)
 
-    return share.batches([packed(rows[at]) for at in share.rows], sources=1)
+    return share.batches([packed(rows[at]) for at in share.packs], sources=1)
 
 
 def deal_rows(lengths: Sequence[int], *, seq_len: int, multiple: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The prompts of ``[data]``, and in which order they are asked."""
+"""The prompts of ``[data]``, and the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.console import counted
-from fsdp2kit.data.build import ROWS_CHECKED
+from fsdp2kit.data.cache import Cache
+from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
-from fsdp2kit.data.formats import Prompt, content_key, encode_prompts, hold_out_border
+from fsdp2kit.data.formats import content_key
+from fsdp2kit.data.held_out import hold_out_border
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader, first_rows
-from fsdp2kit.data.sources import RowSet, find_source, held_out_sets
+from fsdp2kit.data.sources import RowSet, held_out_sets, locate
+from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import turn_ends
@@ -28,7 +32,7 @@ from fsdp2kit.rl.rewards import Rewards
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts, which every rank has, in an order that neither the mesh nor the number of steps changes."""
+    """All prompts, on every rank, in an order that depends neither on the mesh nor on the number of steps."""
 
     prompts: Sequence[Prompt]
     fingerprint: str
@@ -36,16 +40,17 @@ class Prompts:
     per_round: int
     """Prompts in a batch of rollouts."""
     updates: int
-    """Steps on each."""
+    """Steps on each batch of rollouts."""
     seed: int
     shuffle: bool
     total_steps: int
     """Steps of the whole run: `train.steps`, or those of `train.epochs`."""
     endings: frozenset[int]
-    """The tokens that a turn of the model ends in."""
+    """Tokens that end a turn of the model."""
     dropped: int = 0
+    """Prompts left out because they are too long."""
     held_out: Sequence[Prompt] = ()
-    """What an evaluation asks, and training never."""
+    """Prompts of the evaluation, which training never asks."""
     held_out_fingerprint: str = ""
     """Digest of `held_out`."""
     contents: Mapping[str, Content] = field(default_factory=dict)
@@ -53,16 +58,16 @@ class Prompts:
 
     @property
     def columns(self) -> Collection[str]:
-        """What reward functions are called with, by keyword."""
+        """The keywords that reward functions are called with."""
         return columns_of(prompt.row for prompt in (*self.prompts, *self.held_out))
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which every prompt is asked once."""
+        """Steps until every prompt is asked once."""
         return len(self.prompts) / self.per_round * self.updates
 
     def of_round(self, number: int) -> list[int]:
-        """Indices of the prompts of a batch of rollouts; it may reach from one pass over them into the next."""
+        """Indices of the prompts of a batch of rollouts, which may span two passes over the prompts."""
         found, count = [], len(self.prompts)
         for position in range(number * self.per_round, (number + 1) * self.per_round):
             epoch, at = divmod(position, count)
@@ -70,7 +75,7 @@ class Prompts:
         return found
 
     def describe(self) -> list[str]:
-        """What the user should know of them before training, a line each."""
+        """What the user should know about the prompts before training, line by line."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)
         dropped = f"; {counted(self.dropped, 'prompt')} dropped: too long" if self.dropped else ""
         held_out = [f"held out: {counted(len(self.held_out), 'prompt')}"] if self.held_out else []
@@ -83,7 +88,7 @@ class Prompts:
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> Collection[str]:
-    """The keywords that reward functions are called with for prompts of these rows."""
+    """The keywords that reward functions are called with, for prompts of these rows."""
     own = {name for row in rows for name in row if name != "prompt"}
     return sorted(own | {"prompts", "completions", "completion_ids", "truncated"})
 
@@ -158,7 +163,7 @@ def _content_of(one: RowSet, prompts: Sequence[Prompt], dropped: int) -> Content
 
 
 def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on, and those held out of them, all rows that ask the same together."""
+    """The prompts to train on, and those held out of them. Rows that ask the same stay together."""
     keys = np.array([content_key(prompt.messages) for prompt in prompts], dtype=np.uint64)
     border = hold_out_border(keys, held_out)
     if int(keys.max()) < border:
@@ -168,10 +173,10 @@ def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt],
 
 
 def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-    """The prompts that leave room for a response, and how many others were dropped."""
+    """The prompts that leave room for a response, and the number of those that were dropped."""
     section: Any = one.section
     room = config.data.seq_len - config.rollout.max_new_tokens
-    rows = list(RowReader(find_source(section, one.key), download=True))
+    rows = list(RowReader(locate(section, one.key, cache=Cache(Path(config.run.dir))), download=True))
     prompts = encode_prompts(rows, section, tokenizer)
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     if len(short) < len(prompts) and (section.overlong == "error" or not short):
@@ -185,12 +190,13 @@ def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase)
 def arguments_of(
     prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]], truncated: Sequence[bool]
 ) -> dict[str, list[Any]]:
-    """What reward functions are called with, by keyword: one item for each response in every list.
+    """The keyword arguments of reward functions: lists with one item for each response.
 
     Args:
         prompts: the prompt of each response.
         texts: the responses.
         ids: their tokens.
+        truncated: whether each response was cut off at its longest length.
     """
     columns, messages = {name for prompt in prompts for name in prompt.row}, [prompt.messages for prompt in prompts]
     return {

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.data.formats import Prompt
 from fsdp2kit.data.loader import Batch
+from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
 from fsdp2kit.model.assets import generation_config
 from fsdp2kit.model.build import build_model, materialize, source_of

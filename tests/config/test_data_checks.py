@@ -38,7 +38,7 @@ CASES = {
     "stream's split": ({"data": {**A, "streaming": True}, "eval": {"every": 1, "split": "test"}}, "give eval.path"),
     "same set": ({"data": A, "eval": {"every": 1, "sets": {"a": A}}}, "on the training data itself"),
     "same source": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "path": "b.jsonl"}}, "training data itself"),
-    "split of a mix": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "split": "test"}}, "of which"),
+    "split of a mix": ({"data": {"sources": [A, B]}, "eval": {"every": 1, "split": "test"}}, "does not say which"),
     "part of a slice": ({"data": A, "eval": {"every": 1, "split": "train[:5%]"}}, "on the training data itself"),
     "whole of a slice": ({"data": {**A, "split": "train[5%:]"}, "eval": {"every": 1}}, "on the training data itself"),
     "share of other data": ({"data": A, "eval": {"every": 1, "path": "b", "split": 0.1}}, "eval.path: is given"),
@@ -78,7 +78,7 @@ def test_what_is_held_out_of_the_training_data(split: float | str, tmp_path: Pat
     check_config(config, world_size=1, local_world_size=1)
     assert (type(config.eval.split), config.eval.split) == (type(split), split)
     text = config_of(tmp_path, Text, data={"format": "synthetic"}, eval={"split": 0.1})
-    with pytest.raises(UserError, match=r"eval\.split: 0\.1 of .* made up"):
+    with pytest.raises(UserError, match=r"eval\.split: 0\.1 of .* generated"):
         check_config(text, world_size=1, local_world_size=1)
     with pytest.raises(UserError, match=r"eval\.split: 1\.5 is not accepted"):
         config_of(tmp_path, data=A, eval={"split": 1.5})

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.chat import TrainOn
-from fsdp2kit.data.formats import Encoded, encode_rows
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.tokens import Encoded, encode_rows
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

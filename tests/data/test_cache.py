@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from fsdp2kit import run
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.data import cache
+from fsdp2kit.data.cache import Cache
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.assets import find_hf_dir
 from fsdp2kit.model.hf_config import load_hf_config
@@ -32,10 +33,9 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     """A cache in which nothing can be made, not by root either: below a file."""
     (tmp_path / "home").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-    monkeypatch.setattr(cache, "_run_dir", None)
-    cache._stand_in.cache_clear()
+    cache._replacement.cache_clear()
     yield tmp_path / "home" / "datasets"
-    cache._stand_in.cache_clear()
+    cache._replacement.cache_clear()
 
 
 def test_a_folder_of_temporary_files_stands_in_and_then_the_run_directory(
@@ -43,13 +43,13 @@ def test_a_folder_of_temporary_files_stands_in_and_then_the_run_directory(
 ) -> None:
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"fsdp2kit-{os.getuid()}"
-    assert cache.cached_file("x.arrow") == folder / "fsdp2kit" / "x.arrow"
-    assert cache.hub_cache() == folder
+    run_dir = tmp_path / "run"
+    assert Cache(run_dir).file("x.arrow") == folder / "fsdp2kit" / "x.arrow", "there is no run directory"
+    assert Cache().for_hub() == folder
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"the cache {unwritable} cannot be written (Not a directory): {folder} is used; set HF_")
-    (tmp_path / "run").mkdir()
-    cache.keep_beside(tmp_path / "run")
-    assert cache.cached_file("x.arrow") == tmp_path / "run" / "cache" / "fsdp2kit" / "x.arrow"
+    run_dir.mkdir()
+    assert Cache(run_dir).file("x.arrow") == run_dir / "cache" / "fsdp2kit" / "x.arrow"
 
 
 def test_a_read_only_cache_that_others_have_filled_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +57,9 @@ def test_a_read_only_cache_that_others_have_filled_is_read(tmp_path: Path, monke
     filled.parent.mkdir()
     filled.touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(cache, "_refuses", lambda folder: "Read-only file system")
-    assert cache.cached_file("x.arrow") == filled
-    assert cache.hub_cache() == tmp_path
+    monkeypatch.setattr(cache, "_refusal", lambda folder: "Read-only file system")
+    assert Cache().file("x.arrow") == filled
+    assert Cache().for_hub() == tmp_path
 
 
 def test_no_folder_at_all_is_one_line(unwritable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_no_folder_at_all_is_one_line(unwritable: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cache.tempfile, "gettempdir", none)
     with pytest.raises(UserError, match=r"the cache .* cannot be written \(Not a directory\); set HF_HOME"):
-        cache.writable_cache()
+        Cache().writable()
 
 
 def test_a_check_needs_no_cache(
@@ -136,4 +136,4 @@ def test_another_users_folder_of_temporary_files_is_not_used(
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     with pytest.raises(UserError, match="set HF_HOME"):
-        cache.writable_cache()
+        Cache().writable()

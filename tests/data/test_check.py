@@ -12,8 +12,9 @@ from fsdp2kit.check import check_offline
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import ChatDataConfig, TrainingConfig
-from fsdp2kit.data import build
-from fsdp2kit.data.build import check_first_rows
+from fsdp2kit.data import checks
+from fsdp2kit.data.build import build_data
+from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from recipes import distill, grpo
@@ -69,20 +70,20 @@ def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, mon
     train = {"epochs": 3, "global_batch_size": 4}
     data = {"path": path, "seq_len": 128, "pack": False}
     config = config_of(tmp_path, data=data, train=train)
-    for limit in (build._BYTES_COUNTED, 0):  # the second time from the cache
-        monkeypatch.setattr(build, "_BYTES_COUNTED", limit)
-        _, epoch, total = build.count_steps(config)
-        assert epoch.startswith("an epoch: 10 rows of 128 tokens")
+    for limit in (checks._BYTES_COUNTED, 0):  # the second time from the cache
+        monkeypatch.setattr(checks, "_BYTES_COUNTED", limit)
+        _, epoch, total = count_steps(config)
+        assert epoch.startswith("an epoch: 10 packs of 128 tokens")
         assert epoch.endswith("in 3 steps"), "two whole batches and a short one"
         assert total == "train: 9 steps"
     write(tmp_path / "a.jsonl", *[{"messages": SINGLE}] * 11)
-    assert build.count_steps(config) == ["steps of an epoch not counted: data.path is 0 MiB to be tokenised"]
+    assert count_steps(config) == ["steps of an epoch not counted: data.path is 0 MiB to be tokenised"]
     monkeypatch.undo()
     schedule = {"warmup_steps": 9}
     with pytest.raises(UserError, match=r"warmup_steps: 9, but the whole run has 9 steps"):
-        build.count_steps(config_of(tmp_path, data=data, train=train, lr_schedule=schedule))
+        count_steps(config_of(tmp_path, data=data, train=train, lr_schedule=schedule))
     with pytest.raises(UserError, match=r"^data\.path: is required"):
-        build.build_data(config_of(tmp_path, train=train), tokenizer=build_tokenizer(config.model))
+        build_data(config_of(tmp_path, train=train), tokenizer=build_tokenizer(config.model))
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
@@ -169,7 +170,7 @@ def test_the_plan_names_what_a_run_would_do(tmp_path: Path) -> None:
         "mesh: dp_replicate 1 × dp_shard 2 × cp 1",
         "units: 1 root, 1 Embedding, 2 LlamaDecoderLayer, 1 Linear",
         "attention: varlen (auto: packed documents need no mask)",
-        "a step: 8 rows of 4,096 tokens, in 4 micro-batches of 1 on each of 2 data-parallel ranks",
+        "a step: 8 packs of 4,096 tokens, in 4 micro-batches of 1 on each of 2 data-parallel ranks",
         "data.seq_len 4,096 is beyond the 2,048 positions",
         "train: 2 steps",
     ):

@@ -13,7 +13,7 @@ from fsdp2kit.checkpoint.identity import check_same_run
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data import contents
 from fsdp2kit.data.contents import Content, changes, content_of, stream_content
-from fsdp2kit.data.sources import Source
+from fsdp2kit.data.sources import Location
 from fsdp2kit.errors import UserError
 
 
@@ -51,10 +51,10 @@ def test_a_url_is_not_listed_again_and_a_file_may_go_meanwhile(tmp_path: Path, m
         raise AssertionError("listed")
 
     path = tmp_path / "gone.jsonl"
-    gone = Source(str(path), "train", "json", (str(path),))
-    monkeypatch.setattr(contents, "find_source", lambda *_: gone)
+    gone = Location(str(path), "train", "json", (str(path),))
+    monkeypatch.setattr(contents, "locate", lambda *_: gone)
     assert content_of(DataConfig(path=str(path)), "data.path", rows=3, digest="a") == Content("a", 3)
-    monkeypatch.setattr(contents, "find_source", fail)
+    monkeypatch.setattr(contents, "locate", fail)
     section = DataConfig(path="s3://bucket/*.jsonl")
     assert content_of(section, "data.path", rows=3, digest="a") == Content("a", 3)
 

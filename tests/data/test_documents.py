@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig
-from fsdp2kit.data import tokens
+from fsdp2kit.data import tables
 from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
 from fsdp2kit.errors import UserError
 from tests.data import templates
@@ -64,11 +64,11 @@ def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
 def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, monkeypatch) -> None:
     path = write(tmp_path / "a.jsonl", CHAT)
     first = chat(path, seq_len=64)
-    original = tokens.encode_rows
-    monkeypatch.setattr(tokens, "encode_rows", lambda *_, **__: pytest.fail("tokenised again"))
+    original = tables.encode_rows
+    monkeypatch.setattr(tables, "encode_rows", lambda *_, **__: pytest.fail("tokenised again"))
     assert contents(chat(path, seq_len=64)) == contents(first)
     chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
-    monkeypatch.setattr(tokens, "encode_rows", original)
+    monkeypatch.setattr(tables, "encode_rows", original)
     stat = Path(path).stat()
     write(Path(path), [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # not even the time may hide an edit
@@ -127,8 +127,8 @@ def test_cut_text_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, "auto"])
 def test_workers_change_nothing(workers, tmp_path: Path, datasets_cache: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tokens, "_TABLE_BLOCK", 4)
-    monkeypatch.setattr(tokens, "_WORTH_WORKERS", 8)
+    monkeypatch.setattr(tables, "_TABLE_BLOCK", 4)
+    monkeypatch.setattr(tables, "_WORTH_WORKERS", 8)
     path = write(tmp_path / "a.jsonl", CHAT * 5)
     with_workers = chat(path, workers=workers)
     assert contents(chat(path)) == contents(with_workers), "read from the cache that they filled"
@@ -231,14 +231,14 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
     """Runs in a worker: rank 0 tokenises, rank 1 only reads what it finds."""
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    calls, original = [], tokens.encode_rows
-    tokens.encode_rows = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
+    calls, original = [], tables.encode_rows
+    tables.encode_rows = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
     try:
         return chat(path).fingerprint, len(calls)
     except UserError as error:
         return str(error), len(calls)
     finally:
-        tokens.encode_rows = original
+        tables.encode_rows = original
 
 
 def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> None:

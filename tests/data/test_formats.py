@@ -10,16 +10,12 @@ import fsspec
 import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, ColumnsConfig, DataConfig
-from fsdp2kit.data import tokens
+from fsdp2kit.data import tables
 from fsdp2kit.data.documents import build_documents
-from fsdp2kit.data.formats import (
-    encode_prompts,
-    encode_rows,
-    key_border,
-    looks_unwrapped,
-    row_key,
-)
+from fsdp2kit.data.formats import looks_unwrapped, row_key
+from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
+from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
 from tests.data import families, templates
 from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
@@ -369,7 +365,7 @@ def test_advice_fits_the_rows_beside_it(tokenizer) -> None:
 
 
 def test_a_misspelt_row_of_a_later_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_TABLE_BLOCK", 4)
+    monkeypatch.setattr(tables, "_TABLE_BLOCK", 4)
     names = ["messages"] * 8 + ["mesages"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({name: SINGLE}) + "\n" for name in names))
     for workers in (0, 2):

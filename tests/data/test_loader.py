@@ -76,7 +76,7 @@ def test_an_epoch_holds_every_document_once(lengths: list[int], pack: bool, shuf
         assert sorted(seen) == list(range(len(lengths)))
         assert sum(batch.input_tokens for batch in batches) == sum(lengths)
         assert sum(batch.attention_pairs for batch in batches) == sum(length**2 for length in lengths)
-    assert len(batches) == loader.steps_per_epoch * 4 >= loader.rows_per_epoch > (loader.steps_per_epoch - 1) * 4
+    assert len(batches) == loader.steps_per_epoch * 4 >= loader.packs_per_epoch > (loader.steps_per_epoch - 1) * 4
 
 
 def test_labels_are_shifted_and_stay_within_their_document() -> None:
@@ -93,7 +93,7 @@ def test_labels_are_shifted_and_stay_within_their_document() -> None:
 
 def test_a_short_last_batch_is_filled_with_masked_rows() -> None:
     loader = make_loader(make_documents([16] * 5))
-    assert (loader.rows_per_epoch, loader.steps_per_epoch) == (5, 2)
+    assert (loader.packs_per_epoch, loader.steps_per_epoch) == (5, 2)
     last = loader.batch(1)
     assert [batch.input_tokens for batch in last] == [16, 0, 0, 0]
     empty = last[-1]

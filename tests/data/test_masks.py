@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.formats import Encoded, encode_rows
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.tokens import Encoded, encode_rows
 from fsdp2kit.errors import UserError
 from tests.data import templates
 from tests.data.templates import encode_chat, make_tokenizer

@@ -73,7 +73,7 @@ def test_a_global_batch_is_the_same_on_every_mesh(sizes, epochs, index) -> None:
 
 def test_fractions_of_an_epoch_go_on_where_they_stopped() -> None:
     loader = mixed([8, 4], [0.5, 2.0])  # a pass: 4 rows of the first, 8 of the second
-    assert (loader.rows_per_epoch, loader.steps_per_epoch) == (12, 3)
+    assert (loader.packs_per_epoch, loader.steps_per_epoch) == (12, 3)
     passes = []
     for epoch in range(4):
         seen = [token for step in range(3) for token in firsts(loader.batch(epoch * 3 + step))]

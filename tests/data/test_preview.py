@@ -14,10 +14,11 @@ from rich.console import Console
 from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.data.loader import Loader
+from fsdp2kit.data.preview import Preview, build_preview, pieces_of
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
 from tests.data.templates import make_tokenizer
-from tools.preview import Preview, build_preview, main, pieces_of, print_preview
+from tools.preview import main, print_preview
 
 DEMO = Path(__file__).parents[2] / "toml" / "demo_cp2.toml"
 

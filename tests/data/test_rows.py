@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.rows import RowReader
-from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.sources import locate
 from fsdp2kit.errors import UserError
 
 ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
@@ -23,7 +23,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 def read(path: Path | str, split: str = "train") -> list[dict]:
-    return [row.parse() for row in RowReader(find_source(DataConfig(path=str(path), split=split)), download=True)]
+    return [row.parse() for row in RowReader(locate(DataConfig(path=str(path), split=split)), download=True)]
 
 
 def save(kind: str, folder: Path) -> Path:
@@ -77,16 +77,6 @@ def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
     assert read(tmp_path / "a.parquet") == rows
 
 
-def test_a_position_of_an_earlier_version(tmp_path: Path) -> None:
-    datasets.disable_progress_bars()
-    for number in range(2):
-        datasets.Dataset.from_list([{"n": 2 * number}, {"n": 2 * number + 1}]).to_parquet(
-            f"{tmp_path}/{number}.parquet"
-        )
-    reader = RowReader(find_source(DataConfig(path=f"{tmp_path}/*.parquet")), {"dataset": {}, "row": 3})
-    assert [(row.parse(), row.where) for row in reader] == [({"n": 3}, f"{tmp_path}/1.parquet: row 1")]
-
-
 def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "one"}])
     assert read(path) == [{"text": "one"}]
@@ -117,12 +107,12 @@ def test_slices_go_over_the_files_of_a_split(tmp_path: Path) -> None:
         write(tmp_path / f"train-{number}.jsonl", [{"n": 4 * number + at} for at in range(4)])
     write(tmp_path / "test.jsonl", [{"n": -1}])
     assert [row["n"] for row in read(tmp_path, "train[3:9]")] == [3, 4, 5, 6, 7, 8]
-    source = find_source(DataConfig(path=str(tmp_path), split="train[3:9]", limit=2))
+    source = locate(DataConfig(path=str(tmp_path), split="train[3:9]", limit=2))
     assert [row.parse()["n"] for row in RowReader(source)] == [3, 4]
     assert (
         len(
             {
-                find_source(DataConfig(path=str(tmp_path), split=split)).digest()
+                locate(DataConfig(path=str(tmp_path), split=split)).digest()
                 for split in ("train", "train[:1]", "train[1:]")
             }
         )
@@ -215,4 +205,4 @@ def test_a_pattern_looks_into_linked_directories_and_past_dangling_links(tmp_pat
     (tmp_path / "data" / "a" / ".#x.jsonl").symlink_to("user@host.1234")  # an editor's lock
     assert read(f"{tmp_path}/data/*/x.jsonl") == 2 * ROWS
     assert read(f"{tmp_path}/data/a/*.jsonl") == read(tmp_path / "data" / "a") == ROWS
-    find_source(DataConfig(path=f"{tmp_path}/data/a")).digest()
+    locate(DataConfig(path=f"{tmp_path}/data/a")).digest()

@@ -17,9 +17,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp2kit.config.schema import DataConfig
-from fsdp2kit.data.formats import encode_rows
 from fsdp2kit.data.rows import Row, RowReader
-from fsdp2kit.data.sources import find_source
+from fsdp2kit.data.sources import locate
+from fsdp2kit.data.tokens import encode_rows
 from fsdp2kit.errors import UserError
 from tests.data import templates
 from tests.data.templates import encode_chat, make_tokenizer
@@ -183,7 +183,7 @@ def written(rows: list[dict[str, Any]], kind: str, folder: Path) -> list[Row]:
         datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     else:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(RowReader(find_source(DataConfig(path=str(folder / f"rows.{kind}")))))
+    return list(RowReader(locate(DataConfig(path=str(folder / f"rows.{kind}")))))
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {"object": dict, "text": with_text, "flat": flat}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fsdp2kit.config.rl_schema import RewardConfig
-from fsdp2kit.data.formats import Prompt
+from fsdp2kit.data.tokens import Prompt
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl import rewards as rewards_module
 from fsdp2kit.rl.prompts import arguments_of

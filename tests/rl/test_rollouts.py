@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.contents import Content
-from fsdp2kit.data.formats import Prompt, encode_prompts
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer

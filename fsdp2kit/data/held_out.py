@@ -1,0 +1,78 @@
+"""Rows held out of the training data for the evaluation: those whose `row_key` is below a border.
+
+The key depends on a row's content alone. So copies of a row stay together, and neither the order nor the files matter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.data.formats import row_key
+from fsdp2kit.data.rows import RowReader
+from fsdp2kit.data.sources import Location
+from fsdp2kit.data.tables import TokenTable, encode_table
+from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.errors import UserError
+
+_BLOCK = 64  # rows
+
+
+def key_border(share: float) -> int:
+    """The key that this share of all possible keys is below."""
+    return int(share * 2**64)
+
+
+def hold_out_border(keys: np.ndarray, held_out: float) -> int:
+    """The key below which rows are held out.
+
+    Args:
+        keys: uint64, of all rows.
+        held_out: a share of the rows, or (an int) their number, without copies; at least one row is held out.
+    """
+    everything = np.unique(keys)
+    if isinstance(held_out, int):
+        return int(everything[min(held_out, len(everything)) - 1]) + 1
+    return max(key_border(held_out), int(everything[0]) + 1)
+
+
+def hold_out(tables: Sequence[TokenTable], held_out: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The lines of each table to train on, and those that are held out: int64, both ascending.
+
+    Args:
+        held_out: as `hold_out_border`'s.
+
+    Raises:
+        UserError: no row of a table is left to train on.
+    """
+    keys = [one.table["key"].to_numpy() for one in tables]
+    border = hold_out_border(np.concatenate(keys), held_out)
+    for one, key in zip(tables, keys, strict=True):
+        if key.max() < border:
+            what = f"{held_out} holds out every row of {one.where}"
+            raise UserError("eval.split", what, "hold fewer rows out, or give more data")
+    return [(np.flatnonzero(key >= border), np.flatnonzero(key < border)) for key in keys]
+
+
+def read_held_out(
+    location: Location, section: DataConfig, tokenizer: Tokenizer, *, border: int, packs: int
+) -> TokenTable:
+    """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs.
+
+    Raises:
+        UserError: a row cannot be read or encoded, or one pass over the stream has none of them.
+    """
+    names, blocks, room = [], [], packs * section.seq_len
+    rows = (row for row in RowReader(location) if row_key(row.parse(), section) < border)
+    while room > 0 and (some := list(itertools.islice(rows, _BLOCK))):
+        blocks.append(encode_table(some, section, tokenizer))
+        names += [row.where for row in some]
+        lengths = np.minimum(blocks[-1]["length"].to_numpy(), section.seq_len)
+        room -= int(lengths.sum()) if section.pack else section.seq_len * len(lengths)
+    if not blocks:
+        raise UserError("eval.split", f"holds no row of {location.path} out", "give a larger share, or eval.path")
+    return TokenTable(pa.concat_tables(blocks), location.where, names.__getitem__)

@@ -1,0 +1,332 @@
+"""Tables of tokens: the rows of a set, tokenised once into an Arrow file, or block by block for a stream.
+
+The name of the Arrow file depends on content, tokenizer, template, format and the code that reads them, and on nothing
+else: an edited data file gives another one, another ``seq_len`` or ``overlong`` does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+
+from fsdp2kit.config.data_schema import DataConfig
+from fsdp2kit.console import progress_bar
+from fsdp2kit.data.cache import DEFAULT, Cache
+from fsdp2kit.data.formats import answers_per_row, row_key
+from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
+from fsdp2kit.data.sources import Location, locate
+from fsdp2kit.data.template import Tokenizer
+from fsdp2kit.data.tokens import encode_rows, ending_of, special_ids
+from fsdp2kit.distributed import one_per_machine_first
+from fsdp2kit.errors import UserError
+
+# Raise this number when rows that were right get other tokens: runs on streams that have begun are then refused.
+_ENCODING = 2
+_STREAM_BLOCK, _TABLE_BLOCK = 64, 256  # rows that are tokenised in one call
+_WORTH_WORKERS = 4096  # rows from which on worker processes save time
+_MOST_WORKERS = 16
+_WATCH_SECONDS = 0.5
+_FORK: Literal["fork", "spawn"] = "fork" if sys.platform == "linux" else "spawn"
+
+# A table of tokens has a line for each answer of a row (`answers_per_row`).
+_SCHEMA = pa.schema(
+    {
+        "ids": pa.list_(pa.int32()),
+        "supervised": pa.list_(pa.bool_()),
+        "length": pa.int64(),
+        "targets": pa.int64(),  # supervised tokens; the first token is never a target
+        "ending": pa.int64(),  # the last supervised token if it is special, as one that ends a turn; else `NO_ENDING`
+        "largest_id": pa.int64(),
+        "digest": pa.binary(),  # 16 bytes, of ids and mask
+        "key": pa.uint64(),  # `row_key`
+    }
+)
+
+
+class TokenTable(NamedTuple):
+    """The tokens of a set of rows, and the names of these in errors."""
+
+    table: pa.Table
+    """The columns of `_SCHEMA`."""
+    where: str
+    """Names the set."""
+    name: Callable[[int], str]
+    """Names the row of a line of the table."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some neighbouring rows, tokenised."""
+
+    tokens: pa.Table
+    """The columns of `_SCHEMA`."""
+    names: list[str]
+    """Names of the rows in errors."""
+    position: Position | None
+    """The position after them; None at the end of a pass, in a block without rows."""
+
+
+def encode_table(
+    rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer | None = None, *, follows: bool = False
+) -> pa.Table:
+    """The lines of a table of tokens for some rows; see `encode_rows`.
+
+    Args:
+        tokenizer: None in a worker process, which has its own.
+    """
+    tokenizer = tokenizer if tokenizer is not None else _of_worker
+    assert tokenizer is not None, "a worker's initializer ran"
+    special = special_ids(tokenizer)
+    rows = [Row(row.parse(), row.where) for row in rows]
+    keys = [row_key(row.parse(), section) for row in rows for _ in range(answers_per_row(section))]
+    encoded = encode_rows(rows, section, tokenizer, follows=follows)
+    columns = [_columns(*one, key, special) for one, key in zip(encoded, keys, strict=True)]
+    return pa.Table.from_pylist(columns, schema=_SCHEMA)
+
+
+def _columns(ids: Sequence[int], supervised: Sequence[bool], key: int, special: frozenset[int]) -> dict[str, Any]:
+    tokens, mask = np.asarray(ids, dtype=np.int32), np.asarray(supervised, dtype=bool)
+    return {
+        "ids": tokens,
+        "supervised": mask,
+        "length": len(tokens),
+        "targets": int(mask[1:].sum()),
+        "ending": ending_of(tokens, mask, special),
+        "largest_id": int(tokens.max(initial=-1)),
+        "digest": hashlib.blake2b(tokens.astype("<i4").tobytes() + mask.tobytes(), digest_size=16).digest(),
+        "key": key,
+    }
+
+
+def read_tokens(
+    section: DataConfig, *, tokenizer: Tokenizer | None, key: str = "data.path", cache: Cache = DEFAULT
+) -> TokenTable:
+    """Read and tokenise a set of rows, or map its tokens from the cache. Collective.
+
+    One rank on each machine fills the cache.
+
+    Args:
+        section: with the set's own path, split, format and columns.
+        key: the TOML key that names the set, for errors.
+    """
+    words = require_tokenizer(tokenizer)
+
+    def read() -> tuple[Location, pa.Table]:
+        location = locate(section, key, cache=cache)
+        return location, tokenise(location, section, words)
+
+    location, table = one_per_machine_first(read)
+
+    def name(line: int) -> str:
+        row = line // answers_per_row(section)
+        return next(itertools.islice(RowReader(location, download=True), row, None)).where
+
+    return TokenTable(table, location.where, name)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer; a `UserError` without one."""
+    if tokenizer is None:
+        raise UserError("model.tokenizer", "is required by data from files", "set model.tokenizer or model.path")
+    return tokenizer
+
+
+def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> pa.Table:
+    """The tokens of all rows, memory-mapped from the cache, which is filled first if need be."""
+    file = _cache_file(location.digest() or hub_content(location), location, section, tokenizer)
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # The file is renamed when it is complete, so other processes see all of it or nothing.
+        beside = file.with_suffix(f".{uuid.uuid4().hex}.partial")
+        try:
+            with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
+                blocks = _one_pass(location, section, tokenizer)
+                # The first block forks the workers, so it is made before the bar starts a thread.
+                first = next(blocks)
+                with progress_bar(f"tokenising {Path(location.path).name}", unit="rows") as bar:
+                    for block in itertools.chain([first], blocks):
+                        out.write_table(block.tokens)
+                        bar.advance(len(block.names))
+                        bar.total = estimate_rows(location, block.position, int(bar.done))
+            beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
+    return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+
+
+def is_tokenised(location: Location, section: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the cache has the tokens of files on this machine."""
+    content = location.digest()
+    return content is not None and _cache_file(content, location, section, tokenizer).is_file()
+
+
+def _cache_file(content: str, location: Location, section: DataConfig, tokenizer: Tokenizer) -> Path:
+    return location.cache.file(f"{cache_key(content, section, tokenizer)}.{_code_digest()}.arrow")
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Digest of the code that turns rows into tokens: tokens of another version are not used."""
+    digest = hashlib.blake2b(digest_size=4)
+    for name in ("rows.py", "formats.py", "chat.py", "template.py", "tokens.py", "tables.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
+
+
+def iterate_blocks(
+    location: Location,
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    position: Position | None = None,
+    *,
+    pool: ProcessPoolExecutor | None = None,
+) -> Iterator[Block]:
+    """A stream's blocks from a position on, pass after pass, without end.
+
+    Args:
+        pool: `start_workers`'s processes; the blocks do not depend on them. None tokenises here, block by block.
+
+    Raises:
+        UserError: a row cannot be read or encoded, or a pass has no row.
+    """
+
+    def passes() -> Iterator[tuple[list[Row], Position | None]]:
+        yield from _read_blocks(RowReader(location, position), _STREAM_BLOCK)
+        while True:
+            yield [], None
+            yield from _read_blocks(RowReader(location), _STREAM_BLOCK)
+
+    return _encode_blocks(passes(), section, tokenizer, pool=pool, ahead=4, follows=position is not None)
+
+
+def start_workers(
+    count: int, tokenizer: Tokenizer, *, method: Literal["fork", "spawn"] = "spawn"
+) -> ProcessPoolExecutor | None:
+    """Processes that tokenise; None if ``count`` is 0.
+
+    Args:
+        method: "fork" starts them at once, but copies threads' locks and a CUDA context, so they must end soon.
+    """
+    if not count:
+        return None
+    arguments = tokenizer, os.getpid()
+    return ProcessPoolExecutor(count, get_context(method), initializer=_start_worker, initargs=arguments)
+
+
+def cache_key(content: str, section: DataConfig, tokenizer: Tokenizer) -> str:
+    """Digest of everything that the tokens of a content depend on."""
+    import transformers
+
+    if tokenizer.is_fast:
+        # Remove what earlier calls have left; our calls set their own.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        state = tokenizer.backend_tokenizer.to_str()
+    else:
+        state = tokenizer.get_vocab()
+    parts = [
+        _ENCODING,
+        content,
+        section.format,
+        section.columns.model_dump(exclude_none=True),
+        section.train_on,
+        *([section.wrap] if section.wrap != "none" else []),  # earlier streams are identified without it
+        transformers.__version__,
+        type(tokenizer).__name__,
+        state,
+        tokenizer.special_tokens_map,
+        None if section.format in ("text", "tokens") else tokenizer.chat_template,
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _one_pass(location: Location, section: DataConfig, tokenizer: Tokenizer) -> Iterator[Block]:
+    """The blocks of all rows, tokenised by ``data.workers`` processes."""
+    blocks, workers = _read_blocks(RowReader(location, download=True), _TABLE_BLOCK), section.workers
+    if workers == "auto":
+        first = list(itertools.islice(blocks, _WORTH_WORKERS // _TABLE_BLOCK))
+        blocks = itertools.chain(first, blocks)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        is_worth_it = cores > 1 and len(first) * _TABLE_BLOCK == _WORTH_WORKERS
+        workers = min(cores, _MOST_WORKERS) if is_worth_it else 0
+    # Forked processes must start no tokenizer threads, or they warn of those of this process.
+    alone = mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}) if workers else contextlib.nullcontext()
+    with alone, start_workers(workers, tokenizer, method=_FORK) or contextlib.nullcontext() as pool:
+        yield from _encode_blocks(blocks, section, tokenizer, pool=pool, ahead=2 * workers)
+
+
+def _read_blocks(reader: RowReader, size: int) -> Iterator[tuple[list[Row], Position]]:
+    rows = iter(reader)
+    while block := list(itertools.islice(rows, size)):
+        yield block, reader.position
+
+
+def _encode_blocks(
+    blocks: Iterable[tuple[list[Row], Position | None]],
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    pool: ProcessPoolExecutor | None,
+    ahead: int,
+    follows: bool = False,
+) -> Iterator[Block]:
+    """The blocks, tokenised, in their order; up to ``ahead`` more of them are with the pool.
+
+    Args:
+        follows: whether rows before them were encoded.
+    """
+    waiting: deque[tuple[Future[pa.Table], list[str], Position | None]] = deque()
+    for rows, position in blocks:
+        names = [row.where for row in rows]
+        if pool is None:
+            yield Block(encode_table(rows, section, tokenizer, follows=follows), names, position)
+        else:
+            waiting.append((pool.submit(encode_table, rows, section, follows=follows), names, position))
+        follows = True
+        if len(waiting) > ahead:
+            tokens, names, position = waiting.popleft()
+            yield Block(tokens.result(), names, position)
+    for tokens, names, position in waiting:
+        yield Block(tokens.result(), names, position)
+
+
+_of_worker: Tokenizer | None = None  # a worker process's own, set when it starts
+
+
+def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
+    global _of_worker
+    _of_worker = tokenizer
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches workers, too, and the run needs them
+
+
+def _leave_with(parent: int) -> None:
+    """End this process soon after the rank that started it has ended.
+
+    A killed rank cannot end its workers. They would wait for rows on a pipe, which each of them keeps open for the
+    others.
+    """
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
