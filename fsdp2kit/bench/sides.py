@@ -61,7 +61,7 @@ class OurSide(Side):
         self._run.start(self._config.train.total_steps(self._batches.steps_per_epoch), metrics=metrics)
 
     def step(self) -> None:
-        """All of `train` for one step."""
+        """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""
         until = self._progress.step + 1
         self._progress = self._run.train(self._batches, total_steps=until, progress=self._progress)
 

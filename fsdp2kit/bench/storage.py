@@ -173,7 +173,7 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
             optimizer.zero_grad()
             manager.finish()
 
-        # The first save of each kind makes buffers and state, and does not count.
+        # The first of each does not count: buffers and state are made then.
         take_turns(waited, save, rounds + 1)
     rows = [{"training waits for a save": name, "seconds": spread(values[1:])} for name, values in waited.items()]
     rows[1]["shorter_by"] = speed(waited["asynchronous"][1:], waited["synchronous"][1:])

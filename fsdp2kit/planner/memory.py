@@ -194,7 +194,7 @@ def _loss_saved(step: StepMemory) -> tuple[int, int]:
 
 
 def _chunk(step: StepMemory) -> tuple[int, int]:
-    """Tokens of a chunk of logits, and the bytes of its logits and their float32 copy."""
+    """Rows of a chunk of logits, and the bytes of the logits and what is made of them."""
     device = torch.device(step.plan.device_type or "cuda")
     rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
     return rows, rows * step.vocabulary * (4 + (step.compute if step.compute != 4 else 0))
@@ -316,19 +316,19 @@ def _reduction(
 
 
 def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
-    """Bytes of a tied table's gradient, which waits for the embedding's; and the moments of the loss's backward.
+    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward.
 
-    They begin when the last layer is gathered ahead.
+    It begins by gathering the last layer ahead.
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    becomes = weight == gradient and not step.recomputes_logits  # not cast: the kept one is the gradient
+    becomes = weight == gradient and not step.recomputes_logits  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     # The model's own head computes a chunk of logits again, and their gradients.
     after, loss = before + gradient - waits, (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
-    if step.log_probs:  # the head's input is kept, and gets a gradient
-        # Where nothing is cast or added, the sum over chunks is the weight's gradient.
+    if step.log_probs:  # what goes into the head is kept, and its gradient is made
+        # Where nothing is cast or added to, what chunks add up to is the gradient.
         own = gradient if step.head and step.compute == 4 and not before else 0
         hidden, after, loss = step.hidden_states, before + own, _log_probs_backward(step) - own
     first = {
@@ -343,17 +343,17 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
 
 
 def _log_probs_backward(step: StepMemory) -> int:
-    """Bytes of the head's gradient, a float32 sum over chunks, and of one chunk's tensors."""
+    """Bytes of the head's gradient, which chunks add up to in float32, and of what one of them takes."""
     rows, _ = _chunk(step)
     logits, cast = 4 * rows * step.vocabulary, 0 if step.compute == 4 else step.compute * rows * step.vocabulary
     weight = step.vocabulary * step.hidden if step.head_trained else 0
-    # Logits, their softmax and its cast; or logits, their gradients, and the product of those with the hidden states.
+    # Logits beside their softmax, and that cast; or logits, gradients and their product with the hidden states.
     chunk = max(2 * logits + cast, logits + (cast or logits) + weight * step.compute)
     return 4 * weight + chunk
 
 
 def _own_gradients(step: StepMemory, name: str) -> int:
-    """Bytes of the gradients that a module's backward leaves, before they are reduced."""
+    """Bytes of the gradients that the backward of a module leaves, before they are reduced."""
     units = [unit for unit in step.units if unit.name == name or (name and unit.name.startswith(f"{name}."))]
     return sum(unit.unpadded * unit.item for unit in units)
 
@@ -403,10 +403,10 @@ def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 
 
 
 def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) -> list[Moment]:
-    """What is allocated while weights go to the engine and while it generates. A server's own memory is not counted.
+    """What is allocated while weights go to the engine, and while it generates; of a server, the trainer's side alone.
 
-    Prompts and responses are taken to be as long as they may be. Activations are those of one layer without gradients,
-    where a formula describes it.
+    Prompts are taken to be as long as ``data.seq_len`` lets them, and every response to be cut. Their activations are
+    those of one layer without gradients, where a formula describes it.
     """
     rollout, weights = config.rollout, engine_bytes(config, model)
     largest = max(parameter.numel() for parameter in model.parameters()) * item_bytes(config.engine_dtype)
@@ -417,7 +417,7 @@ def rollout_moments(config: RLConfig, model: PreTrainedModel, step: StepMemory) 
     if not weights:
         return [sync]
     responses = -(-config.train.global_batch_size * rollout.updates // step.plan.sizes.world_size) * rollout.tp
-    if config.eval.every:  # evaluation may have more prompts
+    if config.eval.every:  # of prompts of which there may be more
         responses = rollout.batch_size
     rows = min(rollout.batch_size, responses)
     cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=rollout.tp, dtype=config.engine_dtype)
