@@ -93,7 +93,7 @@ class Sharded:
         self._metrics = Metrics(throughput, path=metrics, records=self.records)
 
     def train(self, batches: Any, *, total_steps: int | None = None, progress: Progress | None = None) -> Progress:
-        """Run our loop, after `start`, up to step ``total_steps`` or to the config's last step."""
+        """Our loop, after `start`; to the step ``total_steps``, or to the config's last."""
         return train(
             self.model,
             self._optimizer,
