@@ -204,7 +204,8 @@ def _pace(
     update = 7 * sum(unit.trained for unit in step.units) / step.shards * step.storage / device.memory_bandwidth
     if not step.state_on_device:  # brought from the host and taken back
         update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
-    compute, keys = sum(computes.values()) + update, computes.keys() | waits.keys()
+    # Not a set: its order, and so the last digit of a sum, changes from one process to the next.
+    compute, keys = sum(computes.values()) + update, dict.fromkeys((*computes, *waits))
     overlapped = update + sum(max(computes.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
     tokens = config.train.global_batch_size * config.data.seq_len
     model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=tokens * config.data.seq_len)
