@@ -231,7 +231,7 @@ def generate_rows(plan: Estimate) -> int:
 
 
 def test_the_cache_is_as_large_as_transformers_own() -> None:
-    model = tiny_model("llama3")
+    model: Any = tiny_model("llama3")
     prompt = torch.zeros(3, 10, dtype=torch.int64)
     found = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, return_dict_in_generate=True, pad_token_id=0)
     cached = sum(bytes_of([layer.keys, layer.values]) for layer in found.past_key_values.layers)
