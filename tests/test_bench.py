@@ -17,7 +17,7 @@ import torch
 from fsdp2kit.bench.gpu import GROUPS, SETTINGS, SHAPES, bench_gpu, config_of, kind_of, obstacle, shares
 from fsdp2kit.bench.harness import PeakMemory, measure, speed, spread
 from fsdp2kit.bench.kernels import bench_vocabulary
-from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, bench_sync, llama_config
+from fsdp2kit.bench.storage import bench_convert, bench_load, bench_save, llama_config
 from tests.reference import needs_integers
 from tests.workers import WorkerPool, run_command
 from tools.bench import report_lines, result_lines
@@ -71,12 +71,6 @@ def test_save_measures_both_ways(pool: WorkerPool) -> None:
     assert set(seconds) == {"synchronous", "asynchronous"}
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
     assert result["rows"][1]["shorter_by"]["ratio"] > 0
-
-
-def test_sync_measures_both_ways(pool: WorkerPool) -> None:
-    result, _ = pool.run(2, last_result, bench_sync, params=1e-3, rounds=2)
-    assert [row["name"] for row in result["rows"]] == ["fsdp2kit", "full_tensor"]
-    assert result["checks"] == {"values_equal": True}
 
 
 @pytest.mark.full

@@ -20,7 +20,6 @@ STEPS = [
 
 
 def write_run(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    (folder / "config.toml").write_text('recipe = "grpo"\n')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -48,20 +47,27 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("records", "said"),
+    ("metrics", "said"),
     [
-        (None, "no such directory"),
-        ([], "holds no losses"),
-        ([{"step": 1, "loss": 2.0, "step_seconds": 1.0}], "has no step with rollouts"),
+        ("", "has no step with rollouts"),
+        ('{"step": 1, "loss": 2.0, "step_seconds": 1.0}\n', "has no step with rollouts"),
+        (None, "has no metrics.jsonl"),
+        ('{"step": 1, "lo', "cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(
-    records: list[dict[str, Any]] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    metrics: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "none" if records is None else write_run(tmp_path, records)
-    assert cycle.main([str(run), "--png", str(tmp_path / "x.png")]) == 2
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert cycle.main([str(tmp_path), "--png", str(tmp_path / "x.png")]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_missing_folder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cycle.main([str(tmp_path / "none"), "--png", str(tmp_path / "x.png")]) == 2
+    assert "no such directory" in capsys.readouterr().err
     assert cycle.main([str(write_run(tmp_path, STEPS)), "--png", str(tmp_path / "none" / "x.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err

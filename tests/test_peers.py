@@ -14,11 +14,11 @@ import pytest
 
 from fsdp2kit.bench.hf_trainer import Turns
 from fsdp2kit.bench.peers import bench_peers
-from fsdp2kit.bench.sides import PAIR_BARS, pair_row
+from fsdp2kit.bench.sides import pair_row
 from tests.reference import tiny_model_dir
 from tests.test_bench import last_result, tool
 from tests.workers import WorkerPool
-from tools.bench import draw, result_lines
+from tools.bench import result_lines
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -254,8 +254,3 @@ def test_losses_that_differ_make_a_comparison_void() -> None:
     assert (row["losses_differ_by"], row["losses_agree"]) == (0.5, False)
     result = {"rows": [row], "checks": {"losses_agree": False}}
     assert result_lines(result)[-1] == "losses agree: NO"
-
-
-def test_drawing_writes_a_file(tmp_path: Path) -> None:
-    draw({"rows": [pair_row("trl", SIDE, OTHER, tolerance=None)], "bars": PAIR_BARS}, tmp_path / "one.png")
-    assert (tmp_path / "one.png").stat().st_size > 1000

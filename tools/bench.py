@@ -1,14 +1,11 @@
-"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving, data, kernels.
+"""Measure fsdp2kit beside alternatives: steps, memory, loading, saving, kernels.
 
 torchrun --nproc-per-node 2 tools/bench.py [peers] --model DIR --data chat.jsonl [--peers handwritten trl …]
 torchrun --nproc-per-node 2 tools/bench.py fsdp1 toml/fsdp1_baseline.toml [section.key=value …]
 torchrun --nproc-per-node 2 tools/bench.py load --params 0.5 --files 1 --dtype bfloat16
 torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
-torchrun --nproc-per-node 2 tools/bench.py sync --params 0.5 [--bucket-mib 64]
 python tools/bench.py convert [--params 0.5 1.5]
-python tools/bench.py data --model DIR --data chat.jsonl [--chat-template FILE]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
-python tools/bench.py curves RUN_DIR RUN_DIR … [--reference NAME] [--figure FILE.png]
 python tools/bench.py ring [--device cpu --dry-run]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py report FOLDER
@@ -38,19 +35,12 @@ from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {
-    "sync": "storage",
-    "data": "data",
-    "vocabulary": "kernels",
-    "ring": "kernels",
-    "curves": "curves",
-    "gpu": "gpu",
-}
-"""Name: the module of `fsdp2kit.bench` that has a function ``bench_NAME``, whose parameters are its options."""
+COMMANDS |= {"vocabulary": "kernels", "ring": "kernels", "gpu": "gpu"}
+"""By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line, as every other tool does."""
+    """Reports a mistake in one line, as every tool does."""
 
     def error(self, message: str) -> NoReturn:
         where, _, what = message.removeprefix("argument ").partition(": ")
@@ -106,9 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser, bench: Callable[..., Any]) -> None:
-    """Add a bench's parameters after its world: kind and default as they are declared, help from the docstring.
+    """Add a bench's parameters, without its world: type and default from the signature, help from the docstring.
 
-    Those that may be passed without their name are arguments without a flag. Whole numbers must be positive.
+    Parameters that are not keyword-only become arguments without a flag. Whole numbers must be positive.
     """
     helps = dict(re.findall(r"^ +(\w+): (.+)$", inspect.getdoc(bench) or "", re.MULTILINE))
     kinds = get_type_hints(bench)
@@ -157,7 +147,7 @@ def _write(result: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def result_lines(result: dict[str, Any]) -> list[str]:
-    """A result as Markdown: its table, notes, checks, and where it comes from."""
+    """A result as Markdown: its table, notes, checks and provenance."""
     columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], list)))
     lines = ["| " + " | ".join(_header(key) for key in columns) + " |", "| --- " * len(columns) + "|"]
     for row in result["rows"]:
@@ -213,26 +203,19 @@ def _cell(key: str, value: Any) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw what the result names into a PNG, a panel each by its title.
-
-    ``bars`` are columns of its rows, side by side; ``lines`` are series of x and y, by name.
-    """
-    rows, lines = result["rows"], result.get("lines", {})
-    panels = lines or result.get("bars", {"seconds": ["seconds"]})
+    """Draw the result's ``bars`` into a PNG: a panel each by its title, columns of its rows side by side."""
+    rows, panels = result["rows"], result.get("bars", {"seconds": ["seconds"]})
     names, positions = [next(iter(row.values())) for row in rows], np.arange(len(rows))
     figure = new_figure("--figure", figsize=(4.5 * len(panels), 4.2), layout="tight")
     every = figure.subplots(1, len(panels), squeeze=False)
     for axes, (title, panel) in zip(every[0], panels.items(), strict=True):
         for number, column in enumerate(panel):
-            if lines:
-                axes.plot(*panel[column], linewidth=1 + 0.7 * (len(panel) - 1 - number), label=column)
-                continue
             values = [row.get(column) for row in rows]
             values = [value["median"] if isinstance(value, dict) else value or 0 for value in values]
             offset = (number - (len(panel) - 1) / 2) * 0.76 / len(panel)
             axes.barh(positions + offset, values, height=0.76 / len(panel), label=_header(column))
-            axes.set_yticks(positions, names)
-            axes.yaxis.set_inverted(True)
+        axes.set_yticks(positions, names)
+        axes.yaxis.set_inverted(True)
         axes.set_title(title)
         axes.legend()
     write_figure(figure, file)

@@ -1,4 +1,4 @@
-"""Draw a cycle of reinforcement learning: how long its phases take, and the memory of each; and the reward over a run.
+"""Draw the mean cycle of a run of recipe grpo: seconds and memory of each phase; and the reward over the run.
 
 python tools/cycle.py RUN_DIR --png cycle.png
 """
@@ -6,13 +6,13 @@ python tools/cycle.py RUN_DIR --png cycle.png
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fsdp2kit.bench.curves import read_run
 from fsdp2kit.command_line import in_one_line, new_figure, user_path, write_figure
 from fsdp2kit.errors import UserError
 
@@ -45,15 +45,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps of a run.
+    """The steps with rollouts of a run, from its metrics.jsonl.
 
     Raises:
-        UserError: the directory is no run's, or the run has no rollouts.
+        UserError: there is no such directory, it has no readable metrics, or no step has rollouts.
     """
-    _, records = read_run(run_dir)
-    records = [record for record in records if "seconds/sync" in record and "step_seconds" in record]
+    todo, metrics = "name the directory of a run of recipe grpo", run_dir / "metrics.jsonl"
+    if not run_dir.is_dir():
+        raise UserError(str(run_dir), "no such directory", todo)
+    try:
+        records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        records = [record for record in records if "seconds/sync" in record and "step_seconds" in record]
+    except FileNotFoundError:
+        raise UserError(str(run_dir), "has no metrics.jsonl", todo) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(str(metrics), f"cannot be read ({error})", "check the file") from None
     if not records:
-        raise UserError(str(run_dir), "has no step with rollouts", "name the directory of a run of recipe grpo")
+        raise UserError(str(run_dir), "has no step with rollouts", todo)
     return records
 
 
@@ -74,7 +82,7 @@ def cycle_of(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], di
 def write_png(
     records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], memory: Mapping[str, float], out: Path
 ) -> None:
-    """Above a bar of each phase, as wide as its seconds and as high as its memory; below the reward by step.
+    """Draw each phase as a bar, as wide as its seconds and as high as its memory, and below it the reward by step.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.

@@ -2,10 +2,10 @@
 
 torchrun --nproc-per-node 4 tools/parity.py toml/x.toml [section.key=value ...] [--full] [--json]
 
-A small likeness of the TOML's model (`--full`: the model itself) trains five steps on packed synthetic rows, for
+A scaled-down copy of the TOML's model (`--full`: the model itself) trains five steps on packed synthetic rows, for
 every pair of: dp × cp, context-parallel method, micro-batch size, sharding strategy, activation checkpointing. Loss,
-gradient norm, every parameter's gradient and a packed document's logits are compared with a plain loop. Exit code 1
-on a miss, or where everything is refused.
+gradient norm, every parameter's gradient and a packed document's logits are compared with a plain loop. The exit code
+is 1 after a miss, or if everything is refused.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def columns(row: Row) -> dict[str, Any]:
-    """A row as plain values, its variant's fields first."""
+    """A variant's row as plain values, the variant's fields first."""
     fields = asdict(row)
     return {**fields.pop("variant"), **fields}
 
 
 def print_table(rows: list[Row]) -> None:
-    """Print every variant with its relative differences and their bounds, what the notes say, and a summary."""
+    """Print every variant with its relative differences and their bounds, then the notes and a summary."""
     from fsdp2kit.parity.check import COMPARED
 
     table = Table(title="Parity with one process of plain transformers (relative differences)")

@@ -1,7 +1,7 @@
 """Plan a run before a device is rented: memory by phase, bytes sent, time, and what to change so that it fits.
 
 python tools/plan.py toml/x.toml --world-size 64 [--device h100 | --device-memory 80] [section.key=value ...]
-    [--fit | --sweep | --longest] [--mfu 0.4] [--verbose] [--trace] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE]
+    [--fit | --sweep | --longest] [--mfu 0.4] [--verbose] [--kv-cache ROWS LENGTH] [--png FILE] [--html FILE]
     [--json]
 """
 
@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--kv-cache", what, "leave it out")
         size = f"{report.gib(cache)} GiB a rank"
         parts.append(f"KV cache of {rows} rows of {length} tokens over tp {options.tp}: {size}")
-    if options.trace:
-        extra["trace"] = traced = _trace(config, plan.sizes)
-        words = (f"{phase} {report.gib(sum(sizes.values()))}" for phase, sizes in traced.items())
-        parts.append("traced on the real modules, GiB: " + ", ".join(words))
     title = f"{options.toml} on {options.world_size} ranks"
     _write("--png", options.png, lambda: report.draw(found, title=title))
     _write("--html", options.html, lambda: report.page(found, title=title, extra=[*answers, *tables, *parts]).encode())
@@ -81,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Imports and models are no garbage; looking for some among them takes a tenth of the time, also afterwards."""
+    """Import and build without garbage collection, which would take a tenth of the time and find nothing."""
     gc.disable()
     try:
         yield
@@ -91,10 +86,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _write(flag: str, path: Path | None, content: Callable[[], bytes]) -> None:
-    """
-    Raises:
-        UserError: a file that cannot be written.
-    """
+    """Write a file, if a path is given; refuse one that cannot be written."""
     try:
         if path is not None:
             path.write_bytes(content())
@@ -104,10 +96,10 @@ def _write(flag: str, path: Path | None, content: Callable[[], bytes]) -> None:
 
 
 def _check_numbers_and_files(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        UserError: a number that is none of ranks, memory or tokens; a picture in a folder that does not exist.
-    """
+    """Refuse retired options, numbers out of range, and pictures in folders that do not exist."""
+    if options.trace:
+        what = "is no option any more: the tests compare the plan with a trace of the real modules"
+        raise UserError("--trace", what, "leave it out, or run pytest tests/planner")
     for flag in ("--world-size", "--local-world-size", "--tp"):
         if not 1 <= (ranks := getattr(options, flag[2:].replace("-", "_"))) <= _MOST:
             raise UserError(flag, f"{ranks} is no number of ranks", f"give 1 to {_MOST:,}")
@@ -141,14 +133,6 @@ def _alternatives(
         yield "longest", [best] if best else []
 
 
-def _trace(config: Any, sizes: Any) -> dict[str, dict[str, int]]:
-    from fsdp2kit.planner.trace import log_likelihood, trace_step
-    from fsdp2kit.train.step import accumulate_gradients, cross_entropy
-
-    objective = log_likelihood if config.needs(config).log_probs else cross_entropy
-    return trace_step(config, sizes, accumulate=partial(accumulate_gradients, objective=objective))
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="plan", description=__doc__.splitlines()[0])
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
@@ -164,7 +148,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--mfu", type=float, metavar="SHARE", help="the MFU that this TOML's runs reach, instead of published figures"
     )
     parser.add_argument("--verbose", action="store_true", help="all candidates and the plan's tables, too")
-    parser.add_argument("--trace", action="store_true", help="count the same on the real modules, without memory")
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)  # retired
     parser.add_argument("--kv-cache", type=int, nargs=2, metavar=("ROWS", "LENGTH"), help="of rollouts of this model")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a rollout engine (1)")
     parser.add_argument("--png", type=user_path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')

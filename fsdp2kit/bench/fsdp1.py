@@ -1,8 +1,8 @@
 """FSDP1's side of a comparison: `FullyShardedDataParallel` with the arguments that match a config.
 
 It is what users of FSDP1 ran: the whole model on every rank, wrapped; transformers' own forward; cross-entropy on all
-logits in float32; FSDP1's `no_sync` and `clip_grad_norm_`. Values, batches, optimizer and schedule are those of our
-side, and so is the formula of the loss, hence the losses must agree.
+logits in float32; FSDP1's `no_sync` and `clip_grad_norm_`. Values, batches, optimizer, schedule and the formula of the
+loss are those of our side: the losses must agree.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
 
 def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
-    """Refuse what FSDP1 cannot do, and what cannot be read or started twice.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Refuse what FSDP1 cannot do, and what cannot be read or started twice."""
     fsdp, reshard = config.fsdp, config.fsdp.reshard_after_forward
     mixes_policies = fsdp.unit == "size" and bool(fsdp.unit_classes)
     refusals: list[tuple[str, Any, bool, str]] = [
@@ -73,7 +69,7 @@ def check_fsdp1(config: TrainingConfig, *, sizes: MeshSizes) -> None:
 
 
 def fsdp1_arguments(section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh) -> dict[str, Any]:
-    """The arguments of `FullyShardedDataParallel` that match ``[fsdp]``; of a config that `check_fsdp1` let pass."""
+    """The arguments of `FullyShardedDataParallel` that match ``[fsdp]``, after `check_fsdp1`."""
     strategy = sharding_strategy(section, sizes=mesh.sizes)
     return {
         "sharding_strategy": strategy,
@@ -82,7 +78,7 @@ def fsdp1_arguments(section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh) 
         "mixed_precision": MixedPrecision(
             param_dtype=getattr(torch, section.param_dtype), reduce_dtype=getattr(torch, section.reduce_dtype)
         ),
-        # On a CPU run shards are on the host already, and FSDP1 would fail to pin them.
+        # On a CPU shards are on the host already, and FSDP1 would fail to pin them.
         "cpu_offload": CPUOffload(offload_params=section.offload == "params" and mesh.device.type != "cpu"),
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if section.backward_prefetch else None,
         "forward_prefetch": section.forward_prefetch == 1,
@@ -94,7 +90,7 @@ def fsdp1_arguments(section: FSDPConfig, model: PreTrainedModel, *, mesh: Mesh) 
 
 
 def sharding_strategy(section: FSDPConfig, *, sizes: MeshSizes) -> ShardingStrategy:
-    """FSDP1's name of what ``[fsdp]`` and the mesh ask for; a hybrid strategy without replicas is a plain one."""
+    """FSDP1's strategy for ``[fsdp]`` and the mesh; a hybrid strategy without replicas is a plain one."""
     if section.strategy == "no_shard":
         return ShardingStrategy.NO_SHARD
     frees = reshards_after_forward(section)
@@ -109,7 +105,7 @@ def _wrap_policy(section: FSDPConfig, model: PreTrainedModel) -> Any:
         if section.unit == "layer":
             classes |= {type(layer) for layer in decoder_layers(model)}
         return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if classes else None
-    # FSDP1 would wrap what holds one of two tied parameters, and then fail; here that stays with the other one.
+    # FSDP1 would wrap a module with one of two tied parameters, and then fail: such a module is not wrapped here.
     shared = {name for pair in tied_names(model).items() for name in pair}
     whole = set()
     for name, module in model.named_modules():
@@ -125,7 +121,7 @@ def _wrap_policy(section: FSDPConfig, model: PreTrainedModel) -> Any:
 
 
 class FSDP1Loop(PlainLoop):
-    """A model under FSDP1 with its optimizer and schedule, of a config that `check_fsdp1` let pass. Collective."""
+    """A model under FSDP1 with its optimizer and schedule, after `check_fsdp1`. Collective."""
 
     def __init__(self, config: TrainingConfig, *, world: World) -> None:
         device, model = world.device, build_model(config.model)
@@ -133,7 +129,7 @@ class FSDP1Loop(PlainLoop):
         fill_weights(config.model, model, seed=config.run.seed)
         apply_liger(config.model, model, device=device)
         layers = decoder_layers(model)
-        # Inside FSDP's hooks, as FSDP1's users had `checkpoint_wrapper`, which calls the same function.
+        # Inside FSDP's hooks, where FSDP1's users had `checkpoint_wrapper`, which calls the same function.
         apply_activation_checkpointing(config.activation_checkpointing, layers, device_type=device.type)
         if config.compile.enabled:
             for layer in layers:
@@ -141,27 +137,27 @@ class FSDP1Loop(PlainLoop):
         mesh = build_mesh(config.mesh, config.fsdp, world=world)
         arguments = fsdp1_arguments(config.fsdp, model, mesh=mesh)
         ignored = arguments["ignored_modules"] or []
-        # Shards keep the dtype of what is wrapped; nothing would cast an ignored parameter later.
+        # Shards keep the dtype of the wrapped parameters; nothing casts an ignored parameter later.
         whole = {parameter for module in ignored for parameter in module.parameters()}
         for parameter in model.parameters():
             dtype = config.fsdp.param_dtype if parameter in whole else config.fsdp.storage_dtype
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        # Which parameters decay is told by their dimensions, and FSDP1's shards have one. FSDP1 keeps these very
-        # objects, as the views of its flat ones.
+        # Built before wrapping: a parameter's dimensions tell whether it decays, and FSDP1's shards have only one.
+        # FSDP1 keeps the parameter objects as views of its flat ones.
         optimizer = build_optimizer(config.optimizer, model)
         with warnings.catch_warnings():
-            # FSDP1 says at every unit that it is deprecated, and that a world of one is NO_SHARD.
+            # FSDP1 warns at every unit that it is deprecated, and that a world of one is NO_SHARD.
             warnings.filterwarnings("ignore", message=".*`NO_SHARD`")
             wrapped: Any = FullyShardedDataParallel(model, **arguments)
         for module in ignored:
             module.to(device)
-        # Without clipping there is still a norm to compare, as on our side.
+        # Without clipping the norm is still compared.
         super().__init__(wrapped, optimizer, max_grad_norm=config.train.max_grad_norm or float("inf"), device=device)
         self.reduce_every = config.fsdp.accumulates_shards
         self.schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=config.train.total_steps(0))
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
-        """One optimizer step, and one of the schedule."""
+        """One step of the optimizer and of the schedule."""
         done = super().step(micro_batches)
         self.schedule.step()
         return done
@@ -173,10 +169,10 @@ class FSDP1Loop(PlainLoop):
         return self.model.clip_grad_norm_(self.max_grad_norm)
 
     def describe(self) -> str:
-        """What it runs, by argument."""
+        """What it runs, argument by argument."""
         units = [module for module in self.model.modules() if isinstance(module, FullyShardedDataParallel)]
         classes = ", ".join(sorted({type(unit.module).__name__ for unit in units}))
-        # What FSDP1 made of it: in a world of one it is NO_SHARD whatever was asked for.
+        # Read from the wrapped model: in a world of one FSDP1 makes it NO_SHARD.
         made = ("sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch")
         ran = {name: getattr(self.model, name) for name in (*made, "limit_all_gathers")}
         said = ", ".join(f"{name} {getattr(value, 'name', value)}" for name, value in ran.items())

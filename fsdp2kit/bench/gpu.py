@@ -1,6 +1,6 @@
 """Step time, tokens/s, MFU and peak memory on one device, on random models of well-known shapes.
 
-No weights, no tokenizer and no network: the shapes are written here, the tokens are drawn, in documents of mixed
+It needs no weights, no tokenizer and no network: the shapes stand here, the tokens are random, in documents of mixed
 lengths packed into rows. FLOPs are the model's (recomputation does not count).
 """
 
@@ -23,7 +23,7 @@ from fsdp2kit.model.names import nf4_layers
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "tie_word_embeddings")
-# Of HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
+# The shapes of HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
 SHAPES = {
     "SmolLM2-135M": (49152, 576, 1536, 30, 9, 3, True),
     "Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, True),
@@ -33,10 +33,10 @@ SHAPES = {
 _TINY = (256, 64, 96, 2, 4, 2, True)
 BARS = {"tokens/s": ["tokens_per_second"], "peak memory (bytes)": ["allocated_bytes"]}
 
-# A variant's name is made of these: what it sets, and which packages it needs.
+# A variant's name is made of these parts. Each has overrides, and packages that it needs.
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {
     "bfloat16": ([], []),
-    "Trainer": ([], ["accelerate"]),  # transformers' Trainer, which has only some of our settings, trains it
+    "Trainer": ([], ["accelerate"]),  # transformers' Trainer trains it; it has only some of our settings
     "compiled": (["compile.enabled=true"], []),
     "float8": (["float8.recipe=rowwise"], ["torchao"]),
     "selective recomputation": (["activation_checkpointing.mode=selective"], []),
@@ -47,10 +47,10 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {
     "LoRA": (["lora.rank=16", "lora.alpha=32"], ["peft"]),
     "QLoRA": (["lora.rank=16", "lora.alpha=32", "lora.quantize=nf4"], ["peft"]),
 }
-# By worth: a loan may end before the last.
+# The most useful first: a loan may end before the last.
 _SPEED = ["bfloat16, compiled", "bfloat16", "Trainer, bfloat16", "Trainer, bfloat16, compiled", "float8, compiled"]
-# Without checkpointing where one H200 (139 GiB) has room: float32 parameters, gradients and moments are 16 bytes each.
-# For 8B they are 128 GB, which leaves none: its variants are ways to make some.
+# Without checkpointing where one H200 (139 GiB) has room: parameters, gradients and moments in float32 take 16 bytes a
+# parameter. For 8B that is 128 GB, which leaves no room: its variants take less.
 _MOMENTS = ("8-bit moments", "bfloat16 parameters and moments", "moments on the host")
 _LORA = ["LoRA", "Trainer, LoRA", "LoRA, compiled", "QLoRA, compiled"]
 GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
@@ -61,12 +61,12 @@ GROUPS: dict[str, tuple[str, int, int, list[str]]] = {
     "lora_16k": ("Llama-3.1-8B", 1, 16384, [f"{name}, full recomputation" for name in _LORA]),
     "lora_4k": ("Llama-3.1-8B", 2, 4096, _LORA),
 }
-"""Model, rows of a step, tokens of a row, variants. Each group fits in nine minutes; what does not is left out."""
+"""Model, rows of a step, tokens of a row, variants. Each group takes at most nine minutes."""
 
 OTHERS = "elementwise and others"
-# The first that fits counts; names as CUDA's libraries, Inductor and torch give them, and ATen's operators on a CPU.
+# The first pattern that matches counts. Names are those of CUDA's libraries, Inductor and torch; on a CPU, of ATen.
 _KINDS: tuple[tuple[str, str], ...] = (
-    (OTHERS, r"^triton_(?:poi|red|per)"),  # Inductor's names are made of all that it fused, or fused away
+    (OTHERS, r"^triton_(?:poi|red|per)"),  # Inductor names a kernel after everything it fused
     ("collectives", r"nccl|gloo|c10d"),
     ("attention", r"flash|fmha|attention|softmax_warp"),
     ("matmul", r"gemm|cutlass|nvjet|cublas|xmma|wgmma|aten::(?:mm|addmm|bmm|linear|matmul|_scaled_mm)|scaled_mm"),
@@ -83,15 +83,15 @@ def bench_gpu(
     dry_run: bool = False,
     profile: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Step time, MFU and memory on one device: variants one after the other, for want of memory for two.
+    """Step time, MFU and memory on one device: one variant after the other, since two do not fit into memory.
 
     Args:
         groups: models and variants.
         dry_run: tiny shapes, 6 steps; does it run at all?
-        profile: do not time, but say where the time goes.
+        profile: instead of timing, the shares of kinds of kernels in a step.
 
     Raises:
-        UserError: without a CUDA device, unless it is a dry run.
+        UserError: there are several ranks, or no CUDA device outside of a dry run.
     """
     if world.size != 1:
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")
@@ -120,11 +120,7 @@ def bench_gpu(
 
 
 def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:
-    """The config of a variant of this name in its group; of a dry run, a tiny model on short rows.
-
-    Raises:
-        UserError: this version does not know a setting.
-    """
+    """The config of a variant of this name in its group; for a dry run a tiny model on short rows."""
     shape, rows, seq_len, _ = GROUPS[group]
     sizes = dict(zip(_SIZES, _TINY if dry_run else SHAPES[shape], strict=True))
     rows, seq_len, steps = (2, 64, 6) if dry_run else (rows, seq_len, 15)
@@ -137,7 +133,7 @@ def config_of(group: str, name: str, *, dry_run: bool) -> TrainingConfig:
 
 
 def obstacle(name: str, *, device: torch.device) -> str | None:
-    """Why a variant of this name cannot be run here; None: it can be tried."""
+    """Why a variant of this name cannot run here; None if it can be tried."""
     parts = name.split(", ")
     if missing := missing_packages(*(package for part in parts for package in SETTINGS[part][1])):
         return f"{missing[0]} is not installed"
@@ -149,7 +145,7 @@ def obstacle(name: str, *, device: torch.device) -> str | None:
 
 
 def _fill_on_the_device(_section: object, model: Any, *, seed: int) -> None:
-    """Random values in no time: drawn on the host, as training does, those of 8B would take longer than the steps."""
+    """Fill with random values, fast: training draws them on the host, which takes longer than the steps for 8B."""
     torch.manual_seed(seed)
     for layer in nf4_layers(model).values():
         layer.fill(0.02 * torch.randn(layer.out_features, layer.in_features, device=layer.nf4.device))
@@ -187,7 +183,7 @@ def _time(name: str, config: TrainingConfig, *, world: World) -> dict[str, Any]:
 
 
 def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
-    """The shares of three traced steps, after two more that are not traced."""
+    """The shares of three traced steps, after two steps that are not traced."""
     side, activity = OurSide(config, world=world, fill=_fill_on_the_device), torch.profiler.ProfilerActivity
     try:
         side.build()
@@ -196,7 +192,8 @@ def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
         ) as profiler:
             for _ in range(5):
-                timed(side.step, device=world.device)  # until the device is idle: a step's kernels are in its window
+                # It waits until the device is idle, so that a step's kernels are in its window.
+                timed(side.step, device=world.device)
                 profiler.step()
     finally:
         side.stop()
@@ -204,15 +201,15 @@ def _profile(config: TrainingConfig, *, world: World) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel (or, on a CPU, operator) of that name."""
+    """The kind of a kernel (on a CPU: of an operator) by its name."""
     return next(kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def shares(events: Iterable[Any]) -> dict[str, Any]:
-    """Seconds of a traced step, the share of each kind of kernel in it, and that of the time in which nothing ran.
+    """Seconds of a traced step, the share of each kind of kernel, and the share of idle time.
 
-    Kernels of several streams may run at once, and a CPU's operators in several threads: their shares and the idle
-    one then add up to more than 1.
+    Kernels of several streams may run at once, and a CPU's operators in several threads. The shares then add up to
+    more than 1.
 
     Args:
         events: of torch's profiler.
@@ -225,7 +222,7 @@ def shares(events: Iterable[Any]) -> dict[str, Any]:
     covered, reached = 0.0, 0.0
     for event in sorted(on_device or work, key=lambda event: event.time_range.start):
         start, end = event.time_range.start, event.time_range.end
-        # An operator's own time is without those that it calls.
+        # An operator's own time does not include the operators that it calls.
         busy[kind_of(event.name)] += end - start if on_device else event.self_cpu_time_total
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)

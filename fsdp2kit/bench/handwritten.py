@@ -1,7 +1,7 @@
-"""The loop that a good engineer writes by hand over torch and transformers alone: what fsdp2kit is measured against.
+"""The loop that a good engineer writes by hand over torch and transformers alone: fsdp2kit is measured beside it.
 
-It imports nothing of fsdp2kit. It leaves out what such a loop would leave out (resumption, agreement on errors,
-records in a file), and it gets its batches ready made, as if a data loader's workers had hidden all of that.
+It imports nothing of fsdp2kit. It has no resumption, agreement on errors or records in a file, and it is given its
+batches, as if a data loader's workers had hidden the reading.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class PlainLoop:
         return loss.item(), norm.item()
 
     def reduction(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Within it gradients are reduced after the last micro-batch only."""
+        """A context in which gradients are reduced after the last micro-batch only."""
         self.model.set_requires_gradient_sync(is_last)
         return contextlib.nullcontext()
 
     def clip(self) -> Tensor:
-        """Clip the gradients to the global norm, and return what it was."""
+        """Clip the gradients to the global norm, and return the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

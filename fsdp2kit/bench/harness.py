@@ -1,8 +1,8 @@
-"""How everything here is measured and told: ways in turns, one statistic, one kind of result, one kind of table.
+"""How every bench measures and reports: sides in turns, one statistic, one kind of result.
 
-A bench is a function of the world and its options. It returns a dictionary ready for JSON: ``rows`` (one dictionary
-each, printed as one table), and as needed ``notes`` (lines below it), ``checks`` (name: whether it holds; a check that
-fails makes the comparison void) and ``bars`` or ``lines`` (what `draw` draws). `measure` adds what it was and where.
+A bench is a function of the world and its options. It returns a dictionary ready for JSON: ``rows`` (dictionaries, the
+lines of one table), and as needed ``notes`` (lines below the table), ``checks`` (by name, whether it holds; one that
+fails makes the comparison void) and ``bars`` (what `draw` draws). `measure` adds what was measured, and where.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fsdp2kit.job import describe_environment
 
 
 def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options: Any) -> Iterator[dict[str, Any]]:
-    """The result of a bench with these options, with its provenance; the result so far, where it has several parts.
+    """The result of a bench with these options and its provenance. A bench of several parts gives the result so far.
 
     Args:
         max_minutes: start no further part after this long.
 
     Raises:
-        UserError: what the bench refuses.
+        UserError: the bench refuses its options.
     """
     world, began = distributed.start(timeout_minutes=60), time.monotonic()
     name = bench.__name__.removeprefix("bench_")
-    # Command, versions, devices, git state and the machine's load: what a figure must be quoted with.
+    # A figure must be quoted with command, versions, devices, git state and the machine's load.
     environment = describe_environment(world_size=world.size, mesh={})
     devices = sorted({device for rank in gather_objects(environment["devices"]) for device in rank})
     provenance = {**environment, "devices": devices, "load_average": round(os.getloadavg()[0], 2)}
@@ -54,7 +54,7 @@ def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options
 
 
 class Side(Protocol):
-    """One of the pieces of work that are measured beside each other. Every rank calls each method."""
+    """One of the sides of a comparison. Every rank calls each method."""
 
     def build(self) -> None:
         """What it keeps from step to step, on the device. Libraries that only this side needs are imported before."""
@@ -77,7 +77,7 @@ class Side(Protocol):
 
 
 class Task(Side):
-    """A function as a side, which keeps nothing; outside the clock, each step is in an ``around()`` of its own."""
+    """A function as a side, which keeps nothing. Each step runs in an ``around()`` of its own, which is not timed."""
 
     def __init__(
         self, work: Callable[[], object], around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -101,16 +101,16 @@ def run_sides(
 ) -> dict[str, dict[str, Any]]:
     """Build each side and make ``warmup`` steps with it, while the others are idle; then ``rounds`` steps in turns.
 
-    Peak memory is taken in the first steps, above what the process had before the side was built. The first side is
-    charged with what a process needs once (buffers of the backend, say). Collective.
+    Peak memory is taken in the first steps, above what the process had before the side was built. What a process needs
+    once (buffers of the backend) counts for the first side. Collective.
 
     Args:
-        memory_of: whose memory counts, if not the device's.
+        memory_of: the device whose memory counts; None: the world's.
 
     Returns:
-        Of each side ``ran``, what it says of itself; ``seconds`` and ``cpu_seconds`` (of a process, all its threads:
-        hardly touched by what else runs, and blind to waiting) of each round, of the slowest rank;
-        ``first_step_seconds``; ``peak_bytes`` of the largest rank, None where the system does not tell; and the
+        For each side: ``ran``, its own description; ``seconds`` and ``cpu_seconds`` of each round, of the slowest rank
+        (CPU seconds are of all the process's threads: other programs hardly change them, waiting does not count);
+        ``first_step_seconds``; ``peak_bytes`` of the largest rank, None if the system does not tell; and the
         ``outcomes`` of all steps.
     """
     costs: dict[str, list[list[float]]] = {name: [] for name in sides}
@@ -127,7 +127,7 @@ def run_sides(
         for name, side in sides.items():
             with PeakMemory(memory_of or world.device) as memory:
                 side.build()
-                memory.forget()  # what building needs for a moment only is left out
+                memory.forget()  # what only building needed
                 take_turns([name], step, warmup)
             peaks[name] = memory.peak
         take_turns(sides, step, rounds)
@@ -163,9 +163,9 @@ def timed(work: Callable[[], object], *, device: torch.device) -> tuple[float, f
 
 
 def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int) -> None:
-    """Call ``step`` with each name in every round, in an order that is turned round from one round to the next.
+    """Call ``step`` with each name in every round; the order is reversed from one round to the next.
 
-    So whatever else the machine is doing hits all alike.
+    So other work of the machine slows all sides alike.
     """
     order = list(names)
     for number in range(1, rounds + 1):
@@ -177,7 +177,7 @@ def take_turns(names: Iterable[str], step: Callable[[str], object], rounds: int)
 
 
 def task_rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of each side: its seconds and peak memory, and how often the first one fits into them."""
+    """A row for each side: its seconds and peak memory, and how many times as fast the first side is."""
     rows = []
     first, ours = next(iter(found.items()))
     for name, figures in found.items():
@@ -194,13 +194,14 @@ def speed(
 ) -> dict[str, float]:
     """How many times as fast as theirs ours is: the median over rounds of the durations' ratio, with a 95 % interval.
 
-    The two of a round were measured one right after the other, so whatever slowed the machine slowed both. Were each
-    side's median taken first, a machine that is busy for half the time could turn the ratio round. The interval is a
+    The two durations of a round were measured one right after the other, so a busy machine slowed both. If each side's
+    median were taken first, a machine that is busy half of the time could invert the ratio. The interval is a
     percentile bootstrap over rounds.
 
     Args:
-        ours: durations, the i-th measured beside the i-th of ``theirs``, the other side's.
-        work: what each did in that time, ours first: the ratio is then of work per time, by the mean work.
+        ours: seconds; the i-th was measured beside the i-th of ``theirs``.
+        theirs: the other side's.
+        work: the work that each side did, ours first. The ratio is then one of mean work per time.
     """
     ratios = np.asarray(theirs) / np.asarray(ours)
     done, theirs_done = (np.asarray(side) for side in work or ((1.0,) * len(ratios),) * 2)
@@ -222,9 +223,9 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
 class PeakMemory:
     """``with PeakMemory(device) as memory:``, then ``memory.peak``: bytes above those at the start of the block.
 
-    Counted by the allocator on CUDA. On a CPU it is the process's private memory (``RssAnon``; None but on Linux),
-    which a thread samples about every millisecond; pages of a mapped file that are only read do not count, for the
-    kernel can drop them at any time.
+    On CUDA the allocator counts. On a CPU it is the process's private memory (``RssAnon``; None except on Linux),
+    which a thread samples about every millisecond. Pages of a mapped file that are only read do not count: the kernel
+    can drop them at any time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -247,11 +248,11 @@ class PeakMemory:
         self.peak = highest - self._before if highest else None
 
     def forget(self) -> None:
-        """Forget the peak so far, but not what there was at the start of the block."""
+        """Forget the peak so far; what there was at the start of the block stays."""
         give_back_memory()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        with self._lock:  # a sample that was begun before would bring the forgotten peak back
+        with self._lock:  # a sample begun before would bring the forgotten peak back
             self._highest = self._now()
 
     def _now(self) -> int:
@@ -269,7 +270,7 @@ class PeakMemory:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, so that a later measurement does not start from what an earlier one left."""
+    """Return freed memory to the system, so that a measurement does not start with what an earlier one left."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -279,5 +280,5 @@ def give_back_memory() -> None:
 
 
 def missing_packages(*names: str) -> list[str]:
-    """Those of these packages that are not installed."""
+    """The packages among these that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]

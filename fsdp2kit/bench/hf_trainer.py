@@ -1,7 +1,7 @@
 """transformers' Trainer and TRL's SFTTrainer as sides of a comparison: their own loops, run a step at a time.
 
-They are configured as their documentation says for FSDP2. What they then really run (accelerate on a CPU wraps in
-DistributedDataParallel instead, for example) is asked of the objects themselves when training has begun.
+They are configured for FSDP2 as their documentation says. What they really run is read from the objects when training
+has begun: on a CPU, for example, accelerate wraps in DistributedDataParallel instead.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fsdp2kit.model.loss_head import IGNORE
 class HFSide(Side):
     """One of their trainers, whose loop runs in a thread and stands still after every optimizer step.
 
-    ``hf_trainer`` is given fsdp2kit's rows, whose positions tell the documents; ``hf_trainer_padded`` documents, one
-    in a row of ``seq_len``; ``hf_trainer_longest`` documents, padded to the longest. ``trl`` packs and checkpoints
-    activations, as it comes; ``trl_without_ac`` does not checkpoint, ``trl_padded`` not pack. With ``lora.rank`` all
-    train peft's adapters of the same layers, in float32, over a model in the dtype of compute.
+    ``hf_trainer`` gets fsdp2kit's packs, whose positions tell the documents; ``hf_trainer_padded`` documents, each
+    padded to ``seq_len``; ``hf_trainer_longest`` documents padded to the longest. ``trl`` packs and checkpoints
+    activations, its defaults; ``trl_without_ac`` does not checkpoint, ``trl_padded`` does not pack. With ``lora.rank``
+    all train peft's adapters of the same layers, in float32, over a model in the dtype of compute.
 
     Args:
-        config: fsdp2kit's of the same run; but for ``hf_trainer`` of one document a row, whose order they take.
-        conversations: documents a rank takes at once where they are padded to the longest.
+        config: fsdp2kit's of the same run. Except for ``hf_trainer`` it has one document a row; they take its order.
+        conversations: documents that a rank takes at once where they are padded to the longest.
     """
 
     def __init__(self, name: str, config: TrainingConfig, *, conversations: int = 1, world: World) -> None:
@@ -72,7 +72,7 @@ class HFSide(Side):
             packs, recomputes = name != "trl_padded", name != "trl_without_ac"
             self._classes, dataset = (SFTTrainer, SFTConfig), _documents(loader, loader.packs_per_epoch)
             self._arguments |= {"packing": packs, "packing_strategy": "bfd", "max_length": seq_len}
-            # In random order, as it packs the longest of all first.
+            # In random order: packing puts the longest documents first.
             self._arguments |= {"train_sampling_strategy": "random", "gradient_checkpointing": recomputes}
             if packs:
                 self._batches = f"rows of {seq_len} packed by TRL, no attention_mask but position_ids"
@@ -88,7 +88,7 @@ class HFSide(Side):
     def build(self) -> None:
         """Build the model and the trainer, which makes its optimizer in the first step."""
         section, lora = self._config.model, self._config.lora
-        # A frozen model needs no float32 values: what is computed in is enough, on our side too.
+        # A frozen model needs no float32 values; our side stores it in the dtype of compute, too.
         dtype = getattr(torch, self._config.fsdp.param_dtype) if self._config.trains_adapter else torch.float32
         how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
         if section.weights == "random":
@@ -107,7 +107,7 @@ class HFSide(Side):
         def recorded(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Tensor:
             given = inputs["labels"], inputs.get("attention_mask")
             loss = training_step(model, inputs, *rest, **named)
-            self._seen.append((loss, *given))  # counted later, for counting waits
+            self._seen.append((loss, *given))  # counted later: counting waits for the device
             return loss
 
         self._trainer.training_step = recorded
@@ -120,13 +120,12 @@ class HFSide(Side):
         self._turns.advance()
 
     def outcome(self) -> Work:
-        """Losses and counts as their `training_step` had them, over all ranks.
+        """Losses and counts of their `training_step`, over all ranks.
 
-        Each rank's loss is its sum over the tokens of the global batch, times the ranks, over which gradients are then
-        averaged.
+        A rank's loss is its sum ÷ the tokens of the global batch × the ranks, since gradients are averaged over ranks.
         """
         mine = [
-            # A row's first token is nobody's target.
+            # A row's first token is not a target.
             (float(loss), int((labels[:, 1:] != IGNORE).sum()), labels.numel() if mask is None else int(mask.sum()))
             for loss, labels, mask in self._seen
         ]
@@ -154,11 +153,11 @@ class HFSide(Side):
 class Turns(TrainerCallback):
     """Runs ``work`` in a thread of its own, which stands still wherever it calls `wait`.
 
-    One of the two threads runs at any time: the caller's outside `advance`, the other's inside it. A trainer that has
-    it as a callback stands still after every optimizer step, and ends when the comparison is over.
+    One of the two threads runs at any time: the caller's outside `advance`, the other inside it. A trainer with this
+    callback stands still after every optimizer step, and ends when the comparison is over.
 
     Args:
-        work: calls `wait` on this object when a step is over, and ends soon after that has returned False.
+        work: calls `wait` on this object after each step, and ends soon after `wait` has returned False.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -167,11 +166,7 @@ class Turns(TrainerCallback):
         self._future: Future[object] | None = None
 
     def advance(self) -> None:
-        """Let it run to its next `wait`.
-
-        Raises:
-            RuntimeError: it came to its end instead; or what it raised.
-        """
+        """Let ``work`` run to its next `wait`, and raise what it raises; if it ends instead, that is an error."""
         if self._future is None:
             self._future = self._thread.submit(self._work)
             self._future.add_done_callback(lambda _: self._done.release())
@@ -184,7 +179,7 @@ class Turns(TrainerCallback):
                 raise RuntimeError("the loop came to its end")
 
     def wait(self) -> bool:
-        """Called by ``work`` between two steps; returns whether it should go on."""
+        """``work`` calls this between two steps; it returns whether to go on."""
         self._done.release()
         self._go.acquire()
         return not self._stopping
@@ -193,7 +188,7 @@ class Turns(TrainerCallback):
         control.should_training_stop |= not self.wait()
 
     def stop(self) -> None:
-        """Let it come to its end."""
+        """Let ``work`` come to its end."""
         self._stopping = True
         if self._future is not None and not self._future.done():
             self.advance()
@@ -201,7 +196,7 @@ class Turns(TrainerCallback):
 
 
 def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: int, world: World) -> dict[str, Any]:
-    """Their arguments that say what fsdp2kit's config does."""
+    """Their arguments that match fsdp2kit's config."""
     optimizer = config.optimizer
     return {
         "max_steps": steps,  # it is stopped before the last
@@ -231,7 +226,7 @@ def _arguments(config: TrainingConfig, *, steps: int, rows: int, accumulation: i
 
 
 def _rows(loader: Any, steps: int) -> Dataset:
-    """The rows of the first global batches, with labels as transformers wants them: not shifted."""
+    """The rows of the first global batches; labels are not shifted, as transformers wants them."""
     micros = [micro for index in range(steps) for micro in loader.batch(index)]
     return Dataset.from_dict(
         {
@@ -243,7 +238,7 @@ def _rows(loader: Any, steps: int) -> Dataset:
 
 
 def _documents(loader: Any, count: int) -> Dataset:
-    """The first ``count`` documents in the order of fsdp2kit's padded rows, with the same tokens supervised."""
+    """The first ``count`` documents, in the order of fsdp2kit's padded packs and with the same tokens supervised."""
     rows = (loader.pack(*divmod(number, loader.packs_per_epoch)) for number in range(count))
     documents = [document for row in rows for document in row.documents]
     labels = [np.where(supervised, ids, IGNORE).tolist() for ids, supervised in documents]

@@ -31,10 +31,10 @@ TINY = (4, 2, 16)
 def bench_ring(
     world: World, *, lengths: tuple[int, ...] = (8_192, 32_768, 131_072), rounds: int = 5, dry_run: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """A ring's blocks without the ring, against torch's attention over the whole sequence, by length.
+    """A ring's blocks without the ring, beside torch's attention over the whole sequence, by length.
 
-    All ranks' work of a sequence is done one after the other on one device, block by block as the ring would bring
-    them: how far the results differ, both times, their ratio, and peak memory.
+    One device does all ranks' work on a sequence, one block after the other as the ring would bring them: how far the
+    results differ, both times, their ratio, and peak memory.
 
     Args:
         lengths: tokens of a sequence.
@@ -74,7 +74,7 @@ def _measure_ring(length: int, heads: tuple[int, int, int], rounds: int, world: 
 
 
 def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[Any], ...]:
-    """Output and gradients of query, key and value by rank, block after block as a ring would bring them.
+    """Output and gradients of query, key and value by rank, one block after the other as a ring would bring them.
 
     Args:
         ranks: each rank's queries ``[1, H, s, D]``, keys and values ``[1, G, s, D]``, and gradient of the output.
@@ -122,7 +122,7 @@ def bench_vocabulary(
         rounds: that are timed.
     """
     generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
-    # Logits of the size of one: far larger ones would underflow to denormal numbers, which take a CPU long.
+    # Logits of about 1: far larger ones would give denormal numbers, which are slow on a CPU.
     states = torch.randn(tokens, hidden, generator=generator) * hidden**-0.5
     states = states.to(world.device, kind).requires_grad_()
     weight = torch.randn(vocabulary, hidden, generator=generator).to(world.device, kind).requires_grad_()
@@ -145,12 +145,12 @@ def bench_vocabulary(
         states.grad = weight.grad = None
         yield
 
-    for loss in losses.values():  # what is imported or compiled first is none of its memory
+    for loss in losses.values():  # imports and compilation must not count as memory
         loss(states[:1], weight, labels[:1])
     sides = {name: Task(partial(run, name), without_gradients) for name in losses}
     rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
     for row in rows:
-        if row["peak_bytes"] is not None:  # any loss must leave the gradients behind
+        if row["peak_bytes"] is not None:  # every loss leaves the gradients behind
             row["peak_bytes"] -= states.nbytes + weight.nbytes
         row["loss"] = values[row["name"]]
     return {"rows": rows}

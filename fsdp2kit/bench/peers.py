@@ -1,4 +1,4 @@
-"""Training beside training: fsdp2kit and what users would pick instead, or picked before."""
+"""Training beside training: fsdp2kit and what users would take instead, or took before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fsdp2kit.bench.fsdp1 import FSDP1Loop, check_fsdp1
 from fsdp2kit.bench.handwritten import build_handwritten
 from fsdp2kit.bench.harness import Side, missing_packages
 from fsdp2kit.bench.sides import LoopSide, OurSide, bench_config, compare
+from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
@@ -21,9 +22,9 @@ PAIRS = {
     "equal_padding": ("fsdp2kit_padded", "hf_trainer_padded"),
     "data_parallel": ("fsdp2kit", "fsdp2kit_data_parallel"),  # for --cp
 }
-"""Comparisons: a side of ours, and the other."""
+"""Comparisons: our side, and the other."""
 SAME_BATCHES = {"handwritten", "equal_padding", "data_parallel"}
-"""Comparisons whose sides see the same batches, so that their losses must agree."""
+"""Comparisons whose sides see the same batches: their losses must agree."""
 
 
 def bench_peers(
@@ -43,17 +44,17 @@ def bench_peers(
 ) -> Iterator[dict[str, Any]]:
     """fsdp2kit beside a hand-written loop, TRL and transformers' Trainer: the same model and conversations, in pairs.
 
-    All of them at once would want the memory of a large machine. Every rank calls this.
+    One pair after the other: all at once would need the memory of a large machine. Every rank calls this.
 
     Args:
         model: a Hugging Face directory.
         data: conversations (format chat).
-        peers: whom to compare with.
+        peers: comparisons to make.
         rounds: that count, a step of each side.
         warmup: steps of each side before those.
         seq_len: tokens a row.
         global_batch: rows a step, over all ranks.
-        conversations: a rank, where they are padded to the longest.
+        conversations: of a rank, where they are padded to the longest.
         dtype: of compute.
         cp: context-parallel ranks on fsdp2kit's side; all others are data-parallel, also fsdp2kit as data_parallel.
         set: overrides of fsdp2kit's config (section.key=value).
@@ -78,27 +79,30 @@ def bench_peers(
             "data": {"path": data, "seq_len": seq_len, "pack": is_packed},
             "train": {"steps": warmup + rounds, "global_batch_size": global_batch},
         }
-        config = bench_config(values, overrides=set)
-        with distributed.agreement():
-            check_config(config, world_size=world.size, local_world_size=world.local_size)
-        if config.data.streaming:
-            raise UserError("--set", "data.streaming cannot be read by several loops", "leave it out")
-        if name == "handwritten" and config.trains_adapter:
-            raise UserError("--peers", "handwritten trains no adapters", "name trl, hf_trainer_padded, …")
-        if name.startswith("fsdp2kit"):
-            return OurSide(config, world=world)
-        if name == "handwritten":
-            return LoopSide(partial(build_handwritten, config, device=world.device), config, world=world)
-        from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
-
-        return HFSide(name, config, conversations=conversations, world=world)
+        return _build_side(name, bench_config(values, overrides=set), conversations=conversations, world=world)
 
     for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world):
         yield {**result, "notes": [*notes, *result["notes"]]}
 
 
+def _build_side(name: str, config: TrainingConfig, *, conversations: int, world: World) -> Side:
+    with distributed.agreement():
+        check_config(config, world_size=world.size, local_world_size=world.local_size)
+    if config.data.streaming:
+        raise UserError("--set", "data.streaming cannot be read by several loops", "leave it out")
+    if name == "handwritten" and config.trains_adapter:
+        raise UserError("--peers", "handwritten trains no adapters", "name trl, hf_trainer_padded, …")
+    if name.startswith("fsdp2kit"):
+        return OurSide(config, world=world)
+    if name == "handwritten":
+        return LoopSide(partial(build_handwritten, config, device=world.device), config, world=world)
+    from fsdp2kit.bench.hf_trainer import HFSide  # which imports accelerate
+
+    return HFSide(name, config, conversations=conversations, world=world)
+
+
 def _runnable(peers: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The comparisons whose packages are installed, and notes on the others; refuses unknown names, or none left."""
+    """The comparisons whose packages are installed, and notes on the others. Unknown names, or none left: refused."""
     if unknown := [name for name in peers if name not in PAIRS]:
         raise UserError("--peers", f"{unknown[0]!r} is not known", f"name some of {', '.join(PAIRS)}")
     needs = {"trl": ("accelerate", "trl"), "hf": ("accelerate",)}
@@ -123,7 +127,7 @@ def bench_fsdp1(
         warmup: steps of each side before those.
 
     Raises:
-        UserError: what `check_fsdp1` refuses, or a mistake in the TOML, the model or the data.
+        UserError: `check_fsdp1` refuses the config, or the TOML, the model or the data has a mistake.
     """
     steps = {"steps": warmup + rounds, "epochs": None, "log_every": 1}
     with distributed.agreement():
@@ -139,7 +143,7 @@ def bench_fsdp1(
         return LoopSide(partial(FSDP1Loop, config, world=world), config, world=world)
 
     is_exact = {config.fsdp.param_dtype, config.fsdp.storage_dtype, config.fsdp.reduce_dtype} == {"float32"}
-    # The formula of the loss is the same; in 16 bits the heads round differently.
+    # Both compute the same loss; in 16 bits the heads round differently.
     pairs = {"fsdp1": ("fsdp2kit", "fsdp1", 1e-5 if is_exact else 2e-2)}
     for result in compare(pairs, build, rounds=rounds, warmup=warmup, world=world):
         yield {**result, "config": config.model_dump(mode="json")}

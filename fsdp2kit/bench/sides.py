@@ -1,6 +1,6 @@
-"""The sides of a comparison of training: one protocol, ours, and how several of them are run beside each other.
+"""The sides of a comparison of training: ours, a plain loop's, and how pairs of them run beside each other.
 
-Each side trains the same model with the same optimizer on the same data, and is driven a step at a time.
+Each side trains the same model with the same optimizer on the same data, one step at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.progress import Progress
 
-PAIR_BARS = {  # what a figure of pairs shows
+PAIR_BARS = {
     "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
     "peak memory a rank (bytes)": ["our_peak_bytes", "its_peak_bytes"],
 }
@@ -43,11 +43,11 @@ class Work:
     input_tokens: int
     """Without padding."""
     grad_norm: float | None = None
-    """Before clipping; None where the side does not tell."""
+    """Before clipping; None if the side does not tell."""
 
 
 class OurSide(Side):
-    """fsdp2kit's own loop: reading the batch, the collective of that, the step, the speeds, a record in a file."""
+    """fsdp2kit's own loop: reading the batch, agreeing on it, the step, the speeds, a record in a file."""
 
     def __init__(self, config: TrainingConfig, *, world: World, fill: Any = fill_weights) -> None:
         self._config, self._world, self._fill = config.model_copy(update={"profile": ProfileConfig()}), world, fill
@@ -79,7 +79,7 @@ class OurSide(Side):
 
 
 class LoopSide(Side):
-    """A plain data-parallel loop on our batches, which are read outside the clock, as if workers had hidden that."""
+    """A plain data-parallel loop on our batches. Reading them is not timed, as if workers had hidden it."""
 
     def __init__(self, build: Callable[[], PlainLoop], config: TrainingConfig, *, world: World) -> None:
         self._build, self._index = build, 0
@@ -106,21 +106,13 @@ class LoopSide(Side):
 
 
 def bench_config(values: Mapping[str, Any], *, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """The config of a comparison: what a user would write into a TOML, at a constant learning rate.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """The config of a comparison: ``values`` as a user would write them into a TOML, at a constant learning rate."""
     ours = {"recipe": "bench", "lr_schedule": {"name": "constant"}, "wandb": {"mode": "disabled"}}
     return load_config(TrainingConfig, {**ours, **values}, source=Path.cwd() / "bench.toml", overrides=overrides)
 
 
 def read_data(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> tuple[Any, Any]:
-    """This data-parallel rank's loader of the data that ``config`` names, and the tokenizer. Collective.
-
-    Raises:
-        UserError: the tokenizer or the data cannot be read.
-    """
+    """This data-parallel rank's loader of the config's data, and the tokenizer. Collective."""
     tokenizer = None if config.data.format == "synthetic" else build_tokenizer(config.model)
     share = SimpleNamespace(dp_rank=dp_rank, sizes=SimpleNamespace(dp=dp_size))
     return build_data(config, tokenizer=tokenizer, model=build_model(config.model), mesh=share).loader, tokenizer
@@ -134,17 +126,17 @@ def compare(
     warmup: int,
     world: World,
 ) -> Iterator[dict[str, Any]]:
-    """Run each pair of sides; gives the result so far after each. Collective.
+    """Run one pair of sides after the other, and give the result so far after each. Collective.
 
     Args:
-        pairs: by the comparison's name a side of ours, the other, and the largest relative difference of losses, at
-            any step, that is called agreement; None where the batches are not the same.
-        build: a side of that name.
+        pairs: by the comparison's name: our side, the other, and the largest relative difference of a step's losses
+            that passes as agreement; None if the batches are not the same.
+        build: builds the side of a name.
     """
     rows: list[dict[str, Any]] = []
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, (ours, other, tolerance) in pairs.items():
-        # What a trainer of transformers sets must not change how the next pair is built.
+        # A trainer of transformers sets variables that must not change how the next pair is built.
         with mock.patch.dict(os.environ):
             sides = {ours: build(ours), other: build(other)}
             found[name] = train_sides(sides, rounds=rounds, warmup=warmup, world=world)
@@ -156,7 +148,7 @@ def compare(
 
 
 def train_sides(sides: Mapping[str, Side], *, rounds: int, warmup: int, world: World) -> dict[str, dict[str, Any]]:
-    """`run_sides` of loops, with the tokens of each round, and losses and norms of all steps, for the outcomes."""
+    """`run_sides` of loops; instead of outcomes it has the tokens of each round, and losses and norms of all steps."""
     found = run_sides(sides, rounds=rounds, warmup=warmup, world=world)
     for figures in found.values():
         work: list[Work] = figures.pop("outcomes")

@@ -1,6 +1,6 @@
 """Weights and checkpoints: loading into shards, saving beside training, converting to Hugging Face files.
 
-Memory is private memory of the process above what it had before, also where the shards are on a device.
+Memory is the process's private memory above what it had before, also if the shards are on a device.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from fsdp2kit.files import sync_tree
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.progress import Progress
-from fsdp2kit.rl.engine import VersionedWeights
-from fsdp2kit.rl.weight_sync import sync_weights
 
 
 def bench_load(
@@ -55,11 +53,11 @@ def bench_load(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     rounds: int = 7,
 ) -> dict[str, Any]:
-    """Loading a random model in turns in every way: memory beside the shards, and time. Every rank calls this.
+    """Loading a random model in every way, in turns: memory beside the shards, and time. Every rank calls this.
 
-    fsdp2kit's way leaves float32 shards. Beside it stands `from_pretrained` of the whole model on every rank at once:
-    in float32; in the files' own dtype; and in float32 followed by `fully_shard`, which ends where ours does. Where no
-    conversion is needed, the first two only map the files and read nothing: compare with the last.
+    fsdp2kit's way leaves float32 shards. Beside it is `from_pretrained` of the whole model on every rank at once: in
+    float32; in the files' own dtype; and in float32 followed by `fully_shard`, which ends where ours does. If no dtype
+    is converted, the first two only map the files and read nothing: compare with the last.
 
     Args:
         params: size of the model, in 10^9 parameters.
@@ -89,7 +87,7 @@ def bench_load(
             for module in (*model.model.layers, model):
                 fully_shard(module, mesh=mesh.shard)
 
-        sharded = load()  # imports the model's code, which is no part of what is measured
+        sharded = load()  # imports the model's code, which is not measured
         tensors, expected = sharded.state_dict(), whole(dtype=torch.float32).state_dict()
         equal = [torch.equal(tensor.full_tensor().cpu(), expected[name]) for name, tensor in tensors.items()]
         shards = max(gather_objects(sum(tensor.to_local().nbytes for tensor in tensors.values())))
@@ -125,54 +123,25 @@ def llama_config(params: float) -> PretrainedConfig:
 
 
 def write_random_model(folder: Path, params: float, *, files: int, dtype: torch.dtype) -> None:
-    """Write a random model of about this size as a Hugging Face directory, in about so many files."""
+    """Write a random model of about ``params`` parameters as a Hugging Face directory, in about ``files`` files."""
     model = AutoModelForCausalLM.from_config(llama_config(params), dtype=dtype)
     sizes = [parameter.nbytes for parameter in model.parameters()]
     model.save_pretrained(folder, max_shard_size=sum(sizes) // files + max(sizes))
 
 
-def _random_model(world: World, params: float) -> Any:
-    """A random model of so many 10^9 parameters, sharded."""
-    section = {"weights": "random", "attention": "sdpa", "config": llama_config(params * 1e9).to_diff_dict()}
-    config = bench_config({"model": section, "fsdp": {"param_dtype": "float32"}})
-    return Sharded(config, world=world).model
-
-
-def bench_sync(world: World, *, params: float = 0.5, bucket_mib: int = 16, rounds: int = 5) -> dict[str, Any]:
-    """A random model's weights to an engine in bfloat16, by buckets and by one `full_tensor` after another, in turns.
-
-    Args:
-        params: size of the model, in 10^9 parameters.
-        bucket_mib: MiB of a bucket; on a CPU the fastest are those that fit into its cache.
-        rounds: syncs of each kind.
-    """
-    model = _random_model(world, params)
-    names = dict(model.named_parameters())
-    weights = {name: torch.empty(p.shape, dtype=torch.bfloat16, device=world.device) for name, p in names.items()}
-    engine, take = VersionedWeights(), lambda name, tensor: weights[name].copy_(tensor)
-    setattr(engine, "load_weights", lambda bucket: [take(*item) for item in bucket.tensors()])  # noqa: B010
-    sides = {
-        "fsdp2kit": Task(lambda: sync_weights(model, engine, version=1, dtype=torch.bfloat16, bucket_mib=bucket_mib)),
-        "full_tensor": Task(lambda: [take(name, p.detach().full_tensor()) for name, p in names.items()]),
-    }
-    rows = task_rows(run_sides(sides, rounds=rounds, warmup=1, world=world))
-    sides["fsdp2kit"].step()
-    equal = [torch.equal(weights[name], p.detach().full_tensor().bfloat16()) for name, p in names.items()]
-    return {"rows": rows, "checks": {"values_equal": all(map(all, gather_objects(equal)))}}
-
-
 def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: int = 256) -> dict[str, Any]:
-    """Saving a random model in turns in both ways, each beside a step: how long training waits. Every rank calls this.
+    """Saving a random model in both ways, in turns, each beside a step: how long training waits. Every rank calls it.
 
-    Asynchronously, it waits in `save`, for the save before and while tensors are listed, and again before the
-    optimizer's next step, for what of the copy is not yet made.
+    In an asynchronous save, training waits in `save` for the save before and while tensors are listed. It waits again
+    before the optimizer's next step until the copy is complete.
 
     Args:
         params: size of the model, in 10^9 parameters; AdamW's moments come on top.
         rounds: saves that count, of each kind.
-        tokens: of a rank's batch; how long the forward and backward are that hide the copy.
+        tokens: of a rank's batch, whose forward and backward hide the copy.
     """
-    model = _random_model(world, params)
+    section = {"weights": "random", "attention": "sdpa", "config": llama_config(params * 1e9).to_diff_dict()}
+    model = Sharded(bench_config({"model": section, "fsdp": {"param_dtype": "float32"}}), world=world).model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     positions = torch.arange(tokens, device=world.device)[None]
     inputs = positions % model.config.vocab_size
@@ -212,10 +181,10 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
 
 
 def bench_convert(world: World, *, params: float = 0.5, rounds: int = 3) -> dict[str, Any]:
-    """Converting a checkpoint to Hugging Face files in every way, in turns, on one process, beside copying its bytes.
+    """Converting a checkpoint to Hugging Face files in every way, in turns, in one process, beside copying its bytes.
 
-    Time is of the conversion alone, imports aside, with everything it wrote synced to the disk, and nothing of an
-    earlier one left to be written.
+    Time is that of the conversion alone, without imports, until everything is synced to the disk. It begins when
+    nothing of an earlier one is left to be written.
 
     Args:
         params: size of the checkpoint, in 10^9 parameters of float32.

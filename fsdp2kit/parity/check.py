@@ -1,4 +1,4 @@
-"""The gate itself: every variant against the plain loop, a row of a table each."""
+"""The gate: every variant is compared with the plain loop, and gets a row of the printed table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fsdp2kit.parity.reference import (
     plain_loop,
     relative,
 )
-from fsdp2kit.parity.variants import Variant, likeness_length, variants, write_model
+from fsdp2kit.parity.variants import Variant, scaled_down_length, variants, write_model
 
 FLOOR = 1e-5
 CEILING = 1e-3
-"""In float32 nothing beyond this passes, however much plain transformers' own numbers move with the micro-batch."""
+"""The largest bound in float32, however much plain transformers' own numbers change with the micro-batch size."""
 STEPS = 5
 COMPARED = ("loss", "grad_norm", "gradients", "logits")
 
@@ -45,20 +45,21 @@ class Row:
     verdict: str
     """"ok", "miss" or "refused"."""
     differences: dict[str, float] = field(default_factory=dict)
-    """Relative, by what is compared; bfloat16's are those to float32."""
+    """Relative differences from the float32 reference, by what is compared."""
     bounds: dict[str, float] = field(default_factory=dict)
+    """The largest difference that passes, by what is compared."""
     note: str = ""
-    """What refused it, or where it first diverges."""
+    """Why it was refused, or where it first diverges."""
 
 
 class Numbers(NamedTuple):
-    """What is compared of a run."""
+    """The numbers of a run that are compared."""
 
     curves: Curves
     logits: np.ndarray
-    """Of a document in a packed row before the first step, ``[n, V]``."""
+    """Of one document in a packed row, before the first step, ``[n, V]``."""
     states: dict[str, np.ndarray]
-    """That row's hidden states after each decoder layer, ``[S, H]``, by the layer's name in the order of forward."""
+    """That row's hidden states after each decoder layer, ``[S, H]``, by the layer's name, in the order of forward."""
 
     def differences(self, expected: Numbers) -> dict[str, float]:
         """Relative, by what is compared."""
@@ -67,10 +68,11 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """Plain transformers' numbers in float32, and how far off others may be, by dtype and what is compared."""
+    """Plain transformers' numbers in float32, and how far off a variant may be."""
 
     exact: Numbers
     bounds: dict[str, dict[str, float]]
+    """By dtype and by what is compared."""
 
     def compare(self, variant: Variant, found: Numbers) -> Row:
         """The variant's verdict."""
@@ -80,8 +82,7 @@ class Reference:
         return Row(variant, "miss", differences, bounds, self._first_divergence(found, bounds))
 
     def _first_divergence(self, found: Numbers, bounds: dict[str, float]) -> str:
-        """The first layer whose output is off; if none, the last in the order of the forward pass, which is the first
-        in backward, whose gradient is."""
+        """The first layer in forward whose output is off; if none is, the first in backward whose gradient is."""
         layers = self.exact.states
         for layer, expected in layers.items():
             if not relative(found.states[layer], expected) <= bounds["logits"]:
@@ -99,7 +100,7 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
     """Compare every variant of ``config`` with plain transformers on rank 0. Collective.
 
     Args:
-        full: the model and sequence length as they are, not a small likeness.
+        full: compare the model and sequence length as they are, not a scaled-down copy.
 
     Raises:
         UserError: the model cannot be built, or adapters are trained.
@@ -107,7 +108,7 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
     if config.trains_adapter:
         what = "adapters are not compared here, only whole models"
         raise UserError("lora", what, "take [lora] and model.adapter out of the TOML that is compared")
-    length = config.data.seq_len if full else likeness_length(world.size)
+    length = config.data.seq_len if full else scaled_down_length(world.size)
     with TemporaryDirectory(ignore_cleanup_errors=True) if world.is_main else nullcontext("") as mine:
         model = Path(gather_objects(mine)[0])  # every rank of this machine knows it
         reference: Reference | None = None
@@ -115,7 +116,7 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
         with agreement():
             hf_config = load_hf_config(config.model)
             vocabulary = min(hf_config.get_text_config().vocab_size, 10_000) if full else 128
-            # Rows that every mesh of these ranks can cut; packed: with documents across borders or within a shard.
+            # Every mesh of these ranks can slice the rows. Packed documents lie across slices or within one.
             batches = make_batches(
                 STEPS, rows=2 * world.size, length=length, vocabulary=vocabulary, pack=config.data.pack
             )
@@ -138,10 +139,10 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
 
 
 def _run_reference(model: Path, batches: list[Rows], *, dtype: str) -> Reference:
-    """The plain loop in float32 and in ``dtype``; bounds as the parity gate has them.
+    """The plain loop in float32, and the bounds for float32 and for ``dtype``.
 
-    float32: max(1e-5, 3 × the difference that another micro-batch size makes), at most 1e-3. Another dtype: to
-    float32, no more than 3 × what plain transformers' own computation in that dtype differs by.
+    float32: max(1e-5, 3 × the difference that another micro-batch size makes), at most 1e-3. Another dtype:
+    3 × the difference of plain transformers in that dtype from float32.
     """
     row, document = _probe_row(batches)
 
@@ -163,7 +164,7 @@ def _run_reference(model: Path, batches: list[Rows], *, dtype: str) -> Reference
 
 
 def _probe_row(batches: list[Rows]) -> tuple[Rows, range]:
-    """A packed row, and the document in it that lies across the middle of the sequence."""
+    """A packed row, and the document in it that lies across the middle of the sequence, or ends there."""
     row = batches[0][1:2]
     lengths = document_lengths(row.position_ids[0])
     ends = zip(lengths, itertools.accumulate(lengths), strict=True)

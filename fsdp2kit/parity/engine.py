@@ -1,4 +1,4 @@
-"""Our side of the comparison: the recipe's builders and loop, on given rows."""
+"""Our side of the comparison: a recipe's builders and loop, on given rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fsdp2kit.train.throughput import Throughput
 
 @dataclass(frozen=True)
 class DealtOut:
-    """Global batches as our loop reads them: a data-parallel rank's rows, in micro-batches."""
+    """Global batches as a loader that hands out a data-parallel rank's rows, in micro-batches."""
 
     batches: Sequence[Rows]
     micro_batch_size: int
@@ -49,7 +49,7 @@ class DealtOut:
         return ()
 
     def state(self, index: int) -> None:
-        """It is not read from a stream."""
+        """None: it is not read from a stream."""
 
     def batch(self, index: int) -> list[Batch]:
         batch = self.batches[index]
@@ -83,10 +83,10 @@ class Sharded:
         self.inputs = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
 
     def start(self, total_steps: int, *, metrics: Path | None = None) -> None:
-        """Build the optimizer, the schedule and the metrics, which also go to a file of this path."""
+        """Build the optimizer, the schedule and the metrics; these also go to a file if ``metrics`` is given."""
         config, mesh, on_host = self.config, self.mesh, self.config.fsdp.offload == "optimizer"
         self.records: list[dict[str, Any]] = []
-        """Of every step that `train` has made."""
+        """A record of every step that `train` has made."""
         self._optimizer = build_optimizer(config.optimizer, self.model, state_on_host=on_host)
         self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
         throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
@@ -109,7 +109,7 @@ class Sharded:
         )
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
-        """Gradients of the first batch, before clipping, then the whole run; rank 0 keeps the gradients."""
+        """The first batch's gradients before clipping, and the curves of the whole run. Rank 0 keeps the gradients."""
         self.start(len(batches))
         micro_batch_size, mesh = self.config.train.micro_batch_size, self.mesh
         dealt = DealtOut(batches, micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.sizes.dp)
@@ -120,7 +120,7 @@ class Sharded:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad and self.plan.adapter is not None:
                 continue
-            gradient = whole(gradient_of(parameter))  # every rank takes part in gathering it, one keeps it
+            gradient = whole(gradient_of(parameter))  # gathering takes every rank
             if mesh.rank == 0:
                 gradients[name] = gradient.float().cpu().numpy()
         self.model.zero_grad()
@@ -129,8 +129,12 @@ class Sharded:
 
     @torch.no_grad()
     def forward(self, row: Rows, *, document: range) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Logits of one document of a packed row, ``[n, V]``, and the row's hidden states after each decoder layer,
-        ``[S, H]`` by the layer's name; float32, in the order of the sequence."""
+        """A forward pass over a packed row.
+
+        Returns:
+            Logits of one document, ``[n, V]``, and the row's hidden states after each decoder layer, ``[S, H]`` by the
+            layer's name; float32, in the order of the sequence.
+        """
         inputs = self.inputs(row.as_batch())
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "index")}
         with hidden_states(self.layers) as hidden:
@@ -151,7 +155,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def _assemble(local: Tensor, positions: list[int], wanted: range) -> np.ndarray:
-    """``[len(wanted), …]`` from every rank's rows ``[s, …]``, of which each tells the positions. Collective."""
+    """``[len(wanted), …]`` from every rank's slice ``[s, …]``, whose positions each rank tells. Collective."""
     kept = [index for index, position in enumerate(positions) if position in wanted]
     mine = ([positions[index] for index in kept], local[kept].float().cpu().numpy())
     result = np.empty((len(wanted), *local.shape[1:]), dtype=np.float32)

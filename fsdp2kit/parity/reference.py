@@ -1,6 +1,6 @@
-"""What a mesh's numbers are compared with: a plain single-process transformers + AdamW loop.
+"""The reference that a mesh's numbers are compared with: a plain single-process loop of transformers and AdamW.
 
-Nothing here is our mathematics: the loss is `F.cross_entropy` on the model's own logits, the gradients are autograd's,
+It uses none of our mathematics: the loss is `F.cross_entropy` on the model's own logits, the gradients are autograd's,
 the schedule is transformers'.
 """
 
@@ -48,7 +48,7 @@ class Rows:
         return [self[at : at + size] for at in range(0, len(self.input_ids), size)]
 
     def as_batch(self) -> Batch:
-        """What our loader would hand out for these rows."""
+        """These rows as our loader hands them out."""
         lengths = [length for row in self.position_ids for length in document_lengths(row)]
         return Batch(
             self.input_ids,
@@ -61,15 +61,15 @@ class Rows:
 
 
 def document_lengths(positions: Tensor) -> list[int]:
-    """Lengths of the documents of a row, from its restarting positions."""
+    """Lengths of the documents of a row, from its positions, which restart at each document."""
     starts = [*(positions == 0).nonzero().squeeze(1).tolist(), len(positions)]
     return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
 def make_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
-    """Packed rows of random documents: short ones, one as long as its row, a padded row, unequal numbers of targets.
+    """Packed rows of random documents: the first row is one document, the last is padded, the others have short ones.
 
-    Documents are supervised from a random position on, so some rows have many targets and some few.
+    Documents are supervised from a random position on, so rows have unequal numbers of targets.
     """
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, vocabulary, (rows, length))
@@ -89,7 +89,7 @@ def make_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
 
 
 def _whole_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
-    """Rows of one document each, the first quarter a prompt; the first row ends in the middle, as padding would do."""
+    """Rows of one document each, whose first quarter is a prompt; the first row is padded from the middle on."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, vocabulary, (rows, length + 1))
     labels = ids[:, 1:].copy()
@@ -102,14 +102,14 @@ def _whole_rows(seed: int, *, rows: int, length: int, vocabulary: int) -> Rows:
 def make_batches(
     steps: int, *, seed: int = 0, rows: int, length: int, vocabulary: int, pack: bool = True
 ) -> list[Rows]:
-    """One global batch a step, of packed rows, or of rows that are one document each."""
+    """A global batch for each step, of packed rows or of rows that are one document each."""
     make = make_rows if pack else _whole_rows
     return [make(seed * 1000 + step, rows=rows, length=length, vocabulary=vocabulary) for step in range(steps)]
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run did: gradients of the first step by parameter name, and a number a step."""
+    """A run's numbers: gradients of the first step by parameter name, and one number for each step."""
 
     gradients: dict[str, np.ndarray]
     loss: list[float]
@@ -133,8 +133,8 @@ def plain_loop(
     """Train one step on each of ``batches`` with transformers and torch alone.
 
     Args:
-        prepare: called with the model before it trains, to freeze parameters, say.
-        dtype: of the computation; parameters, gradients between micro-batches and moments are float32 always.
+        prepare: called with the model before it trains, for example to freeze parameters.
+        dtype: of the computation; parameters, gradients between micro-batches and moments are always float32.
     """
     model: Any = load_plain(path)
     model.to(device)
@@ -167,7 +167,7 @@ def plain_loop(
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """As `clip_grad_norm_` has it, but summed up in float64.
+    """The norm of `clip_grad_norm_`, but summed in float64.
 
     In float32 on a CPU, torch's norm of SmolLM2's embedding gradient (28 million numbers) is 1.4e-4 off.
     """
@@ -175,12 +175,12 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_of(parameter: Any) -> Tensor:
-    """A parameter's gradient; zeros where the loss does not depend on it."""
+    """A parameter's gradient; zeros if the loss does not depend on it."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def load_plain(path: Path) -> PreTrainedModel:
-    """The model in float32, by transformers alone: by its default with sdpa, or eager where it has no other."""
+    """The model in float32, by transformers alone, with its default attention (sdpa, or eager without sdpa)."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
 
 
@@ -190,7 +190,7 @@ def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = tor
     Autograd leads back to the float32 ones.
     """
     wanted = tensor_dtypes(model, dtype)
-    # An adapter's own parameters are no names of transformers'.
+    # An adapter's own parameters have no names in transformers.
     cast = {name: one.to(wanted.get(base_name(name) or "", dtype)) for name, one in model.named_parameters()}
     inputs = {
         "input_ids": rows.input_ids.to(model.device),
@@ -205,8 +205,12 @@ def plain_logits(model: PreTrainedModel, rows: Rows, *, dtype: torch.dtype = tor
 def plain_forward(
     path: Path, row: Rows, *, document: range, dtype: torch.dtype = torch.float32
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits of one document of a packed row, run alone, ``[n, V]``, and the row's hidden states after each decoder
-    layer, ``[S, H]`` by the layer's name; float32."""
+    """The reference of `Sharded.forward`.
+
+    Returns:
+        Logits of one document of a packed row, run alone, ``[n, V]``, and the row's hidden states after each decoder
+        layer, ``[S, H]`` by the layer's name; float32.
+    """
     model: Any = load_plain(path)
     cast_model(model, dtype)
     with hidden_states(named_layers(model)) as hidden:
@@ -224,7 +228,7 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @contextmanager
 def hidden_states(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """While it is open, forward passes leave each layer's output here, ``[B, s, H]`` by the layer's name."""
+    """While it is open, forward passes store each layer's output in its dictionary, ``[B, s, H]`` by layer name."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -239,10 +243,10 @@ def hidden_states(layers: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed over the labels that are not ignored, in float64.
+    """The sum over the labels that are not ignored, in float64.
 
-    In float32 on a CPU, torch adds up a softmax's 49,152 terms so roughly that SmolLM2's gradients are 5e-4 off those
-    of float64, with every micro-batch size alike; those of `linear_cross_entropy` are 3e-5 off.
+    In float32 on a CPU, torch's sum of a softmax's 49,152 terms is so imprecise that SmolLM2's gradients are 5e-4 off
+    those of float64, at every micro-batch size; those of `linear_cross_entropy` are 3e-5 off.
     """
     labels = labels.to(logits.device)
     return F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -251,8 +255,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def gradient_distances(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
     """The relative L2 difference of every parameter's gradient.
 
-    Relative to its own norm, but to no less than a thousandth of all gradients' norm: some gradients are zero by
-    mathematics (that of a key's bias, without RoPE), and their rounding noise says nothing.
+    Relative to the parameter's own norm, or to a thousandth of all gradients' norm if that is larger: some gradients
+    are exactly zero in theory (of a key's bias, without RoPE), and their rounding noise says nothing.
     """
     assert found.keys() == expected.keys()
     norms = {name: float(np.linalg.norm(each.astype(np.float64))) for name, each in expected.items()}
@@ -275,7 +279,7 @@ def worst_relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def errors(found: Curves, expected: Curves) -> dict[str, float]:
-    """How far a run is from another, by what is compared."""
+    """The largest relative differences of two runs, by what is compared."""
     return {
         "gradients": max(gradient_distances(found.gradients, expected.gradients).values()),
         "loss": worst_relative(found.loss, expected.loss),

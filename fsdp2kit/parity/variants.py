@@ -1,4 +1,4 @@
-"""What is compared: meshes and options, every two values together at least once, on a model like the TOML's."""
+"""What is compared: meshes and options, in pairs, on the TOML's model or a scaled-down copy of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ METHODS = ("ulysses", "ring", "allgather")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train the same: where the ranks go, and options that must not change the numbers."""
+    """One way to train the same: a mesh, and options that must not change the numbers."""
 
     dp: int
     cp: int
     method: str
-    """Context parallelism's; "none" for one rank."""
+    """Of context parallelism; "none" where cp is 1."""
     micro_batch_size: int
     strategy: str
     checkpointing: str
@@ -97,20 +97,17 @@ def pairs_of(
         yield best
 
 
-def likeness_length(world_size: int) -> int:
-    """Tokens in a row of the small likeness: a number that every mesh and method can cut."""
-    shards = 2 * world_size
-    return math.ceil(48 / shards) * shards
+def scaled_down_length(world_size: int) -> int:
+    """Tokens in a row of a scaled-down comparison: a number that every mesh and method can slice."""
+    slices = 2 * world_size
+    return math.ceil(48 / slices) * slices
 
 
 def write_model(hf_config: PretrainedConfig, config: TrainingConfig, folder: Path, *, full: bool, length: int) -> None:
-    """Write the model that is compared: the TOML's own, or a small likeness with random weights.
+    """Write the model that is compared: the TOML's own, or a scaled-down copy with random weights.
 
     Args:
         length: tokens in a row.
-
-    Raises:
-        UserError: no small likeness can be built.
     """
     if full and config.model.weights == "pretrained":
         path = str(config.model.path)
@@ -118,12 +115,12 @@ def write_model(hf_config: PretrainedConfig, config: TrainingConfig, folder: Pat
     elif full:
         model = _random_model(hf_config)
     else:
-        model = _likeness(hf_config, seq_len=config.data.seq_len, length=length)
+        model = _scaled_down(hf_config, seq_len=config.data.seq_len, length=length)
     model.save_pretrained(folder)
 
 
-def _likeness(hf_config: PretrainedConfig, *, seq_len: int, length: int) -> Any:
-    """Narrow and shallow; where the architecture's widths depend on one another in ways of its own, shallow only."""
+def _scaled_down(hf_config: PretrainedConfig, *, seq_len: int, length: int) -> Any:
+    """A narrow and shallow copy; where an architecture's widths depend on one another, it is only shallow."""
     problem: Exception | None = None
     for narrow in (True, False):
         try:
@@ -133,22 +130,22 @@ def _likeness(hf_config: PretrainedConfig, *, seq_len: int, length: int) -> Any:
             with torch.no_grad():
                 model(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
             return model
-        except Exception as error:  # whatever an architecture raises for sizes that do not suit it
+        except Exception as error:  # an architecture may raise anything for sizes that do not suit it
             problem = error
     todo = "compare the model itself with --full"
-    raise UserError("parity", f"no small likeness of the model can be built: {problem}", todo) from None
+    raise UserError("parity", f"no scaled-down copy of the model can be built: {problem}", todo) from None
 
 
 def _random_model(config: PretrainedConfig) -> Any:
     if hasattr(config, "initializer_range"):
-        config.initializer_range = 0.1  # attention is all but uniform at 0.02, and would hide a wrong mask
+        config.initializer_range = 0.1  # at 0.02 attention is almost uniform, which would hide a wrong mask
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _keep_position_limits(small: PretrainedConfig, config: PretrainedConfig, *, seq_len: int, length: int) -> None:
-    """Rows that are beyond a limit of positions stay beyond it, so that what happens there happens here."""
+    """Keep rows beyond a limit of positions beyond it, so that the copy does what the model does there."""
     text, original = small.get_text_config(), config.get_text_config()
     for name in ("max_position_embeddings", "original_max_position_embeddings"):
         if seq_len > (getattr(original, name, None) or seq_len):

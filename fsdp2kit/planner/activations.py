@@ -1,8 +1,7 @@
-"""What a decoder layer keeps for backward, in bytes: closed forms for the usual block, a count for any other.
+"""What a decoder layer keeps for backward, in bytes: closed forms for the usual block.
 
-docs/memory.md derives the closed forms. A layer has one if it computes what Llama's does: root-mean-square norms
-before attention and before a gated MLP, with or without norms of queries and keys. What another architecture keeps is
-counted on its own layers, run on tensors without memory (`fsdp2kit.planner.trace`).
+A layer is a usual block if it computes what Llama's does: root-mean-square norms before attention and before a gated
+MLP, with or without norms of queries and keys. docs/dev/memory.md derives the forms; count.py counts other layers.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.parallel.context_parallel.exchange import share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
@@ -28,9 +28,9 @@ class BackwardMemory(NamedTuple):
 
     where: str
     held: int
-    """What is left of what it kept and recomputed, and the gradients of activations."""
+    """Its kept and recomputed tensors that are not freed yet, and gradients of activations."""
     gradients: int
-    """Of its weights, as far as they are there."""
+    """Gradients of its weights that are there already."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class LayerMemory:
     recomputed: int = 0
     """What recomputation adds before its backward begins."""
     forward: int = 0
-    """The most of its own tensors at once in forward beside ``kept``: results that are dropped at once."""
+    """The most at once in forward, beside ``kept``: results that are dropped at once."""
     backward: tuple[BackwardMemory, ...] = ()
-    """The moments of its backward at which most may be held, in order."""
+    """The moments of its backward that may hold the most, in order."""
     attention_forward: int = 0
-    """What attention's kernel and its exchange hold beside ``kept`` while they run in forward."""
+    """What attention's kernel and exchange hold while they run in forward, beside ``kept``."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class BlockShape:
     queries: int
     """Query heads × their width."""
     keys: int
-    """Key heads × their width: as many for values."""
+    """Key heads × their width; values are as wide."""
     heads: int
     intermediate: int
     norms_of_heads: int
-    """Elements that pass through norms of queries and keys (Qwen3); 0: there are none."""
+    """Elements that go through norms of queries and keys (Qwen3); 0 without such norms."""
 
 
 def block_shape(layer: nn.Module) -> BlockShape | None:
-    """The widths of a layer, if it is the usual block; None if it is another."""
+    """The widths of a layer that is a usual block; None for any other."""
     parts: dict[str, Any] = {
         name: module for name, module in layer.named_modules() if next(module.parameters(), None) is not None
     }
@@ -78,7 +78,7 @@ def block_shape(layer: nn.Module) -> BlockShape | None:
         return None
     if not all(isinstance(parts[name], nn.Linear) for name in linear):
         return None
-    # A forward that is the same instruction by instruction: transformers repeats code.
+    # transformers repeats code: equal instructions compute the same.
     alike = {**dict.fromkeys(names - linear, LlamaRMSNorm), "mlp": LlamaMLP}
     for name, like in alike.items():
         code, other = type(parts[name]).forward.__code__, like.forward.__code__
@@ -109,8 +109,10 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
         heads = cp * len(share.query)
         own_q, own_kv = width * len(share.query), 2 * width * len(share.key if share.groups else share.query)
     out = c * own_q + LSE_BYTES * heads
-    attended = c * (own_q + own_kv) + out + (c * q if method == "ulysses" else 0)  # whose output comes back anew
-    # A norm keeps its input in float32 and what it divided, and its output goes into linear layers.
+    attended = c * (own_q + own_kv) + out
+    if method == "ulysses":  # the result comes back in a new tensor
+        attended += c * q
+    # A norm keeps its float32 input and what it divided; its output is kept as the input of linear layers.
     norms = 2 * (4 + c) * h + 2 * c * h + (4 + c) * shape.norms_of_heads
     everything = norms + attended + 4 * c * i  # gate, its activation, up, their product
     kept, on_host, recomputed = everything, 0, 0
@@ -123,12 +125,12 @@ def layer_memory(shape: BlockShape, plan: ParallelPlan, *, tokens: int, checkpoi
             kept, on_host = 0, c * h
     exchange_forward, exchange_backward = _exchange(method, c * kv, 4 * kv, c * q, cp=cp)
     own_kernel = plan.attention.kernel == VARLEN
-    # Our kernel adds up in float32, one block's result after the other.
+    # Our kernel sums the blocks' results in float32.
     kernel_forward = (8 + 2 * c) * q if own_kernel else 0
     kernel_backward = (4 + 2 * c) * (q + kv) if own_kernel else c * (q + kv)
     forward = 3 * c * i + 2 * c * h if kept < everything else c * h
     whole = kept + on_host + recomputed
-    # Last to first, each without what those before it have freed, and with the gradients of more weights.
+    # From the last part of the layer to the first: each moment has fewer activations, and gradients of more weights.
     of_mlp, of_output = 3 * c * h * i, c * h * q
     attention = max(0, whole - 4 * c * i - (4 + c) * h + c * q + kernel_backward + exchange_backward)
     last = (c * h if recomputed else 0) + (4 + 2 * c) * h + norm_backward(c) * h
@@ -153,16 +155,23 @@ def item_bytes(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
+def rank_tokens(config: TrainingConfig, plan: ParallelPlan) -> int:
+    """Tokens of a micro-batch on one rank."""
+    return config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+
+
 def is_flash(kernel: str) -> bool:
-    """Whether attention keeps no scores, and its result as ``[B, S, heads, width]``: the output projection takes that
-    as it is, while that of torch's scaled_dot_product_attention is copied into this order."""
+    """Whether attention keeps no scores, and its result as ``[B, S, heads, width]``.
+
+    The output projection takes that as it is; the result of torch's scaled_dot_product_attention is copied first.
+    """
     return kernel == VARLEN or kernel.startswith("flash")
 
 
 def norm_backward(item: int) -> int:
-    """Bytes an element that the backward of a root-mean-square norm adds to what the norm keeps.
+    """Bytes an element that a root-mean-square norm's backward adds to what the norm keeps.
 
-    At its peak there are five float32 tensors for the gradient of the mean of squares, and what it divided is freed.
+    At its peak the gradient of the mean of squares takes five float32 tensors, and the divided tensor is freed.
     """
     return 5 * 4 - item
 
@@ -183,7 +192,7 @@ def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) ->
 
 
 def layers_memory(model: PreTrainedModel, plan: ParallelPlan, *, tokens: int) -> list[LayerMemory | None]:
-    """Every decoder layer's memory in order; None of a layer that is not the usual block and must be counted."""
+    """Every decoder layer's memory in order; None for a layer that is not a usual block and must be counted."""
     flash = is_flash(plan.attention.kernel)
     found: list[LayerMemory | None] = []
     trains = model.get_input_embeddings().weight.requires_grad

@@ -1,6 +1,7 @@
 """What a rank sends in a step, by collective, mesh dimension and link.
 
-Counts and bytes are those of docs/fsdp.md and `context_parallel.exchange`, from the units and the mesh of the plan.
+Counts and bytes follow from the plan's units and mesh, by the formulae of docs/fsdp.md and
+`context_parallel.exchange`.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ class Collective:
     dim: str
     """Mesh dimension: "shard", "replicate", "cp" or "world"."""
     link: str
-    """ "node" if all ranks of its group are on one, else "network"."""
+    """ "node" if all ranks of the group are on one node, else "network"."""
     on_node: int
-    """Ranks of its group that share a node, each with a network adapter of its own."""
+    """Ranks of the group that share a node. Each has a network adapter of its own."""
     phase: str
     unit: str
     calls: int
     sent: int
-    """Bytes that a rank sends in all these calls; for an all-reduce by a ring."""
+    """Bytes that a rank sends in all these calls; an all-reduce is taken to be a ring."""
 
 
 def collectives(
     config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
 ) -> list[Collective]:
-    """Everything that a rank sends in a step that is not logged, of rank 0 where ranks differ (uneven heads)."""
+    """Everything that a rank sends in a step that is not logged. Where ranks differ (uneven heads), it is rank 0."""
     fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
     replicas = step.replicas
     reduces = count if fsdp.accumulates_shards else 1
@@ -50,7 +51,7 @@ def collectives(
             found.append(Collective(kind, dim, *on, phase, unit, calls, sent))
 
     frozen_so_far = True
-    # In the order of a forward pass, the root (whose norm comes before the head) last: what precedes it is known.
+    # In the order of forward. The root comes last: its final norm runs after all layers.
     for unit in [*step.units[1:], step.units[0]]:
         frozen_so_far = frozen_so_far and not unit.trained
         calls = count if reshards_after_forward(fsdp) is not False or unit.reshard is not False else 1
@@ -68,12 +69,12 @@ def collectives(
             add("all_reduce", "replicate", "backward", unit.name, 1, sent, ranks=replicas)
     for exchange in _exchanges(model, step):
         add(*exchange, ranks=step.plan.sizes.cp)
-    # The few numbers of every step: what the batch is made of, the loss, the norms of the gradients.
+    # Single numbers of every step: what the batch is made of, the loss, the gradients' norms.
     numbers, losses = 9 + len(config.data.sources), 1 + len(config.data.sources)
     add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
     add("all_reduce", "world", "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world, ranks=world)
     tensors = sum(len(unit.gradient_sizes) for unit in step.units)
-    item = 8 if step.plan.device_type == "cpu" else 4  # the host adds squares up in float64
+    item = 8 if step.plan.device_type == "cpu" else 4  # a CPU sums the squares in float64
     sent = 2 * (shards - 1) * item * tensors // shards
     add("all_reduce", "shard", "optimizer", "", 1, sent, ranks=shards)
     return found
@@ -84,7 +85,7 @@ def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, in
 
     Args:
         ranks: in the group.
-        apart: from one of them to the next, in ranks of the job.
+        apart: the distance from one of them to the next, in ranks of the job.
     """
     if ranks * apart <= local_world_size:
         return "node", ranks
@@ -92,7 +93,7 @@ def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, in
 
 
 def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:
-    """Of context parallelism; attention is exchanged again where a layer is recomputed."""
+    """Context parallelism's; a layer that is recomputed exchanges again."""
     cp, method, count = step.plan.sizes.cp, step.plan.attention.method, step.micro_batches
     if method is None:
         return
@@ -106,7 +107,7 @@ def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, 
     kind = {"ulysses": "all_to_all", "ring": "send", "allgather": "all_gather"}[method]
     calls = {"ulysses": 2, "ring": 2 * (cp - 1), "allgather": 1}[method]
     section = step.plan.activation_checkpointing
-    # "selective" keeps the result of a ring or an all-gather, which are one operator, but not of Ulysses.
+    # "selective" keeps the result of a ring or an all-gather, which is one operator, but not that of Ulysses.
     repeats = section.mode == "full" or (section.mode == "selective" and method == "ulysses")
     for number, (name, _) in enumerate(step.layers):
         times = count * (2 if repeats and number % section.every == 0 else 1)

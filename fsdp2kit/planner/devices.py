@@ -1,4 +1,4 @@
-"""The devices that the planner knows: memory, and the speed of their memory and links. Peaks are those of MFU."""
+"""The devices that the planner knows: memory, and speed of memory and links. Peaks are those that MFU uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Device:
 
     name: str
     memory: int
-    """Bytes that torch sees; a little less than the name says, since the driver keeps some."""
+    """Bytes that torch sees: a little less than the name says, since the driver keeps some."""
     peak_flops: float | None
     """Dense bf16 FLOP/s; None: not known, and then no time is estimated."""
     memory_bandwidth: float
@@ -26,7 +26,7 @@ class Device:
     node_bandwidth: float
     """Bytes a second that a device sends to others of its node, in one direction."""
     network_bandwidth: float
-    """Bytes a second that a device sends to other nodes, by a network adapter of its own as in the DGX of its kind."""
+    """Bytes a second that a device sends to other nodes. Each device has an adapter of its own, as in a DGX."""
     host_bandwidth: float
     """Bytes a second between a device and its host's memory, in one direction."""
 
@@ -56,7 +56,7 @@ DEVICES = {
 
 
 def find_device(name: str | None, *, memory_gib: float | None = None) -> Device | None:
-    """The device of that name, with another memory if that is given; None if neither is.
+    """The device of that name, with ``memory_gib`` if that is given; None if neither is given.
 
     Raises:
         UserError: a name that the table does not have.

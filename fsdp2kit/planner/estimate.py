@@ -1,4 +1,4 @@
-"""All that the planner says of a run: `estimate` puts the formulae together for a config, a mesh and a device."""
+"""Everything the planner says of a run: `estimate` combines the formulae for a config, a mesh and a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import item_bytes, layers_memory
+from fsdp2kit.planner.activations import item_bytes, layers_memory, rank_tokens
 from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.devices import GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
@@ -26,19 +26,19 @@ from fsdp2kit.planner.speed import PeakShare, Speed, estimate_speed, own_share, 
 logger = logging.getLogger(__name__)
 
 ALLOWANCE = 3 * GIB
-"""For what is no tensor of ours: the CUDA context, buffers of NCCL, cuBLAS and compiled code, fragmentation."""
+"""Bytes for the CUDA context, buffers of NCCL and cuBLAS, compiled code, and fragmentation."""
 
 
 @dataclass(frozen=True)
 class ReductionPrice:
-    """How often gradients are reduced, and what a step takes with the other value of the key than the config's."""
+    """How often gradients are reduced, and what the other value of ``fsdp.reduce_every_micro_batch`` would cost."""
 
     every_micro_batch: bool
     micro_batches: int
     other_peak: int
-    """More bytes at a step's peak with the other value; less than 0: fewer."""
+    """Bytes that the other value adds to a step's peak; negative: it saves them."""
     other_sent: int
-    """More bytes that a rank sends in a step."""
+    """Bytes that a rank sends more in a step."""
 
     def __str__(self) -> str:
         now = f"after each of {self.micro_batches} micro-batches" if self.every_micro_batch else "once a step"
@@ -53,20 +53,20 @@ class ReductionPrice:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs; bytes are of one rank, the one with the most."""
+    """What a run needs; bytes are those of the rank with the most."""
 
     config: TrainingConfig
     sizes: MeshSizes
     device: Device | None
     moments: tuple[Moment, ...]
-    """Of a step, in order, and "load", "save", "export", with rewards "sync" and "generate"."""
+    """Those of a step in order, and "load", "save", "export"; with rewards also "sync" and "generate"."""
     host: dict[str, int]
-    """Bytes of host memory of a rank, beside the process itself, by what they are for."""
+    """Bytes of a rank's host memory by purpose, without the process itself."""
     disk: dict[str, int]
-    """Bytes of a checkpoint, of all that are kept, of the export."""
+    """Bytes of one checkpoint, of all that are kept at once, and of the export."""
     collectives: tuple[Collective, ...]
     reduction: ReductionPrice | None
-    """None: it was not asked for, there is one micro-batch, or nothing is sharded."""
+    """None if it was not asked for, if there is one micro-batch, or if nothing is sharded."""
     speed: Speed | None
     untimed: str | None
     """Why there is no speed."""
@@ -84,12 +84,12 @@ class Estimate:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the allocator comes to hold, without the allowance."""
+        """Bytes that the allocator reserves, without the allowance."""
         return reserved(self.moments)
 
     @property
     def fits(self) -> bool | None:
-        """None: no device is known."""
+        """Whether it fits into the device; None without a device."""
         return None if self.device is None else self.needed <= self.device.memory
 
     @property
@@ -132,7 +132,7 @@ class Estimate:
 
 
 Known = dict[str, tuple[PreTrainedModel, Traits]]
-"""Models that were built and inspected, by their sections."""
+"""Models that were built and inspected, by their sections as JSON."""
 
 
 def plan_for(
@@ -141,10 +141,10 @@ def plan_for(
     """The model on meta and its plan, without network or weights.
 
     Args:
-        known: a model that is in it is not built again; it is added to.
+        known: models that are not built again; new ones are added.
 
     Raises:
-        UserError: what `check_config`, `build_model` and `plan_parallel` refuse.
+        UserError: `check_config`, `build_model` or `plan_parallel` refuses the config, or its recipe is not planned.
     """
     sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
     for key in config.models():
@@ -174,18 +174,17 @@ def estimate(
     Args:
         model: on meta, before it is made parallel.
         share: the share of the device's peak that is reached; by default that of published runs.
-        mfu: what a step's MFU is known to be, instead of ``share``.
-        prices_reduction: whether to go through a step with the other value of ``fsdp.reduce_every_micro_batch``, too.
+        mfu: a step's measured MFU, instead of ``share``.
+        prices_reduction: also plan a step with the other value of ``fsdp.reduce_every_micro_batch``.
 
     Raises:
-        UserError: an ``mfu`` that would take more than the device's peak.
+        UserError: ``mfu`` would take more than the device's peak, or the model's layers take too long to count.
     """
-    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
-    known = layers_memory(model, plan, tokens=tokens)
+    known = layers_memory(model, plan, tokens=rank_tokens(config, plan))
     layers = [layer for layer in known if layer is not None]
     is_counted = len(layers) < len(known)
     if is_counted:
-        from fsdp2kit.planner.trace import count_layers  # only then: it builds what it counts
+        from fsdp2kit.planner.count import count_layers  # only then: it builds what it counts
 
         layers = [layer or counted for layer, counted in zip(known, count_layers(config, model, plan), strict=True)]
     step = step_memory(config, model, plan, layers)
@@ -233,7 +232,7 @@ def _reduction(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a runner says of the plan: a line at the start, and the plan beside what was measured at the end."""
+    """What a run prints of its plan: a line at the start, and at the end the plan beside what was measured."""
 
     estimate: Estimate | None
 
@@ -242,7 +241,7 @@ class MemoryPlan:
         return [] if self.estimate is None else [self.estimate.line()]
 
     def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
-        """Lines for its end.
+        """Lines for the end of a run.
 
         Args:
             measured: peak of each phase in bytes (`PhaseMemory.phases`).
@@ -260,12 +259,12 @@ class MemoryPlan:
 
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
-    """Estimate a run that is about to start; the main rank warns, before anything is loaded, if it cannot fit."""
+    """Estimate a run that is about to start; the main rank warns before anything is loaded if it cannot fit."""
     if not world.is_main or config.models():  # whose memory is not planned
         return MemoryPlan(None)
     try:
         found = estimate(config, model, plan, device=this_device(world.device), local_world_size=world.local_size)
-    except Exception:  # an architecture whose layers cannot be counted; the run does not depend on it
+    except Exception:  # the layers of some architectures cannot be counted; the run does not depend on the plan
         logger.debug("memory is not planned", exc_info=True)
         return MemoryPlan(None)
     if warning := found.warning():
@@ -279,16 +278,16 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
     gradients = [size for unit in step.units for size in unit.gradient_sizes]
     rows = config.train.global_batch_size // step.plan.sizes.dp * config.data.seq_len
     found = {
-        # Ids, labels and positions, int64, of the batches that are made ahead and the one in use.
+        # Ids, labels and positions in int64, for the batch in use and those made ahead.
         "batches": (config.data.prefetch + 1) * rows * 3 * 8,
-        "reading weights": 16 * 2**20,  # blocks, straight into the shards
+        "reading weights": 16 * 2**20,  # in blocks, straight into the shards
     }
     if not step.on_device:
         found["offloaded parameters and gradients"] = pinned([*shards, *gradients])
-    if not step.state_on_device:  # pinned where it is moved
+    if not step.state_on_device:  # pinned if the optimizer alone is offloaded
         found["offloaded optimizer state"] = pinned(step.state_sizes) if step.on_device else step.optimizer
     if config.checkpoint.async_save:
-        # A checkpoint of adapters holds them alone.
+        # A checkpoint of adapters has no frozen weights.
         weights = shards if step.plan.adapter is None else gradients
         found["staging of an asynchronous save"] = step.optimizer + sum(weights)
     if (engine := config.needs(config).engine) is not None and engine.sleeps:  # pinned, and kept for the next time
@@ -302,7 +301,7 @@ def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> d
 def _disk(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:
     plan, section = step.plan, config.checkpoint
     weights = plan.parameters - (0 if plan.adapter is None else plan.frozen_parameters)
-    # As of one rank: what shards are padded with is not written.
+    # With one rank's sizes: the padding of shards is not written.
     state = sum(state_sizes(config.optimizer, model, shards=1, item_bytes=step.storage))
     one = weights * step.storage + state
     most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)

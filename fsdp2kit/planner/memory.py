@@ -1,8 +1,7 @@
-"""Memory of a rank through one step, and of a rollout engine beside it, moment by moment, in bytes by category;
-docs/memory.md derives every term.
+"""Memory of a rank through one step, and beside a rollout engine: moment by moment, in bytes by category.
 
-What FSDP2 does between two layers is a sequence of allocations that follow from the units, the ranks that they are
-sharded over, and the prefetch depths. It is written down here in that order, and the peak is the largest sum.
+FSDP2's allocations follow from the units, the ranks that they are sharded over, and the prefetch depths. They stand
+here in the order in which FSDP2 makes them; the peak is the largest sum. docs/dev/memory.md derives every term.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ CATEGORIES = (
     "loss",
     "attention and exchange",
 )
-"""In the order in which they are shown. "activations" are those kept, recomputed, and their gradients."""
-
+"""In the order in which they are shown. "activations" are those kept or recomputed, and their gradients."""
 
 ON_OTHER_STREAMS = ("all-gather buffers", "gradients")
-"""What FSDP2 allocates on a stream of its own: what is gathered, and what is received of a reduction."""
+"""Categories that FSDP2 allocates on streams of its own: what gathers and reductions write to."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Moment:
     where: str
     """The module, and what it is doing."""
     bytes: dict[str, int]
-    """By category; what is not there is 0."""
+    """By category; 0 where a category is missing."""
 
     @property
     def total(self) -> int:
@@ -63,19 +61,20 @@ class Moment:
 
 
 def step_moments(step: StepMemory) -> list[Moment]:
-    """The moments of one step's last micro-batch, and of the optimizer, at which memory may be highest.
+    """The moments at which memory may be highest: in the last micro-batch, and in the optimizer's step.
 
-    It is a later step: optimizer state is there. The last micro-batch has the most: gradients of those before it, too.
+    It is not the first step: optimizer state is there. The last micro-batch has the most: also the gradients of the
+    others.
     """
     return [*_forward(step), *_backward(step), _optimizer(step)]
 
 
 def reserved(moments: Iterable[Moment]) -> int:
-    """Bytes that torch's allocator comes to reserve: `max_memory_reserved`; nvidia-smi shows them with the context.
+    """Bytes that torch's allocator reserves in the end (`max_memory_reserved`); nvidia-smi adds the context to them.
 
-    Memory that was freed on one stream serves none of the others, so each stream's own peak adds up. Fragments inside
-    a stream's memory are not counted. The allocator gives back what it only keeps before it runs out of memory, so a
-    run may fit that reserves more than the device has.
+    Memory freed on one stream cannot be used by another, so the streams' peaks add up. Fragments inside a stream's
+    memory are not counted. Before it runs out of memory the allocator gives back what it does not use, so a run may
+    fit although it would reserve more than the device has.
     """
     moments = list(moments)
     others = {name: max(moment.bytes.get(name, 0) for moment in moments) for name in ON_OTHER_STREAMS}
@@ -84,7 +83,7 @@ def reserved(moments: Iterable[Moment]) -> int:
 
 
 def _base(step: StepMemory) -> dict[str, int]:
-    """What is there all through the last micro-batch, before its own gradients."""
+    """What is there throughout the last micro-batch, without its own gradients."""
     if step.micro_batches == 1:
         return at_rest(step)
     if not step.plan.fsdp.accumulates_shards:
@@ -92,7 +91,7 @@ def _base(step: StepMemory) -> dict[str, int]:
     base = at_rest(step, gradients=step.replicas == 1)
     if step.replicas > 1:
         base["gradients"] = sum(_before_replicas(step, unit) for unit in step.units)
-    # The buffer of the last reduction lives until this micro-batch's first one.
+    # The last reduction's buffer lives until the first reduction of this micro-batch.
     base["reduction buffers"] = _reduced_last(step).trained * step.reduce
     return base
 
@@ -100,8 +99,8 @@ def _base(step: StepMemory) -> dict[str, int]:
 def _reduced_last(step: StepMemory) -> UnitSize:
     """The unit whose gradients are reduced last in a backward.
 
-    A unit whose inputs have no gradient is reduced when backward is over, the root first: the first that is trained,
-    but where the root has a trained embedding, the root alone.
+    It is the first trained unit in the order of forward; if the root has a trained embedding, it is the root. Units
+    whose inputs have no gradient are reduced when backward is over, the root first.
     """
     units = [step.by_name[name] for name, _ in _stops(step) if name in step.by_name]
     trained = [unit for unit in units if unit.trained]
@@ -109,7 +108,7 @@ def _reduced_last(step: StepMemory) -> UnitSize:
 
 
 def _before_replicas(step: StepMemory, unit: UnitSize) -> int:
-    """Bytes of a unit's shards of gradients that add up until replicas are reduced with the last micro-batch.
+    """Bytes of a unit's gradient shards, which add up until the last micro-batch, when replicas are reduced.
 
     They are on the device, whatever is offloaded.
     """
@@ -118,7 +117,10 @@ def _before_replicas(step: StepMemory, unit: UnitSize) -> int:
 
 
 def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
-    """The modules that a forward pass comes to, in order; a frozen final norm may be a unit of its own."""
+    """The modules of a forward pass, in order, with the memory of those that are decoder layers.
+
+    Units beside the layers (an embedding, a frozen final norm) come before or after them, as declared.
+    """
     layers = [name for name, _ in step.layers]
     others = [
         unit.name
@@ -126,20 +128,20 @@ def _stops(step: StepMemory) -> list[tuple[str, LayerMemory | None]]:
         if unit.name not in ("", step.head)
         and not any(f"{unit.name}.".startswith(f"{name}.") or name.startswith(f"{unit.name}.") for name in layers)
     ]
-    order = [unit.name for unit in step.units]  # of declaration
+    order = [unit.name for unit in step.units]
     last = max((number for number, name in enumerate(order) if name in layers), default=len(order))
     before, after = ([(name, None) for name in others if (order.index(name) > last) is late] for late in (False, True))
     return [*before, *step.layers, *after, (step.head, None)]
 
 
 def _gathered(step: StepMemory, name: str) -> tuple[int, int]:
-    """Bytes of the units that are whole while the module ``name`` runs, and of the largest gather among them."""
+    """Bytes of the units that are whole while the module ``name`` runs, and of the largest that is gathered then."""
     around = [unit for unit in step.units if unit.name == "" or f"{name}.".startswith(f"{unit.name}.")]
     inside = [unit for unit in step.units if unit.name.startswith(f"{name}.") and name]
     largest = max((unit.whole for unit in inside), default=0)
     kept = 0 if not inside or inside[0].reshard else sum(unit.whole for unit in inside)
     held = sum(unit.whole for unit in around) + (kept or largest)
-    own = step.by_name.get(name) if name else None  # the root was gathered long before a tied head
+    own = step.by_name.get(name) if name else None  # a tied head is in the root, which was gathered before
     return held, max(largest, own.whole if own is not None else 0)
 
 
@@ -154,7 +156,7 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         (held, own), unit = _gathered(step, name), step.by_name.get(name)
         before, last = last, own or last
         ahead = stops[number + 1 : number + 1 + step.plan.fsdp.forward_prefetch]
-        # The flat buffer of the last gather is kept until the next one's parameters are copied out of theirs.
+        # A gather's flat buffer is kept until the next gather's parameters are copied out of theirs.
         buffers = last + sum(_gathered(step, next_name)[1] for next_name, _ in ahead)
         now = {**base, "unsharded parameters": whole if stays else held + seen}
         now["all-gather buffers"] = buffers if step.shards > 1 and not stays else 0
@@ -162,10 +164,10 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
         if own and not stays:
             there = {**now, "activations": kept + (_head_activations(step) if is_last else step.hidden_states)}
             if step.shards > 1 and before and not ahead:
-                # It is copied out of its gather's buffer, and then that of the one before is freed.
+                # Its parameters are copied out of its buffer; then the buffer of the gather before is freed.
                 yield Moment("forward", f"{name} (gather)", {**there, "all-gather buffers": before + own})
             if step.shards == 1 and unit is not None and unit.item != step.storage:
-                # One parameter after the other is cast into a copy, which is copied.
+                # One parameter after the other is cast, and the result is copied.
                 largest = max(unit.shard_sizes, default=0) // step.storage * unit.item
                 yield Moment("forward", f"{name} (cast)", {**there, "unsharded parameters": held + seen + largest})
         if layer is not None:
@@ -179,7 +181,7 @@ def _forward(step: StepMemory) -> Iterator[Moment]:
 
 
 def _head_activations(step: StepMemory) -> int:
-    """What the final norm keeps, and the hidden states that go into the head."""
+    """Bytes that the final norm keeps, and those of the hidden states that go into the head."""
     return step.tokens * step.hidden * (4 + (step.compute if step.norm_trained else 0))
 
 
@@ -212,30 +214,19 @@ def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[
 
 
 def _backward(step: StepMemory) -> Iterator[Moment]:
-    base, fsdp = _base(step), step.plan.fsdp
+    base = _base(step)
     accumulated = base.pop("unsharded gradients", 0)
     gradients = base.pop("gradients", 0)
     sums_up = gradients > 0 and step.replicas == 1  # into shards of gradients that are there already
     stops = _stops(step)[::-1]
     kept = step.rotary + sum(layer.kept for _, layer in step.layers)
-    kept_whole = {unit.name: unit.kept_after_forward for unit in step.units}
     waiting, reduced = 0, base.pop("reduction buffers", 0)
-    # Gathered again, last to first, and ahead of the one that runs.
-    to_come = [unit for unit in step.units[::-1] if unit.gathered_again or not unit.gathers_in_backward]
     # Where nothing is cast, autograd adds to the gradients of earlier micro-batches in place.
     adds_in_place = accumulated > 0 and step.reduce == step.compute
-    for number, (name, layer) in enumerate(stops):
-        unit, (held, _) = step.by_name.get(name), _gathered(step, name)
-        kept_whole.pop(name, None)
-        to_come = [unit for unit in to_come if unit.name and not f"{unit.name}.".startswith(f"{name}.")]
-        ahead = to_come[: fsdp.backward_prefetch]
-        buffers = sum(unit.whole for unit in ahead if unit.gathers_in_backward)
+    for number, ((name, layer), gathered) in enumerate(zip(stops, _gathered_in_backward(step, stops), strict=True)):
+        unit = step.by_name.get(name)
         now = {**base, "gradients": gradients, "unsharded gradients": accumulated, "loss": waiting}
-        now["reduction buffers"] = reduced  # of the unit before: kept until the next unit's reduction
-        # A unit around this module is in ``held``.
-        others = [size for other, size in kept_whole.items() if other and not f"{name}.".startswith(f"{other}.")]
-        now["unsharded parameters"] = held + sum(others)
-        now["all-gather buffers"] = buffers if step.shards > 1 else 0
+        now |= {"reduction buffers": reduced, **gathered}  # a buffer is kept until the next unit's reduction
         new, rest = 0 if adds_in_place else _own_gradients(step, name), kept
         if number == 0:
             rest += _head_activations(step)
@@ -244,10 +235,6 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if number == 1:
             yield _final_norm_backward(step, now, kept, name if layer is not None else None)
         if layer is not None:
-            if step.shards > 1 and unit is not None and unit.gathered_again:
-                # Copied out of its buffer, before the next one is gathered ahead.
-                gathered = {"all-gather buffers": unit.whole, "activations": kept + step.hidden_states}
-                yield Moment("backward", f"{name} (gather)", {**now, **gathered})
             yield from _layer_backward(step, name, layer, now, kept, new)
             kept -= layer.kept
             rest = kept
@@ -260,7 +247,7 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
         if layer is None and number:
             yield Moment("backward", name, dict(now))
         now["unsharded parameters"] -= unit.whole
-        # Gradients of head and embedding are still held when they are reduced: that is not after a layer's backward.
+        # A layer's gradients are freed before its reduction; those of head and embedding are still held then.
         freed = layer is not None or (accumulated > 0 and step.shards == 1)
         yield from _reduction(step, now, unit, sums_up=sums_up, freed=freed)
         reduced = unit.trained * step.reduce
@@ -270,15 +257,36 @@ def _backward(step: StepMemory) -> Iterator[Moment]:
     root = step.by_name[""]
     now = {**base, "gradients": gradients, "loss": waiting, "unsharded parameters": root.whole}
     now["unsharded gradients"] = accumulated or root.unpadded * root.item
-    # Of a tied table that is the part of the embedding, before it is added to that of the head.
+    # The embedding's part of a tied table's gradient, before it is added to the head's.
     yield Moment("backward", "embedding", {**now, "reduction buffers": reduced})
     now |= {"loss": 0, "unsharded parameters": 0}
     yield from _reduction(step, now, root, sums_up=sums_up, freed=True)
 
 
+def _gathered_in_backward(step: StepMemory, stops: list[tuple[str, LayerMemory | None]]) -> Iterator[dict[str, int]]:
+    """What is whole, or gathered ahead, while the backward of each module runs; the last module comes first."""
+    kept_whole = {unit.name: unit.kept_after_forward for unit in step.units if unit.name}
+    to_come = [unit for unit in step.units[::-1] if unit.gathered_again or not unit.gathers_in_backward]
+    for name, _ in stops:
+        kept_whole.pop(name, None)
+        # A unit around this module is counted by `_gathered`.
+        others = [size for other, size in kept_whole.items() if not f"{name}.".startswith(f"{other}.")]
+        to_come = [unit for unit in to_come if unit.name and not f"{unit.name}.".startswith(f"{name}.")]
+        ahead = [unit.whole for unit in to_come[: step.plan.fsdp.backward_prefetch] if unit.gathers_in_backward]
+        yield {
+            "unsharded parameters": _gathered(step, name)[0] + sum(others),
+            "all-gather buffers": sum(ahead) if step.shards > 1 else 0,
+        }
+
+
 def _final_norm_backward(step: StepMemory, now: dict[str, int], kept: int, name: str | None) -> Moment:
-    """``now`` is as the last layer begins, ``name``, if there is one; that is not gathered before this is over."""
-    freed = step.compute if step.norm_trained else 0  # what the weight multiplied
+    """The final norm's backward.
+
+    Args:
+        now: as the last layer's backward begins. That layer is gathered only after this moment.
+        name: of the last layer; None: the head is followed by another module.
+    """
+    freed = step.compute if step.norm_trained else 0  # the tensor that its weight multiplied
     norm = kept + _head_activations(step) + norm_backward(freed) * step.tokens * step.hidden
     whole = now["unsharded parameters"]
     if name is not None and (unit := step.by_name.get(name)) is not None and unit.gathered_again:
@@ -289,18 +297,18 @@ def _final_norm_backward(step: StepMemory, now: dict[str, int], kept: int, name:
 def _reduction(
     step: StepMemory, now: dict[str, int], unit: UnitSize, *, sums_up: bool, freed: bool
 ) -> Iterator[Moment]:
-    """A unit's gradients are copied into one buffer in the dtype of the reduction, which leaves this rank's part.
+    """A unit's gradients are copied into one buffer in the dtype of the reduction, and reduced to this rank's shard.
 
     Args:
-        sums_up: whether that part is added to one that is there.
-        freed: whether they are freed before the reduction begins.
+        sums_up: whether that shard is added to one that is there.
+        freed: whether the gradients are freed before the reduction begins.
     """
     where, buffer, shard = unit.name or "root", unit.trained * step.reduce, unit.trained // step.shards
     copied = {**now, "reduction buffers": buffer}
     if freed:
         yield Moment("backward", f"{where} (copied)", dict(copied))
         copied["unsharded gradients"] -= min(copied["unsharded gradients"], unit.unpadded * step.reduce)
-    if step.reduce == step.storage and not sums_up and step.on_device:  # what is received is the gradient
+    if step.reduce == step.storage and not sums_up and step.on_device:  # the reduced shard is the gradient
         copied["gradients"] = copied.get("gradients", 0) + shard * step.storage
     else:
         copied["reduction buffers"] += shard * step.reduce
@@ -353,7 +361,11 @@ def _own_gradients(step: StepMemory, name: str) -> int:
 def _layer_backward(
     step: StepMemory, name: str, layer: LayerMemory, now: dict[str, int], kept: int, gradients: int
 ) -> Iterator[Moment]:
-    earlier, of_others = now["unsharded gradients"], kept - layer.kept
+    unit, earlier, of_others = step.by_name.get(name), now["unsharded gradients"], kept - layer.kept
+    if step.shards > 1 and unit is not None and unit.gathered_again:
+        # Copied out of its buffer, before the next one is gathered ahead.
+        gathered = {"all-gather buffers": unit.whole, "activations": kept + step.hidden_states}
+        yield Moment("backward", f"{name} (gather)", {**now, **gathered})
     for where, held, there in layer.backward:
         sizes = {"unsharded gradients": earlier + min(gradients, there), "activations": of_others + held}
         yield Moment("backward", f"{name} ({where})", {**now, **sizes})
@@ -363,7 +375,7 @@ def _layer_backward(
 
 def _optimizer(step: StepMemory) -> Moment:
     now = at_rest(step, gradients=True)
-    if not step.state_on_device and step.on_device:  # moments come in parts
+    if not step.state_on_device and step.on_device:  # moments are brought in parts
         sizes = [size // step.storage for unit in step.units for size in unit.gradient_sizes]
         at_once = min(sum(sizes), max([ELEMENTS_AT_ONCE, *sizes]))  # no parameter is cut
         now["optimizer"] = step.optimizer * at_once // max(1, sum(sizes))
@@ -375,9 +387,9 @@ def _optimizer(step: StepMemory) -> Moment:
 def kv_cache_bytes(model: PreTrainedModel, *, rows: int, length: int, tp: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of the keys and values that one rank caches for ``rows`` sequences of ``length`` tokens.
 
-    Heads are dealt out over ``tp``; where there are fewer, each rank keeps one. A layer with a sliding window keeps no
-    more tokens than that, one without attention none at all: its own state, of a fixed size, is not counted. Latent
-    attention caches what it expands to, as transformers does.
+    Heads are dealt out over ``tp``; each rank keeps at least one. A layer with a sliding window keeps that many tokens
+    at most. A layer without attention keeps none; its state, of a fixed size, is not counted. Latent attention caches
+    the expanded keys and values, as transformers does.
     """
     config = model.config.get_text_config()
     kinds, windows = layer_kinds(config), layer_windows(config)

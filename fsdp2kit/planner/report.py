@@ -12,12 +12,13 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
+from fsdp2kit.command_line import new_figure
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError
 from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.estimate import ALLOWANCE, Estimate
 from fsdp2kit.planner.memory import CATEGORIES
 from fsdp2kit.planner.search import Candidate
+from fsdp2kit.planner.speed import in_range
 
 
 def gib(size: float) -> str:
@@ -25,7 +26,7 @@ def gib(size: float) -> str:
 
 
 def renderables(plan: Estimate) -> Iterator[RenderableType]:
-    """Everything for a console: the summary, and tables of memory by phase, host and disk, communication."""
+    """Everything for a console: the summary and the tables."""
     yield from summary(plan)
     yield from tables(plan)
 
@@ -43,29 +44,23 @@ def summary(plan: Estimate) -> Iterator[str]:
     if plan.speed is not None:
         slow, fast = plan.speed.low, plan.speed.high
         yield (
-            f"a step: {_range(fast.overlapped, slow.overlapped, '.2f')} s overlapped, "
-            f"{_range(fast.serial, slow.serial, '.2f')} s one after the other (compute "
-            f"{_range(fast.compute, slow.compute, '.2f')}, communication {plan.speed.communication:.2f}); "
-            f"{tokens_per_second(plan)} tokens/s, MFU {_range(slow.mfu, fast.mfu, '.0%')}"
+            f"a step: {in_range(fast.overlapped, slow.overlapped, '.2f')} s overlapped, "
+            f"{in_range(fast.serial, slow.serial, '.2f')} s one after the other (compute "
+            f"{in_range(fast.compute, slow.compute, '.2f')}, communication {plan.speed.communication:.2f}); "
+            f"{tokens_per_second(plan)} tokens/s, MFU {in_range(slow.mfu, fast.mfu, '.0%')}"
         )
         yield "assumed: " + "; ".join(plan.speed.assumptions)
-
-
-def _range(low: float, high: float, form: str) -> str:
-    """Two numbers, or one where both read the same."""
-    words = dict.fromkeys((format(low, form), format(high, form)))
-    return " to ".join(words)
 
 
 def tokens_per_second(plan: Estimate) -> str:
     """The whole job's; "?" where no time is planned."""
     if plan.speed is None:
         return "?"
-    return _range(plan.speed.low.tokens_per_second, plan.speed.high.tokens_per_second, ",.0f")
+    return in_range(plan.speed.low.tokens_per_second, plan.speed.high.tokens_per_second, ",.0f")
 
 
 def tables(plan: Estimate) -> Iterator[RenderableType]:
-    """Memory by phase, host and disk, communication."""
+    """Tables of memory by phase, of host and disk, and of communication."""
     peaks = plan.peaks
     columns = [Column(phase, justify="right") for phase in peaks]
     table = Table("GiB of a rank's device", *columns, title="peak of each phase", title_justify="left")
@@ -114,11 +109,11 @@ def candidates_table(candidates: Iterable[Candidate], *, title: str) -> Table:
 
 
 def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfig, world_size: int) -> list[str]:
-    """The answer to --fit, --sweep or --longest in a line, and the next-best ones, at most three, in a line each.
+    """The answer to --fit, --sweep or --longest in a line, then at most three next-best ones, a line each.
 
     Args:
-        config: what was asked about.
-        world_size: on how many ranks.
+        config: the config that was asked about.
+        world_size: the ranks that were asked about.
     """
     fitting = [one for one in candidates if one.estimate.fits is not False]
     if not fitting:
@@ -150,23 +145,19 @@ def _ranks(one: Candidate, world_size: int) -> str:
 
 
 def _pace(one: Candidate) -> tuple[float, int]:
-    """Sorts by tokens a second in a slow run, the most first; of as many the one of less memory first."""
+    """Sorts by tokens a second of the slow pace, the most first; then by memory, the least first."""
     speed = one.estimate.speed
     return 0.0 if speed is None else -speed.low.tokens_per_second, one.estimate.peak.total
 
 
 def as_overrides(one: Candidate) -> str:
     """A candidate's changes as the command line has them."""
-    return " ".join(f"{key}={_toml(value)}" for key, value in one.values.items()) or "as it is"
-
-
-def _toml(value: Any) -> str:
-    """A value as an override on the command line has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    values = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in one.values.items())
+    return " ".join(f"{key}={value}" for key, value in values) or "as it is"
 
 
 def as_json(plan: Estimate) -> dict[str, Any]:
-    """One object; bytes and seconds."""
+    """The estimate as one object, in bytes and seconds."""
     peak = plan.peak
     return {
         "mesh": asdict(plan.sizes),
@@ -189,7 +180,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
 
 
 def candidate_json(one: Candidate) -> dict[str, Any]:
-    """A candidate without its moments, collectives, and the price of reductions, which is the main plan's alone."""
+    """A candidate as one object, without its moments and collectives, and without the price of reductions."""
     left_out = ("moments", "collectives", "reduction")
     plan = {key: value for key, value in as_json(one.estimate).items() if key not in left_out}
     return {"values": one.values, "world_size": one.world_size, **plan}
@@ -201,12 +192,7 @@ def draw(plan: Estimate, *, title: str) -> bytes:
     Raises:
         UserError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        todo = 'install it: pip install "fsdp2kit[plot]"'
-        raise UserError("--png", "needs matplotlib, which is not installed", todo) from None
-    figure = Figure(figsize=(13, 5), layout="constrained")
+    figure = new_figure(figsize=(13, 5), layout="constrained")
     through, bars = figure.subplots(1, 2, width_ratios=(3, 1))
     names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in plan.moments)]
     step = [moment for moment in plan.moments if moment.phase in ("forward", "backward", "optimizer")]
@@ -231,7 +217,7 @@ def draw(plan: Estimate, *, title: str) -> bytes:
 
 
 def page(plan: Estimate, *, title: str, extra: Sequence[RenderableType] = ()) -> str:
-    """HTML without anything beside it: the picture and the tables.
+    """A page of HTML that needs no other file: the picture and the tables.
 
     Raises:
         UserError: as `draw`.

@@ -1,7 +1,7 @@
-"""What to change: the cheapest changes that fit, tables of alternatives, the longest sequence; and advice on memory.
+"""What to change: the cheapest changes that fit, alternatives, the longest sequence; and advice on memory.
 
-`options` is the one place that knows which keys save what, in order of price. The diagnosis of an out-of-memory error
-takes its advice from it, too.
+`options` is the one place that knows which keys save memory, in order of price. The diagnosis of an out-of-memory
+error takes its advice from it, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Option:
 
 
 def options(config: TrainingConfig) -> list[Option]:
-    """The changes that are left to a config, the cheapest first. Only ``optimizer.name`` changes numbers."""
+    """The changes that a config has not made yet, the cheapest first. Only ``optimizer.name`` changes numbers."""
     fsdp, section = config.fsdp, config.activation_checkpointing
     found: list[Option] = []
 
@@ -75,7 +75,7 @@ def options(config: TrainingConfig) -> list[Option]:
 
 
 def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 2) -> list[str]:
-    """The first few changes against what takes the memory, in words; more ranks help where nothing else does.
+    """The cheapest changes that save what takes the memory, in words. The last resort is more ranks.
 
     Args:
         sizes: of the mesh.
@@ -83,7 +83,7 @@ def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 
     """
 
     def is_taken(values: Values) -> bool:
-        """Whether a run accepts the changed config on as many ranks; cutting sequences further takes more."""
+        """Whether a run accepts the changed config on as many ranks; a larger cp may need more."""
         try:
             ranks = sizes.world_size
             check_config(changed(config, values), world_size=ranks, local_world_size=ranks)
@@ -98,11 +98,7 @@ def advise(config: TrainingConfig, sizes: MeshSizes, *, saves: str, most: int = 
 
 
 def changed(config: TrainingConfig, values: Values) -> TrainingConfig:
-    """A copy of ``config`` with other values, which are checked as those of a TOML are.
-
-    Raises:
-        UserError: a value that its field does not take.
-    """
+    """A copy of ``config`` with other values, checked as those of a TOML are."""
     dump = config.model_dump(exclude_unset=True)
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -115,7 +111,7 @@ def changed(config: TrainingConfig, values: Values) -> TrainingConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change of a config, and what it needs then."""
+    """A change of a config, and what the run needs then."""
 
     values: Values
     world_size: int
@@ -124,7 +120,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for changes of a config, for one kind of device and of node; a model is built and inspected once."""
+    """Looks for changes of a config, for one kind of device and of node. Each model is built and inspected once."""
 
     config: TrainingConfig
     world_size: int
@@ -135,11 +131,13 @@ class Search:
     _known: Known = field(default_factory=dict, init=False)
 
     def fit(self, *, most: int = 4) -> list[Candidate]:
-        """Cheap changes that fit: each option alone where one is enough, else options added up in order of price.
+        """Cheap changes that fit: single options where one is enough, else options added up in order of price.
 
-        Options without which it still fits are left out again. More ranks come last: twice as many, up to 64 times,
-        with as many times the global batch where it could not be dealt out otherwise. One candidate without changes:
-        it fits as it is. None: nothing that was tried fits.
+        An option without which it still fits is left out again. More ranks come last: twice as many, up to 64 times,
+        with as many times the global batch where the given one cannot be dealt out.
+
+        Returns:
+            One candidate without changes if the config fits as it is; none if nothing that was tried fits.
         """
         as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))
         if as_it_is.estimate.fits:
@@ -164,7 +162,7 @@ class Search:
     def sweep(self) -> Iterator[Candidate]:
         """dp × cp × checkpointing × micro-batch, as far as they are possible; the global batch stays.
 
-        Sizes and options that the config gives stay where cp and the mode are its own.
+        The config's mesh sizes stay at its own cp, its options of checkpointing in modes that take them.
         """
         given, own_cp = self.config.activation_checkpointing, self.config.mesh.cp
         micros = sorted({1, 2, 4, self.config.train.micro_batch_size})
@@ -181,10 +179,10 @@ class Search:
                 yield candidate
 
     def longest(self) -> Candidate | None:
-        """The longest sequence that fits; None: none that was tried does.
+        """The longest sequence that fits; None if none that was tried does.
 
-        In steps of 2,048 tokens a context-parallel rank, or, where not even that fits, of 64; the config's own length
-        is tried in any case.
+        In steps of 2,048 tokens a context-parallel rank; of 64 where not even 2,048 fit. The config's own length is
+        always tried.
         """
         found = self._longest(step=2048 * self.config.mesh.cp) or self._longest(step=64 * self.config.mesh.cp)
         own = self._try({"data.seq_len": self.config.data.seq_len})
@@ -192,10 +190,10 @@ class Search:
         return max(fitting, key=lambda one: one.values["data.seq_len"], default=None)
 
     def _longest(self, *, step: int) -> Candidate | None:
-        """The longest that fits among multiples of ``step``, looked for from the config's own length on.
+        """The longest multiple of ``step`` that fits, searched from the config's own length.
 
-        Shorter ones may be refused for another reason than memory, a prompt and its answer that must fit into them for
-        one, and say nothing of longer ones.
+        A shorter one may be refused for another reason than memory, as when a prompt and its answer do not fit into
+        it. That says nothing of longer ones.
         """
         most = 2**26
 
@@ -218,7 +216,7 @@ class Search:
         return best
 
     def _on_more_ranks(self, changes: Sequence[Option], factor: int) -> Candidate | None:
-        """``changes`` on ``factor`` times the ranks; with as many times the global batch if that is too small."""
+        """``changes`` on ``factor`` times the ranks, if need be with as many times the global batch."""
         values, ranks = _merged(changes), self.world_size * factor
         if factor == 1:
             return self._try(values)
@@ -227,7 +225,7 @@ class Search:
         return self._try(values, ranks) or self._try({**values, **larger}, ranks)
 
     def _add_up(self, needed: int) -> list[Option]:
-        """Options in order of price, each of which needs less memory than those before it, until it fits."""
+        """Options in order of price, each needing less memory than those before it, until the config fits."""
         taken: list[Option] = []
         while True:
             for option in options(changed(self.config, _merged(taken))):
@@ -242,7 +240,10 @@ class Search:
                 return taken
 
     def _try(self, values: Values, world_size: int | None = None) -> Candidate | None:
-        """None: the change is refused for this model, mesh or batch. What is "auto" already is no change."""
+        """The candidate; None if the change is refused for this model, mesh or batch.
+
+        Setting "auto" where the config has it already is no change.
+        """
         auto = {f"mesh.{name}" for name, value in self.config.mesh if value == "auto"}
         values = {key: value for key, value in values.items() if not (key in auto and value == "auto")}
         ranks = world_size or self.world_size

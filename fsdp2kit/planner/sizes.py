@@ -1,4 +1,4 @@
-"""What a step's memory depends on, in bytes on one rank, read off a model on meta and its plan."""
+"""What a step's memory depends on, in bytes on one rank, read from a model on meta and its plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp2kit.model.nf4 import NF4Linear
 from fsdp2kit.optim.build import state_sizes, update_bytes
 from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
-from fsdp2kit.planner.activations import LayerMemory, item_bytes
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, rank_tokens
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class UnitSize:
 
     name: str
     whole: int
-    """Bytes of the gathered parameters; those in 4 bits are gathered as they are."""
+    """Bytes of the gathered parameters; those in 4 bits stay in 4 bits."""
     trained: int
     """Elements of parameters that are trained."""
     unpadded: int
-    """The same without padding: a gradient has none before it is reduced."""
+    """The same without padding: a gradient is not padded before its reduction."""
     item: int
-    """Bytes of a gathered element, but for those in 4 bits."""
+    """Bytes of a gathered element that is not in 4 bits."""
     shard_sizes: tuple[int, ...]
     """Bytes of a rank's shard of each parameter."""
     gradient_sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class UnitSize:
 
     @property
     def kept_after_forward(self) -> int:
-        """Bytes of it between its forward and its backward."""
+        """Bytes of it that stay gathered between its forward and its backward."""
         if self.reshard is False:
             return self.whole
         return self.whole // self.reshard if type(self.reshard) is int else 0
@@ -73,10 +73,10 @@ def unit_sizes(model: PreTrainedModel, plan: ParallelPlan) -> list[UnitSize]:
     sizes = []
     for unit in plan.units:
         item = item_bytes(unit.param_dtype)
-        updated = item if unit.kept else storage  # what stays in float32 is stored so as well
+        updated = item if unit.kept else storage  # parameters that stay in float32 are stored in float32
         padded = {parameter: padded_elements(parameter, shards) for parameter in inside[unit.name]}
         trained = [parameter for parameter in padded if parameter.requires_grad]
-        # What is frozen beside adapters is stored as it computes (`apply_fsdp`).
+        # Parameters frozen beside adapters are stored in the dtype in which they compute (`apply_fsdp`).
         stored = {p: updated if p.requires_grad or plan.adapter is None else item for p in padded}
         sizes.append(
             UnitSize(
@@ -103,17 +103,17 @@ class StepMemory:
     layers: Sequence[tuple[str, LayerMemory]]
     """Decoder layers by name, in order."""
     head: str
-    """Name of the module whose unit computes the loss; "" for a tied head, in the root's unit."""
+    """Name of the module whose unit computes the loss; "" for a tied head, which is in the root's unit."""
     hidden: int
     """Elements of the hidden state."""
     vocabulary: int
     head_trained: bool
     norm_trained: bool
-    """Whether the final norm learns: it then keeps what its weight multiplies."""
+    """Whether the final norm learns: it then keeps the tensor that its weight multiplies."""
     tokens: int
-    """Tokens of a micro-batch on this rank, each of them taken to have a target."""
+    """Tokens of a micro-batch on this rank; each is taken to have a target."""
     rotary: int
-    """Bytes of what all layers share: cosines and sines of the positions."""
+    """Bytes of the positions' cosines and sines, which all layers share."""
     micro_batches: int
     storage: int
     """Bytes of an element of a shard."""
@@ -123,14 +123,16 @@ class StepMemory:
     state_sizes: Sequence[int]
     """Bytes of each tensor of optimizer state."""
     update: int
-    """Bytes that an update takes beside it."""
+    """Bytes that an update takes beside the optimizer state."""
     ignored: int
     """Bytes of parameters that every rank keeps whole."""
     log_probs: bool
-    """Whether the objective is made of tokens' log-probabilities (answers, rollouts), whose backward computes the
-    logits again, and not of a cross-entropy."""
+    """Whether the objective is made of tokens' log-probabilities (preferences, rewards) and not a cross-entropy.
+
+    Its backward computes the logits again.
+    """
     beside: dict[str, int]
-    """Bytes of what stands beside the model throughout, by category: a frozen reference, an embedded engine."""
+    """Bytes that stay beside the model throughout, by category: a frozen reference, an embedded engine."""
 
     @functools.cached_property
     def by_name(self) -> dict[str, UnitSize]:
@@ -173,13 +175,13 @@ class StepMemory:
 def step_memory(
     config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, layers: Sequence[LayerMemory]
 ) -> StepMemory:
-    """Read off a model on meta and its plan what a step allocates.
+    """Read from a model on meta and its plan what a step allocates.
 
     Args:
         layers: memory of each decoder layer (`layers_memory`).
     """
     names = {module: name for name, module in model.named_modules()}
-    tokens = config.train.micro_batch_size * config.data.seq_len // plan.sizes.cp
+    tokens = rank_tokens(config, plan)
     blocks, head, embedding = decoder_layers(model), model.get_output_embeddings(), model.get_input_embeddings()
     compute, storage = item_bytes(plan.fsdp.param_dtype), item_bytes(plan.fsdp.storage_dtype)
     text = model.config.get_text_config()

@@ -1,7 +1,8 @@
-"""How long a step takes, between what the slowest and the fastest of comparable published runs would need.
+"""How long a step takes, at the speeds of the slowest and the fastest of comparable published runs.
 
-Time is a model with two assumptions, which every report prints: the share of a device's peak that a step's arithmetic
-reaches, as published runs did or as the user measured it, and the share of a link's bandwidth that collectives reach.
+Time is a model with two assumptions, which every report prints: the share of the device's peak that a step's
+arithmetic reaches (that of published runs, or the user's own), and the share of a link's bandwidth that collectives
+reach.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fsdp2kit.planner.sizes import StepMemory
 LINK_EFFICIENCY = 0.8
 """Assumed share of a link's bandwidth while a collective runs."""
 LONG = 32_768
-"""Tokens of a row from which published figures of long contexts are compared."""
+"""From this many tokens a row, published figures of long contexts are taken."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,22 @@ class PeakShare:
     low: float
     high: float
     source: str
-    """Whose figures these are."""
+    """The runs that reached it."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The MFU of a run that others published; docs/memory.md has each with its source."""
+    """A published run's MFU; docs/dev/memory.md has the source of each."""
 
     run: str
     mfu: float
     recomputes: bool
-    """Whether all layers' forward is computed again in backward, which MFU does not count."""
+    """Whether backward computes all layers' forward again, which MFU does not count."""
     device: str = "H100"
 
     @property
     def share(self) -> float:
-        """The same with that counted: four passes instead of three."""
+        """The MFU with recomputation counted: four passes instead of three."""
         return self.mfu * (4 / 3 if self.recomputes else 1)
 
 
@@ -73,7 +74,7 @@ PUBLISHED = {
         Published("Llama 3 70B (torchtitan)", 0.517, recomputes=True, device="A100"),
     ),
 }
-"""By kind of model; any other device than A100 is compared with the runs on H100 and H200."""
+"""By kind of model; all devices but A100 are given the runs on H100 and H200."""
 
 
 def published_share(config: TrainingConfig, model: PreTrainedModel, device: Device) -> PeakShare:
@@ -93,11 +94,7 @@ def published_share(config: TrainingConfig, model: PreTrainedModel, device: Devi
 def own_share(
     config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, *, mfu: float
 ) -> PeakShare:
-    """The share with which a planned step has an MFU that was measured, communication and recomputation included.
-
-    Raises:
-        UserError: it would be more than the whole peak.
-    """
+    """The share with which the planned step, with communication and recomputation, has the measured ``mfu``."""
     waits, low, high = _waits(sent, device), 0.0, 1.0
     most = _pace(config, step, waits, device, high).mfu
     if most < mfu:
@@ -110,13 +107,13 @@ def own_share(
 
 
 def _of_forward(plan: ParallelPlan) -> float:
-    """The part of a step's arithmetic that is forward: a third, or a half where weights are frozen."""
+    """Forward's part of a step's arithmetic: a third, or a half where all weights are frozen."""
     return 1 / (3 - plan.frozen_parameters / plan.parameters)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """A step's time in seconds, and what follows from it, for one share of the peak."""
+    """A step's time in seconds at one share of the peak, and what follows from it."""
 
     share: float
     compute: float
@@ -143,7 +140,7 @@ class Speed:
 
 def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None) -> str | None:
     """Why no time is planned; None if it is."""
-    if step.log_probs:  # what a reference gathers and computes, and what an engine does, no formula describes
+    if step.log_probs:  # no formula has what a reference computes and gathers, or what an engine does
         return "time and communication are planned for cross-entropy alone"
     if device is None or device.peak_flops is None:
         return "no time is planned without a device whose peak is known"
@@ -157,11 +154,11 @@ def why_untimed(config: TrainingConfig, step: StepMemory, device: Device | None)
 def estimate_speed(
     config: TrainingConfig, step: StepMemory, sent: Sequence[Collective], device: Device, share: PeakShare
 ) -> Speed:
-    """Time of a step of full rows of one document each, where `why_untimed` knows no reason against it."""
+    """Time of a step of full rows of one document each; `why_untimed` must have given None."""
     assert device.peak_flops is not None, "a device whose peak is known"
     assumptions = [
-        f"{device.name}: arithmetic reaches {_percent(share)} of {device.peak_flops / 1e12:,.0f} TFLOP/s, "
-        f"recomputation counted: {share.source}",
+        f"{device.name}: arithmetic reaches {in_range(share.low, share.high, '.0%')} of "
+        f"{device.peak_flops / 1e12:,.0f} TFLOP/s, recomputation counted: {share.source}",
         f"links: {device.node_bandwidth / 1e9:,.0f} GB/s in a node, {device.network_bandwidth / 1e9:,.0f} GB/s "
         f"between nodes for each of a group's ranks on a node, {device.host_bandwidth / 1e9:,.0f} GB/s to the host, "
         f"of which {LINK_EFFICIENCY:.0%} are reached",
@@ -188,14 +185,16 @@ def _waits(sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], 
     return waits
 
 
-def _percent(share: PeakShare) -> str:
-    return f"{share.low:.0%}" if share.low == share.high else f"{share.low:.0%} to {share.high:.0%}"
+def in_range(low: float, high: float, form: str) -> str:
+    """Two numbers in a format, or one where both read the same."""
+    return " to ".join(dict.fromkeys((format(low, form), format(high, form))))
 
 
 def _pace(
     config: TrainingConfig, step: StepMemory, waits: dict[tuple[str, str], float], device: Device, share: float
 ) -> Pace:
-    """
+    """The pace at one share of the peak.
+
     Args:
         waits: seconds of communication by phase and unit.
     """
@@ -205,7 +204,8 @@ def _pace(
     update = 7 * sum(unit.trained for unit in step.units) / step.shards * step.storage / device.memory_bandwidth
     if not step.state_on_device:  # brought from the host and taken back
         update += 2 * step.optimizer / (device.host_bandwidth * LINK_EFFICIENCY)
-    compute, keys = sum(computes.values()) + update, computes.keys() | waits.keys()
+    # Not a set: its order, and so the last digit of a sum, changes from one process to the next.
+    compute, keys = sum(computes.values()) + update, dict.fromkeys((*computes, *waits))
     overlapped = update + sum(max(computes.get(key, 0.0), waits.get(key, 0.0)) for key in keys)
     tokens = config.train.global_batch_size * config.data.seq_len
     model_flops = flops_per_batch(step.plan.flops, tokens=tokens, attention_pairs=tokens * config.data.seq_len)
@@ -222,8 +222,8 @@ def _pace(
 def _bandwidth(one: Collective, device: Device) -> float:
     """Bytes a second that a rank sends in a collective.
 
-    A ring goes through each node once, and its traffic there is shared by the adapters of the group's ranks. What one
-    rank sends to one other passes its own adapter.
+    A ring enters and leaves each node once, and the adapters of the group's ranks there share that traffic. What one
+    rank sends to one other goes through its own adapter.
     """
     if one.link == "node":
         return device.node_bandwidth
@@ -232,7 +232,7 @@ def _bandwidth(one: Collective, device: Device) -> float:
 
 
 def _computing(config: TrainingConfig, step: StepMemory, device: Device, rate: float) -> dict[tuple[str, str], float]:
-    """Seconds that a rank computes in a step, by phase and unit; layers are taken to be alike.
+    """Seconds that a rank computes in a step, by phase and unit. All layers are taken to be alike.
 
     Args:
         rate: FLOP/s.

@@ -15,7 +15,7 @@ from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.train.step import next_batch
 from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from tests.parallel.jobs import Case, step
-from tests.planner.likeness import planned
+from tests.planner.models import planned
 from tests.reference import full, make_batches, tiny_model, tiny_model_dir
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool

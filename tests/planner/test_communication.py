@@ -16,7 +16,7 @@ from fsdp2kit.planner.devices import find_device
 from fsdp2kit.planner.estimate import Estimate, estimate
 from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
 from fsdp2kit.planner.speed import LINK_EFFICIENCY, PUBLISHED, PeakShare
-from tests.planner.likeness import LLAMA_8B, MIXTRAL, config_of, planned, small
+from tests.planner.models import LLAMA_8B, MIXTRAL, config_of, planned, small
 
 H100 = find_device("h100")
 GB = 1e9
@@ -29,7 +29,7 @@ RATE = 989.4e12 * HALF.low
 
 
 def speed_of(ranks: int = 8, *, local: int = 8, **sections: Any) -> Any:
-    """With half of the peak reached."""
+    """The planned speed with half of the peak reached."""
     config = config_of(LLAMA_8B, ranks=ranks, **sections)
     found: Estimate = planned(config, ranks=ranks, local=local, device=H100, share=HALF)
     assert found.speed is not None

@@ -1,7 +1,7 @@
-"""Published peaks, from the configurations that belong to them (docs/memory.md, "Beside published figures").
+"""Published peaks, from the configurations that belong to them (docs/dev/memory.md, "Beside published figures").
 
-What others do in another way than we is an input here: what their layers keep, and what their loss holds. Nothing is
-fitted: each is read off the code that was measured, and named.
+Settings the published runs used differently are inputs of the comparison: what their layers keep, and what their loss
+holds. Nothing is fitted: each is read from the code that was measured, and named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp2kit.planner.activations import BackwardMemory, LayerMemory
 from fsdp2kit.planner.devices import GIB
 from fsdp2kit.planner.memory import Moment, reserved, step_moments
 from fsdp2kit.planner.sizes import StepMemory, step_memory
-from tests.planner.likeness import LLAMA_1B, LLAMA_8B, config_of
+from tests.planner.models import LLAMA_1B, LLAMA_8B, config_of
 
 BF16 = {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
@@ -25,7 +25,7 @@ BF16 = {"storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 def step_of(
     model: dict[str, Any], *, ranks: int, rows: int, length: int, layer: LayerMemory, **fsdp: Any
 ) -> StepMemory:
-    """Of a config whose every layer takes what ``layer`` says."""
+    """A step of a config whose layers all take what ``layer`` says."""
     train = {"micro_batch_size": rows}
     config = config_of(model, ranks=ranks, data={"seq_len": length}, train=train, fsdp=fsdp)
     built = build_model(config.model)
@@ -41,10 +41,14 @@ def widths(model: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def at_the_loss(step: StepMemory, *, logits: int) -> Moment:
-    """When the gradient of whole logits is computed, of which so many bytes an element are held."""
+    """The moment at which the gradient of whole logits is computed.
+
+    Args:
+        logits: bytes held for each element of the logits.
+    """
     now = next(moment for moment in step_moments(step) if moment.where == "end").bytes
     held = {name: now.get(name, 0) for name in ("parameters", "optimizer", "unsharded parameters")}
-    # Of the final norm its input, and its result, which goes into the head; the last layer is gathered ahead.
+    # The final norm's input, and its result, which goes into the head; the last layer is gathered ahead.
     head = 2 * step.tokens * step.hidden * step.compute
     held["all-gather buffers"] = step.by_name[step.layers[-1][0]].whole if step.shards > 1 else 0
     held["activations"] = sum(layer.kept for _, layer in step.layers) + head
@@ -73,7 +77,7 @@ def nemo_layer(*, checkpointed: bool) -> LayerMemory:
 def test_nemo_automodel_with_plain_cross_entropy(published: float, ranks: int, checkpointed: bool) -> None:
     """docs/guides/gradient-checkpointing.md: Llama 3.2 1B, 8 rows of 2,048, `max_memory_allocated`.
 
-    Of the logits there are: bfloat16, held by the model's output; log-softmax, its gradient, and theirs, in float32.
+    The logits are held in bfloat16 by the model's output, and in float32 as log-softmax, its gradient, and theirs.
     """
     step = step_of(LLAMA_1B, ranks=ranks, rows=8, length=2048, layer=nemo_layer(checkpointed=checkpointed), **BF16)
     found = at_the_loss(step, logits=14).total / GIB
@@ -97,8 +101,8 @@ def test_nemo_automodel_with_linear_cross_entropy() -> None:
 def test_torchtitan(published: float, ranks: int, rows: int, length: int, mode: str) -> None:
     """benchmarks/llama3_h100_202412_torchtitan.md, tables 1, 3 and 2: what the allocator reserved.
 
-    Of the logits 12 bytes an element are allocated at once: log-softmax, its gradient, and theirs, in float32. The
-    bfloat16 ones were given up before, but what they leave is too small for a float32 tensor.
+    12 bytes for each logit are allocated at once: log-softmax, its gradient, and theirs, in float32. The bfloat16
+    logits were freed before, but their block is too small for a float32 tensor.
     """
     h, i, k, _ = widths(LLAMA_8B)
     # Every second matmul's result (queries, values, up, down), attention's result, and the layer's input.

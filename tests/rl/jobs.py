@@ -18,13 +18,13 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.planner.allocations import Allocations
 from fsdp2kit.rl.engine import Bucket, Entry, SharedMemorySender, VersionedWeights
 from fsdp2kit.rl.sleep import Tag, sleep, wake_up
 from fsdp2kit.rl.weight_sync import sync_weights
 from fsdp2kit.torch_compat import inner_tensors, parameter_groups
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case, build
+from tests.planner.trace import StepAllocations
 from tests.reference import make_batches
 from tests.traffic import count_traffic
 
@@ -97,7 +97,7 @@ class Reader(VersionedWeights):
         assert all(tensor.is_contiguous() for _, tensor in bucket.tensors())
 
 
-class Held(Allocations):
+class Held(StepAllocations):
     """Follows what has memory: tensors on meta have a size and none of it."""
 
     def _see(self, tensor: Tensor) -> Any:

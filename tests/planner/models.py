@@ -65,7 +65,7 @@ REAL = {"llama1b": LLAMA_1B, "llama8b": LLAMA_8B, "llama70b": LLAMA_70B, "qwen3"
 
 
 def small(model: dict[str, Any], *, layers: int = 2, by: int = 16) -> dict[str, Any]:
-    """A likeness: as many heads of each kind, every width divided by ``by``, few layers."""
+    """A scaled-down copy: as many heads of each kind, every width divided by ``by``, few layers."""
     widths = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
     narrow = {name: max(8, model[name] // by) for name in widths if name in model}
     return {**model, **narrow, "num_hidden_layers": layers}
