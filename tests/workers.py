@@ -35,16 +35,11 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdp2kit.parallel import mesh, plan
-
     torch.set_num_threads(1)
     _stay_on_one_core()
-    plan.inspect_model = _inspect_once(plan.inspect_model)
-    make_group = mesh._group_along
     for number in itertools.count():
         store = dist.FileStore(f"{store_path}-{number}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-        mesh._group_along = _make_once(make_group)
         while dist.is_initialized():  # the runner ends its process group itself
             function, args, kwargs = connection.recv()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
@@ -66,34 +61,6 @@ def _stay_on_one_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if count >= len(cores):
         os.sched_setaffinity(0, {cores[int(name.removeprefix("gw")) % len(cores)]})
-
-
-def _inspect_once(inspect_model: Callable) -> Callable:
-    """`inspect_model`, run once for all cases of one architecture: it took a third of a tiny case's time."""
-    known: dict[str, Any] = {}
-
-    def inspect(model: Any) -> Any:
-        key = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
-        if key not in known:
-            known[key] = inspect_model(model)
-        return known[key]
-
-    return inspect
-
-
-def _make_once(make_group: Callable) -> Callable:
-    """The groups of a mesh, made once for all meshes that have them: what DTensor plans for one, it plans by mesh."""
-    from torch.distributed import group
-
-    known: dict[tuple, Any] = {}
-
-    def make(ranks: Any, dim: int, *, of_its_own: bool) -> Any:
-        key = group.WORLD, str(ranks.tolist()), dim, of_its_own
-        if key not in known:
-            known[key] = make_group(ranks, dim, of_its_own=of_its_own)
-        return known[key]
-
-    return make
 
 
 def _forget_groups() -> None:

@@ -61,11 +61,11 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
         SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
-    # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.
+    # Around the checkpoint only the layer's inputs are saved, not parameters, which FSDP frees itself.
     inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
 
-    # A wrapper around `checkpoint`: as the outermost call torch.compile would silently leave it, and all below it,
-    # uncompiled; inside another function it is traced.
+    # torch.compile silently skips `checkpoint`, and all below it, where it is the outermost call. Inside another
+    # function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         with inputs_kept():
@@ -80,8 +80,8 @@ def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any
     """Keep the results that are expensive, of attention and of matmuls with weights; recompute norms, activation
     functions and RoPE.
 
-    That halves what is kept at almost no extra computation. Keeping only some of the matmuls was no better than
-    checkpointing only some layers (``every``): docs/fsdp.md.
+    This halves the memory of activations at almost no extra computation. Keeping only some of the matmuls was no
+    better than checkpointing only some layers (``every``): docs/fsdp.md.
     """
     name = str(operator)
     is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS
