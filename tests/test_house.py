@@ -11,6 +11,7 @@ import pytest
 
 from fsdp2kit import run
 from fsdp2kit.config.checks import check_config
+from tests.conftest import LONGEST, TESTS
 from tools.schema import is_current, schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,11 @@ def test_no_file_imports_itself_through_others() -> None:
             seen |= others
             others = set().union(*(found[other] for other in others)) - seen
         assert name not in seen, f"{name} imports itself"
+
+
+def test_the_longest_test_files_exist() -> None:
+    """pytest starts with them; a name that is wrong would be passed over."""
+    assert not [name for name in LONGEST if not (TESTS / name).is_file()]
 
 
 def test_every_place_that_asks_for_a_device_is_accounted_for() -> None:

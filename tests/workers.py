@@ -25,8 +25,8 @@ FORKS.set_forkserver_preload(
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
-# A group's threads wake up a hundred times a second: after some hundreds of tests that make groups of their own, they
-# take more than a core. Workers with so many are replaced.
+# The threads of process groups wake up a hundred times a second: hundreds of them would take a core. Workers with more
+# threads than this are replaced.
 _MOST_THREADS = 100
 
 
@@ -54,7 +54,7 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
 
 
 def _stay_on_one_core() -> None:
-    """Under `pytest -n` with a worker for each core: on that worker's core, whose caches know the others' data."""
+    """Under `pytest -n` with a worker for each core, stay on that worker's core: its ranks share caches."""
     count, name = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)), os.environ.get("PYTEST_XDIST_WORKER", "")
     if not count or not hasattr(os, "sched_setaffinity"):
         return
@@ -64,7 +64,7 @@ def _stay_on_one_core() -> None:
 
 
 def _forget_groups() -> None:
-    """DTensor keeps plans and results by mesh, with the names of process groups that are gone after a run."""
+    """Clear what DTensor keeps by mesh: it has the names of process groups that are gone after a run."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -75,7 +75,7 @@ def _forget_groups() -> None:
 
 
 def _threads_of(pid: int) -> int:
-    """How many threads a process has; 0 where the system does not say."""
+    """How many threads a process has; 0 if the system does not say."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 (a list of names alone)
     except OSError:
@@ -141,7 +141,7 @@ class WorkerPool:
 
 
 def run_command(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``python -m MODULE ARGUMENT …`` says and ends with."""
+    """Run ``python -m MODULE ARGUMENT …``; its output and exit code."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         process = start_command(module, *arguments, stdout=stdout, stderr=stderr, **environment)
@@ -159,7 +159,7 @@ def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **en
 
 
 def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[list[Any], list[Path]]:
-    """`start_command` for every rank of a job, as torchrun starts them; each rank's process, and what it says."""
+    """Start a command on every rank of a job, as torchrun does; each rank's process, and the path of its output."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     job = {
@@ -178,7 +178,7 @@ def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[li
 
 @contextlib.contextmanager
 def ending(ranks: list[Any]) -> Iterator[None]:
-    """At the end of the block no rank of `start_ranks` is left."""
+    """Kill the ranks of `start_ranks` at the end of the block."""
     try:
         yield
     finally:

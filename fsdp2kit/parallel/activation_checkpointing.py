@@ -80,8 +80,8 @@ def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any
     """Keep the results that are expensive, of attention and of matmuls with weights; recompute norms, activation
     functions and RoPE.
 
-    This halves the memory of activations at almost no extra computation. Keeping only some of the matmuls was no
-    better than checkpointing only some layers (``every``): docs/fsdp.md.
+    That halves what is kept at almost no extra computation. Keeping only some of the matmuls was no better than
+    checkpointing only some layers (``every``): docs/fsdp.md.
     """
     name = str(operator)
     is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS

@@ -55,9 +55,6 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     Args:
         model: before it is sharded; it may be on meta.
         traits: what `inspect_model` found, if it was called already.
-
-    Raises:
-        UserError: a class that the model does not have, or a parameter in two units, which torch refuses.
     """
     traits = traits or inspect_model(model)
     ignored, head = ignored_modules(section, model), model.get_output_embeddings()
@@ -149,11 +146,7 @@ def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) ->
 
 
 def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them.
-
-    Raises:
-        UserError: a pattern without a match, or a parameter that is trained.
-    """
+    """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them."""
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
     for pattern in section.ignored_modules:
@@ -209,9 +202,6 @@ def apply_fsdp(
 
     Args:
         units: what `plan_units` returned, if it was called already.
-
-    Raises:
-        UserError: as `plan_units` and `ignored_modules` do.
     """
     units = plan_units(section, model) if units is None else units
     ignored = ignored_modules(section, model)

@@ -112,12 +112,7 @@ def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1, kept
 
 @contextlib.contextmanager
 def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Observe one optimizer step and compare its dtypes with the ledger.
-
-    Raises:
-        RunFailure: a shard, an unsharded parameter, an accumulated or reduced gradient, or a moment has another dtype
-            than the ledger says.
-    """
+    """Observe one optimizer step and compare its dtypes with the ledger."""
     seen: dict[str, set[torch.dtype]] = {}
     """The dtypes found, by the ledger's names; of gathered parameters by the class of their module."""
 

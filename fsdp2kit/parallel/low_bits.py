@@ -97,9 +97,6 @@ def plan_float8(
 
     Args:
         device: where it will train; None: not known here.
-
-    Raises:
-        UserError: a pattern of ``exclude`` without a match, no layer is left, or the device cannot do it.
     """
     section = config.float8
     if section.recipe == "none":
@@ -128,11 +125,7 @@ def plan_float8(
 
 
 def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) -> NF4Plan | None:
-    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none.
-
-    Raises:
-        UserError: torch is too old, the model keeps its experts in one tensor, or no layer is left.
-    """
+    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none."""
     if config.lora.quantize != "nf4":
         return None
     kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
@@ -156,11 +149,7 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
 
 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
-    """Replace the planned layers by torchao's in the model, with the same parameters under the same names.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+    """Replace the planned layers by torchao's in the model, with the same parameters under the same names."""
     try:
         from torchao import float8  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -27,7 +27,7 @@ from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 
-KINDS = ["smollm2", "llama3"]
+KINDS = ["smollm2", "llama3", "qwen3"]
 
 
 @pytest.fixture(scope="module")

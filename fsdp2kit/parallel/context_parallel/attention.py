@@ -155,9 +155,6 @@ def varlen_attention(
 
     Returns:
         ``[B, s, H, Dv]`` and None (attention weights are never formed).
-
-    Raises:
-        ValueError: an option that segments do not express, or no segments.
     """
     beyond = [name for name in _INEXPRESSIBLE if options.get(name) is not None]
     if beyond or (dropout and module.training):

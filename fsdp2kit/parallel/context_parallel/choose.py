@@ -33,9 +33,6 @@ def choose_path(
 
     Args:
         device_type: where attention will run.
-
-    Raises:
-        UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
     method, reason = _choose_method(config, model, traits, cp=cp) if cp > 1 else (None, "")
     if method in (None, "ulysses"):

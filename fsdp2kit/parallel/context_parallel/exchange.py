@@ -187,11 +187,7 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, cp: int) -> tuple[HeadShare, ...]:
-    """Deal query heads out over ``cp`` ranks as evenly as they go, each with the key/value heads it needs.
-
-    Raises:
-        ValueError: fewer query heads than ranks, or query heads not a multiple of key/value heads.
-    """
+    """Deal query heads out over ``cp`` ranks as evenly as they go, each with the key/value heads it needs."""
     if num_heads < cp or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query and {num_kv_heads} key/value heads cannot be dealt out over cp = {cp}")
     group = num_heads // num_kv_heads
