@@ -242,8 +242,8 @@ HOSTS = {
 @pytest.mark.parametrize(
     ("hosts", "killed"),
     [
-        full("standalone", 1),
         full("c10d", 0),
+        pytest.param("standalone", 1, marks=pytest.mark.slow),
         pytest.param("standalone", 0, marks=pytest.mark.slow),
         pytest.param("c10d", 1, marks=pytest.mark.slow),
         pytest.param("static", 0, marks=pytest.mark.slow),
