@@ -154,17 +154,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcome(pool: WorkerPool, models: Path) -> Callable[[Case], Curves]:
     """Curves of a case; the first of a tier and a world size runs all that share them."""
-    known: dict[str, Curves] = {}
+    known: dict[str, Curves | AssertionError] = {}
+
+    def run(case: Case) -> None:
+        tier = next(tier for tier in (DEFAULT, FULL, SLOW) if case in tier)
+        cases = [other for other in tier if other.world == case.world]
+        try:
+            results = pool.run(case.world, run_cases, models, cases, timeout=3600)
+        except AssertionError as failure:
+            known.update({str(other): failure for other in cases})
+            return
+        for of_other_rank in results[1:]:
+            assert [r.loss for r in of_other_rank] == [r.loss for r in results[0]], "ranks log different losses"
+        known.update(zip(map(str, cases), results[0], strict=True))
 
     def get(case: Case) -> Curves:
         if str(case) not in known:
-            tier = next(tier for tier in (DEFAULT, FULL, SLOW) if case in tier)
-            cases = [other for other in tier if other.world == case.world]
-            results = pool.run(case.world, run_cases, models, cases, timeout=3600)
-            for of_other_rank in results[1:]:
-                assert [r.loss for r in of_other_rank] == [r.loss for r in results[0]], "ranks log different losses"
-            known.update(zip(map(str, cases), results[0], strict=True))
-        return known[str(case)]
+            run(case)
+        found = known[str(case)]
+        if isinstance(found, AssertionError):
+            raise found
+        return found
 
     return get
 
