@@ -131,6 +131,11 @@ def test_a_file_is_a_subject() -> None:
     assert small == set(SMALL)
 
 
+def test_the_longest_test_files_exist() -> None:
+    """pytest starts with them; a name that is wrong would be passed over."""
+    assert not [name for name in LONGEST if not (TESTS / name).is_file()]
+
+
 def test_a_function_fits_on_a_screen() -> None:
     long = {}
     for path in MODULES:
@@ -159,11 +164,6 @@ def test_no_file_imports_itself_through_others() -> None:
             seen |= others
             others = set().union(*(found[other] for other in others)) - seen
         assert name not in seen, f"{name} imports itself"
-
-
-def test_the_longest_test_files_exist() -> None:
-    """pytest starts with them; a name that is wrong would be passed over."""
-    assert not [name for name in LONGEST if not (TESTS / name).is_file()]
 
 
 def test_every_place_that_asks_for_a_device_is_accounted_for() -> None:

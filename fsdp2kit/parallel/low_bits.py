@@ -149,7 +149,11 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
 
 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
-    """Replace the planned layers by torchao's in the model, with the same parameters under the same names."""
+    """Replace the planned layers by torchao's in the model, with the same parameters under the same names.
+
+    Raises:
+        UserError: torchao is not installed.
+    """
     try:
         from torchao import float8  # pyright: ignore[reportMissingImports]
     except ImportError as error:
