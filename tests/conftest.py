@@ -12,46 +12,51 @@ import pytest
 
 # Set before torch is imported anywhere: no test may wait for a hub, and two ranks share two cores.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
-# Ranks outnumber cores here, and talk all the time: let one work until it waits, not until another one wakes up.
+# Ranks outnumber cores and talk all the time: this lets a rank work until it waits, not until another one wakes up.
 with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from tests.workers import WorkerPool
 
 TESTS = Path(__file__).parent
-# A quarter of a minute and more each. They come first, so no worker of `pytest -n` is left alone with one at the end.
+# The files that take longest with `--full`. They come first, so no worker of `pytest -n` is left alone with one at the
+# end.
 LONGEST = (
-    "test_readme.py",
-    "test_torchrun.py",
-    "parallel/test_lora.py",
-    "rl/test_rollouts.py",
-    "checkpoint/test_chaos.py",
-    "planner/test_memory.py",
-    "parallel/test_methods.py",
-    "parity/test_check.py",
-    "test_resume.py",
     "parallel/test_parity.py",
+    "test_torchrun.py",
+    "rl/test_rollouts.py",
+    "test_readme.py",
+    "planner/test_memory.py",
+    "parity/test_check.py",
     "planner/test_plan_tool.py",
-    "parallel/test_controls.py",
-    "test_lora.py",
-    "train/test_loop.py",
-    "test_bench.py",
-    "model/test_weights.py",
+    "parallel/test_lora.py",
     "test_signals.py",
-    "test_peers.py",
-    "parallel/test_float8.py",
+    "model/test_weights.py",
+    "test_lora.py",
+    "checkpoint/test_chaos.py",
+    "test_bench.py",
+    "test_resume.py",
+    "train/test_loop.py",
     "parallel/test_traffic.py",
+    "test_peers.py",
+    "model/test_loss_head.py",
     "optim/test_options.py",
-    "test_evaluation.py",
+    "parallel/test_float8.py",
     "test_fsdp1_baseline.py",
-    "data/test_stream.py",
-    "test_dpo.py",
     "planner/test_communication.py",
-    "data/test_cache.py",
-    "checkpoint/test_kept_dtypes.py",
-    "test_bad_input.py",
+    "test_dpo.py",
+    "parallel/test_isolation.py",
+    "data/test_stream.py",
+    "test_evaluation.py",
     "parallel/test_kept_dtypes.py",
+    "test_bad_input.py",
+    "data/test_properties.py",
+    "checkpoint/test_manager.py",
     "test_elastic.py",
+    "checkpoint/test_kept_dtypes.py",
+    "migrate/test_arguments.py",
+    "data/test_cache.py",
+    "model/test_new_tokens.py",
 )
 
 
@@ -65,7 +70,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """No test may depend on which ones ran before it."""
+    """Start every test with the same seed and without a process group."""
     import torch
     from torch import distributed as dist
 
@@ -79,7 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests without a device (but under ``TRY_ON_CPU``), and `full` and `slow` ones unless asked for."""
+    """Skip `gpu` tests without a device or ``TRY_ON_CPU``, and `full` and `slow` tests unless they are asked for."""
     import torch
 
     order = {TESTS / name: number for number, name in enumerate(LONGEST)}
@@ -97,5 +102,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection made stays to the end: full collections need not walk it."""
+    """Keep garbage collection away from what imports and collection made, which stays to the end."""
     gc.freeze()

@@ -1,7 +1,7 @@
-"""The last of what the server of forks imports.
+"""The last import of the fork server: it freezes the garbage collector.
 
-A million objects of torch and transformers are garbage to nobody: else each full collection in a fork would walk them,
-and copy their pages.
+Otherwise every full collection in a fork would visit a million objects of torch and transformers, and copy their
+pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import peft
 import rich.console
 from transformers import get_scheduler
 
-# By runs, up to a second each: pyarrow looks whether rows come from pandas.
+# Runs import these later, for up to a second each: pyarrow checks whether rows come from pandas.
 IMPORTED_LATER = (datasets, pandas, peft, rich.console, get_scheduler)
 
 gc.freeze()

@@ -1,11 +1,11 @@
-"""How often the host waits for the device in a stretch of code, and where.
+"""Count how often the host waits for the device in a stretch of code, and where.
 
-On CUDA torch itself tells (`torch.cuda.set_sync_debug_mode`), collectives and sparse tensors aside. On a CPU nobody
-waits, so the device is imagined: operators are watched for those that would wait. Imagined to be on the device is
-every tensor that was there before, but those named as the host's, and what is computed from one; on the host is what
-is made without naming a device, and what is computed from such tensors alone. ``tensor.to(device)`` is the way over,
-``cpu()``, ``tolist()``, ``numpy()`` and ``to("cpu")`` are the way back. What only CUDA kernels do is not seen: the
-count on a GPU is the one that holds, and this one finds what would be wrong there before there is a GPU.
+On CUDA, torch itself reports waits (`torch.cuda.set_sync_debug_mode`), except in collectives and sparse tensors. On a
+CPU nothing waits, so the device is imagined, and operators that would wait are counted. All tensors that existed
+before, except those named as the host's, are imagined on the device, and so is everything computed from one. Tensors
+made without a device, and what is computed from them alone, are on the host. ``tensor.to(device)`` moves to the
+device; ``cpu()``, ``tolist()``, ``numpy()`` and ``to("cpu")`` move back. Waits inside CUDA kernels are not seen here:
+the count on a GPU decides, and this one finds most waits before there is a GPU.
 """
 
 from __future__ import annotations

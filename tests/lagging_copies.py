@@ -1,9 +1,9 @@
-"""Copies between host and device that take until the host waits for them, as ``non_blocking`` ones do on CUDA.
+"""Copies between host and device that end only when the host waits for them, as ``non_blocking`` copies do on CUDA.
 
-The device is imagined, as in `host_syncs`: its work is done at once and in order, for it is one stream. What lags is
-what the host sees. A copy to the host leaves its target full of ``0xFF`` bytes until the wait, so that whoever reads
-too early computes with NaN. A copy from the host may read its source as late as the wait: until then the host must
-not write there. Copies that the device itself orders, there and back again, need no wait.
+The device is imagined, as in `host_syncs`. It is one stream, so its work is done at once and in order; only the host
+sees copies late. A copy to the host leaves its target full of ``0xFF`` bytes until the wait, so that reading too early
+gives NaN. A copy from the host may read its source as late as the wait: until then the host must not write there. A
+copy that goes to the device after one from it needs no wait, because the device orders both.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ class LaggingCopies:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=self.wait))
 
     def wait(self) -> None:
-        """All copies are done.
-
-        Raises:
-            AssertionError: the host wrote to a tensor that was still being copied to the device.
-        """
+        """Finish all copies."""
         self.waits += 1
         for source, sent in self._from_host.values():
             assert torch.equal(_bytes(source), sent), "the host wrote to a tensor that was still being copied"

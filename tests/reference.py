@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.parity import reference as synthetic
@@ -68,6 +70,21 @@ EVEN = {
     for name in ("smollm2", "llama3", "gemma3", "qwen3_moe")
 }
 
+# Adapters by the name that tests use: what differs from plain LoRA.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True, "use_rslora": True},
+    "saved": {},  # and what `_TRAINED_WHOLE` names
+    "layer": {"modules_to_save": ["layers.1"]},
+}
+# Head and embedding where they are not tied, a router, norms.
+_TRAINED_WHOLE = {
+    "llama3": ["lm_head", "embed_tokens"],
+    "qwen3_moe": ["lm_head", "gate"],
+    "qwen3": ["norm"],
+    "smollm2": ["norm"],
+}
+
 
 def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny random model of one of the `TINY` or `EVEN` kinds to ``folder / kind`` and return that path."""
@@ -98,6 +115,34 @@ def tiny_model(kind: str) -> PreTrainedModel:
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model
+
+
+def write_adapter(folder: Path, kind: str, name: str) -> None:
+    """Write an adapter of the tiny model in ``folder / kind``, saved by peft, to ``folder / kind-name``.
+
+    Its B is not zero, so that A has gradients.
+    """
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(5)
+        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of experts, peft would adapt the fused tensors as well
+        options = {"modules_to_save": _TRAINED_WHOLE[kind]} if name == "saved" else ADAPTERS[name]
+        layers = attention if kind == "qwen3_moe" else "all-linear"
+        config = LoraConfig(r=4, lora_alpha=6, target_modules=layers, **options)
+        model = get_peft_model(synthetic.load_plain(folder / kind), config)
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        model.save_pretrained(folder / f"{kind}-{name}")
+
+
+def add_adapter(model: Any, adapter: Path, *, quantize: str = "none") -> None:
+    """Make a plain model one that peft trains, in place; its linear layers are rounded to NF4 before, if asked for."""
+    layers = model.model.layers if quantize == "nf4" else ()
+    for module in (m for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Linear)):
+        module.weight.data = nf4_rounded(module.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def full(*values: Any, marks: Sequence[pytest.MarkDecorator] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""Runs of a recipe in workers: what it said, and what it logged."""
+"""Runs of a recipe in workers: their output and their records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 
 def run_recipe(toml: str, overrides: Sequence[str]) -> str:
-    """What the recipe said, and the line with which it refuses."""
+    """The recipe's output, or the line with which it refuses."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             recipe, config = load(toml, overrides)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fsdp2kit import run
 from fsdp2kit.config.checks import check_config
+from tests.conftest import LONGEST, TESTS
 from tools.schema import is_current, schema_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +52,19 @@ CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/checkpoint/__main__.py": "a command line",
 }
+# Functions of 60 lines and more, each to be cut.
+LONG = {"cut_rows", "bench_peers", "build_data", "train", "_backward", "build_checkpoints", "trace_step"}
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *(ROOT / "tools").glob("*.py")])
+LINES, SMALLEST, LONGEST_FUNCTION = 450, 40, 60
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def room_of(path: Path) -> str | None:
@@ -63,7 +77,7 @@ def room_of(path: Path) -> str | None:
 def imported_rooms(path: Path) -> set[str]:
     """Rooms that a module imports from, wherever in the file."""
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -78,28 +92,31 @@ def imported_rooms(path: Path) -> set[str]:
     return rooms
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_one_way(path: Path) -> None:
-    room = room_of(path)
-    for other in imported_rooms(path):
-        if room is None:
-            assert path.name == "run.py", f"{path}: the package's face imports nothing"
-            # `check` is imported only when it is asked for.
-            assert RANKS[other] <= RANKS["config"] or other == "check", f"run.py imports {other}"
-        elif room in TOP_FILES:
-            assert other in TOP_FILES, f"{room} stands at the bottom and imports {other}"
-        elif other != room:
-            assert RANKS[other] < RANKS[room], f"{room} imports {other}, which does not stand below it"
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for path in MODULES:
+        room = room_of(path)
+        for other in imported_rooms(path):
+            if room is None:  # of what runs a recipe, `check` is imported only when it is asked for
+                is_right = path.name == "run.py" and (RANKS[other] <= RANKS["config"] or other == "check")
+            elif room in TOP_FILES:
+                is_right = other in TOP_FILES
+            else:
+                is_right = other == room or RANKS[other] < RANKS[room]
+            if not is_right:
+                wrong.append(f"{name_of(path)} imports {other}, which does not stand below it")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_torch_modules_are_named_in_one_file(path: Path) -> None:
-    if path.name == "torch_compat.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            assert not any(name.startswith("_") for name in names), f"{path}:{node.lineno}"
+def test_private_torch_modules_are_named_in_one_file() -> None:
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(tree_of(path)) if path.name != "torch_compat.py" else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                if any(name.startswith("_") for name in names):
+                    wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_config_does_not_import_torch() -> None:
@@ -107,22 +124,35 @@ def test_config_does_not_import_torch() -> None:
         assert not re.search(r"^\s*(import|from) (torch|transformers)", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def lines_of(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
 def test_a_file_is_a_subject() -> None:
     """No heap, and no crumb without a reason."""
-    assert not {str(path) for path in MODULES if lines_of(path) > 450}
-    small = {str(path.relative_to(ROOT)) for path in MODULES if lines_of(path) < 40 and path.name != "__init__.py"}
+    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not {name: count for name, count in lines.items() if count > LINES}
+    small = {name for name, count in lines.items() if count < SMALLEST and not name.endswith("__init__.py")}
     assert small == set(SMALL)
+
+
+def test_the_longest_test_files_exist() -> None:
+    """pytest starts with them; a name that is wrong would be passed over."""
+    assert not [name for name in LONGEST if not (TESTS / name).is_file()]
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    long = {}
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines >= LONGEST_FUNCTION and node.name not in LONG:
+                    long[f"{name_of(path)}:{node.lineno} {node.name}"] = lines
+    assert not long
 
 
 def test_no_file_imports_itself_through_others() -> None:
     """Files, not rooms: what a module imports at its top, followed until nothing new comes."""
     found: dict[str, set[str]] = {}
     for path in MODULES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
         found[name] = {node.module or "" for node in froms} | {
@@ -155,36 +185,37 @@ def test_the_cuda_audit_names_every_file_that_asks_for_a_device() -> None:
 TOMLS = sorted((ROOT / "toml").glob("*.toml"))
 
 
-@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
-def test_every_toml_passes_the_check(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launch = path.read_text(encoding="utf-8").splitlines()[0]
-    nodes = re.search(r"--nnodes (\d+)", launch)
-    processes = re.search(r"--nproc-per-node (\d+)", launch)
-    local = int(processes.group(1)) if processes else 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
-    assert run.main([str(path), "--check"]) == 0
-    assert capsys.readouterr().out.startswith("ok: ")
+def test_every_toml_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = []
+    for path in TOMLS:
+        launch = path.read_text(encoding="utf-8").splitlines()[0]
+        nodes = re.search(r"--nnodes (\d+)", launch)
+        processes = re.search(r"--nproc-per-node (\d+)", launch)
+        local = int(processes.group(1)) if processes else 1
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        monkeypatch.setenv("WORLD_SIZE", str(local * (int(nodes.group(1)) if nodes else 1)))
+        code, said = run.main([str(path), "--check"]), capsys.readouterr()
+        if code or not said.out.startswith("ok: "):
+            refused.append(f"{path.name}: {said.err}")
+    assert not refused, "\n".join(refused)
 
 
-@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
-def test_every_toml_can_be_tried_for_a_few_steps(path: Path) -> None:
-    _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "train.global_batch_size=16"])
-    check_config(config, world_size=1, local_world_size=1)
+def test_every_toml_can_be_tried_for_a_few_steps() -> None:
     small = ("demo_cp2", "grpo_demo", "smollm2_135m_cp2", "lora_smollm2", "distill_smollm2")
-    assert config.data.path is None or path.stem in small, "no real run on toy data"
+    for path in TOMLS:
+        _, config = run.load(str(path), ["train.steps=2", "mesh.cp=1", "train.global_batch_size=16"])
+        check_config(config, world_size=1, local_world_size=1)
+        assert config.data.path is None or path.stem in small, f"{path.name}: no real run on toy data"
 
 
-@pytest.mark.parametrize("path", TOMLS, ids=lambda path: path.name)
-def test_every_toml_opens_with_its_command_and_its_schema(path: Path) -> None:
-    command, schema, purpose = path.read_text(encoding="utf-8").splitlines()[:3]
-    assert re.match(r"# (torchrun|python) .*-m fsdp2kit\.run toml/" + re.escape(path.name), command)
-    named = re.match(r"#:schema \./(schema[.\w]*json)$", schema)
-    assert named
-    assert (path.parent / named.group(1)).is_file()
-    assert purpose.startswith("# ")
+def test_every_toml_opens_with_its_command_and_its_schema() -> None:
+    for path in TOMLS:
+        command, schema, purpose = path.read_text(encoding="utf-8").splitlines()[:3]
+        assert re.match(r"# (torchrun|python) .*-m fsdp2kit\.run toml/" + re.escape(path.name), command), path.name
+        named = re.match(r"#:schema \./(schema[.\w]*json)$", schema)
+        assert named, path.name
+        assert (path.parent / named.group(1)).is_file(), path.name
+        assert purpose.startswith("# "), path.name
 
 
 def test_schemas_are_current() -> None:

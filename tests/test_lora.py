@@ -115,7 +115,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_on_another_mesh(
     numbers = sum(tensor.size.numel() for key, tensor in stored.items() if key.startswith("model."))
     assert sum(tensor.size.numel() for tensor in stored.values()) <= 3 * numbers + len(stored), "moments, step counts"
     assert losses(straight)[-1] < losses(straight)[0] - 0.1
-    for size, mesh in ((2, ("mesh.cp=2",)), (4, ("mesh.cp=2", "fsdp.strategy=no_shard")), (1, ())):
+    for size, mesh in ((4, ("mesh.cp=2", "fsdp.strategy=no_shard")), (1, ())):
         folder = tmp_path / f"{size}"
         shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
         resumed = run(folder, size, *LORA, *mesh)

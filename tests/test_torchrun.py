@@ -24,8 +24,9 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint.test_chaos import TOML
 from tests.reference import full
+from tests.runs import run_recipe
 from tests.test_signals import ROOT, alive, children, steps_done
-from tests.workers import FORKS, _be_command
+from tests.workers import FORKS, WorkerPool, _be_command
 
 MINUTE = timedelta(minutes=1)
 
@@ -216,6 +217,18 @@ def test_a_killed_torchrun_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
             end(pid)
 
 
+RESTARTED = ("train.steps=40", "checkpoint.every=5")
+
+
+@pytest.fixture(scope="module")
+def straight(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nobody kills."""
+    folder = tmp_path_factory.mktemp("straight")
+    (folder / "run.toml").write_text(TOML)
+    pool.run(1, run_recipe, str(folder / "run.toml"), [*RESTARTED, f"run.dir={folder / 'run'}"])
+    return losses(folder / "run")
+
+
 HOSTS = {
     "standalone": [("--standalone", "--nproc-per-node", "2")],
     "c10d": [("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}", "--rdzv-id", "x")] * 2,
@@ -229,8 +242,8 @@ HOSTS = {
 @pytest.mark.parametrize(
     ("hosts", "killed"),
     [
-        full("standalone", 1),
         full("c10d", 0),
+        pytest.param("standalone", 1, marks=pytest.mark.slow),
         pytest.param("standalone", 0, marks=pytest.mark.slow),
         pytest.param("c10d", 1, marks=pytest.mark.slow),
         pytest.param("static", 0, marks=pytest.mark.slow),
@@ -238,18 +251,16 @@ HOSTS = {
     ],
 )
 def test_ranks_that_torchrun_starts_again_end_as_if_none_had_been_killed(
-    tmp_path: Path, hosts: str, killed: int
+    tmp_path: Path, straight: list[float], hosts: str, killed: int
 ) -> None:
     """One torchrun with two ranks, or two, as on two hosts, with one each."""
-    options = ("train.steps=40", "checkpoint.every=5")
-    straight, agents = start_torchrun(tmp_path, *options, f"run.dir={tmp_path}/straight"), []
+    agents: list[subprocess.Popen] = []
     try:
-        assert straight.wait(240) == 0
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
         for launch in HOSTS[hosts]:
             launch = ("--max-restarts", "2", *(part.replace("{port}", port) for part in launch))
-            agents.append(start_torchrun(tmp_path, *options, f"run.dir={tmp_path}/run", launch=launch))
+            agents.append(start_torchrun(tmp_path, *RESTARTED, f"run.dir={tmp_path}/run", launch=launch))
         assert wait_for(lambda: steps_done(tmp_path / "run") >= 8)
         [target] = [
             pid
@@ -260,9 +271,9 @@ def test_ranks_that_torchrun_starts_again_end_as_if_none_had_been_killed(
         os.kill(target, signal.SIGKILL)
         assert wait_for(lambda: all(agent.poll() is not None for agent in agents)), (tmp_path / "log").read_text()
     finally:
-        for agent in (straight, *agents):
+        for agent in agents:
             for pid in [agent.pid, *ranks_of(agent)]:
                 end(pid)
     said = (tmp_path / "log").read_text()
     assert "resumed from step 5" in said or "resumed from step 10" in said
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)

@@ -25,8 +25,8 @@ FORKS.set_forkserver_preload(
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # ranks that compile on a busy machine are minutes apart
 
-# A group's threads wake up a hundred times a second: after some hundreds of tests that make groups of their own, they
-# take more than a core. Workers with so many are replaced.
+# The threads of process groups wake up a hundred times a second: hundreds of them would take a core. Workers with more
+# threads than this are replaced.
 _MOST_THREADS = 100
 
 
@@ -35,16 +35,11 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdp2kit.parallel import mesh, plan
-
     torch.set_num_threads(1)
     _stay_on_one_core()
-    plan.inspect_model = _inspect_once(plan.inspect_model)
-    make_group = mesh._group_along
     for number in itertools.count():
         store = dist.FileStore(f"{store_path}-{number}", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-        mesh._group_along = _make_once(make_group)
         while dist.is_initialized():  # the runner ends its process group itself
             function, args, kwargs = connection.recv()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
@@ -59,7 +54,7 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
 
 
 def _stay_on_one_core() -> None:
-    """Under `pytest -n` with a worker for each core: on that worker's core, whose caches know the others' data."""
+    """Under `pytest -n` with a worker for each core, stay on that worker's core: its ranks share caches."""
     count, name = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)), os.environ.get("PYTEST_XDIST_WORKER", "")
     if not count or not hasattr(os, "sched_setaffinity"):
         return
@@ -68,36 +63,8 @@ def _stay_on_one_core() -> None:
         os.sched_setaffinity(0, {cores[int(name.removeprefix("gw")) % len(cores)]})
 
 
-def _inspect_once(inspect_model: Callable) -> Callable:
-    """`inspect_model`, run once for all cases of one architecture: it took a third of a tiny case's time."""
-    known: dict[str, Any] = {}
-
-    def inspect(model: Any) -> Any:
-        key = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
-        if key not in known:
-            known[key] = inspect_model(model)
-        return known[key]
-
-    return inspect
-
-
-def _make_once(make_group: Callable) -> Callable:
-    """The groups of a mesh, made once for all meshes that have them: what DTensor plans for one, it plans by mesh."""
-    from torch.distributed import group
-
-    known: dict[tuple, Any] = {}
-
-    def make(ranks: Any, dim: int, *, of_its_own: bool) -> Any:
-        key = group.WORLD, str(ranks.tolist()), dim, of_its_own
-        if key not in known:
-            known[key] = make_group(ranks, dim, of_its_own=of_its_own)
-        return known[key]
-
-    return make
-
-
 def _forget_groups() -> None:
-    """DTensor keeps plans and results by mesh, with the names of process groups that are gone after a run."""
+    """Clear what DTensor keeps by mesh: it has the names of process groups that are gone after a run."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -108,7 +75,7 @@ def _forget_groups() -> None:
 
 
 def _threads_of(pid: int) -> int:
-    """How many threads a process has; 0 where the system does not say."""
+    """How many threads a process has; 0 if the system does not say."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 (a list of names alone)
     except OSError:
@@ -174,7 +141,7 @@ class WorkerPool:
 
 
 def run_command(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``python -m MODULE ARGUMENT …`` says and ends with."""
+    """Run ``python -m MODULE ARGUMENT …``; its output and exit code."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         process = start_command(module, *arguments, stdout=stdout, stderr=stderr, **environment)
@@ -192,7 +159,7 @@ def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **en
 
 
 def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[list[Any], list[Path]]:
-    """`start_command` for every rank of a job, as torchrun starts them; each rank's process, and what it says."""
+    """Start a command on every rank of a job, as torchrun does; each rank's process, and the path of its output."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     job = {
@@ -211,7 +178,7 @@ def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[li
 
 @contextlib.contextmanager
 def ending(ranks: list[Any]) -> Iterator[None]:
-    """At the end of the block no rank of `start_ranks` is left."""
+    """Kill the ranks of `start_ranks` at the end of the block."""
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from fsdp2kit.model.linear_cross_entropy import (
     linear_cross_entropy,
     torch_linear_cross_entropy,
 )
-from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
+from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
@@ -85,7 +85,7 @@ def _all_blocks(ranks: list[list[Tensor]], tables: list[Tensor]) -> tuple[list[A
     for number, ((query, _, _, grad), table) in enumerate(zip(ranks, tables, strict=True)):
         segments = read_segments(table)
         steps = [((number - step) % CP, [s for s in segments if s.step == step]) for step in range(CP)]
-        attended = Partial(query, scale=scale)
+        attended = RunningAttention(query, scale=scale)
         for owner, of_step in steps:
             attended.attend(ranks[owner][1], ranks[owner][2], of_step)
         outs[number] = attended.out.to(query.dtype)

@@ -61,11 +61,11 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
         SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
-    # Around the checkpoint only its inputs are saved, not parameters, which FSDP frees itself.
+    # Around the checkpoint only the layer's inputs are saved, not parameters, which FSDP frees itself.
     inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
 
-    # A wrapper around `checkpoint`: as the outermost call torch.compile would silently leave it, and all below it,
-    # uncompiled; inside another function it is traced.
+    # torch.compile silently skips `checkpoint`, and all below it, where it is the outermost call. Inside another
+    # function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         with inputs_kept():

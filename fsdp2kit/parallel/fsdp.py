@@ -1,4 +1,4 @@
-"""FSDP2 units, the modules that `fully_shard` gathers, frees and reduces one at a time: choosing and sharding them."""
+"""Choose and shard FSDP2 units: the modules whose parameters `fully_shard` gathers, frees and reduces together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Unit:
     reshard_after_forward: bool | int
     """Whether its parameters are freed after forward, or to how many ranks they are resharded."""
     kept: tuple[str, ...] = ()
-    """The names of its parameters, where it is the unit of those that stay in float32 within other units' modules."""
+    """Names of its parameters, if it is the unit of those that stay in float32 inside other units' modules."""
 
 
 def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None) -> tuple[Unit, ...]:
@@ -47,33 +47,17 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     An untied embedding and an untied head are units of their own under ``unit = "layer"``, so that their gradients do
     not share one giant reduce-scatter. Tied, they are one parameter, which stays in the root's unit.
 
-    A unit gathers in one dtype. What transformers keeps in float32 is a unit by itself, on the model without its head,
-    whose forward encloses all layers: such parameters (biases and weights of routers, sinks, …) are few and small, and
-    often parts of a module that computes in ``param_dtype`` otherwise. A head that is kept in float32 is its own unit.
+    A unit gathers in one dtype. Parameters that transformers keeps in float32 (biases and weights of routers, sinks,
+    …) are one unit, on the model without its head, whose forward encloses all layers: they are few and small, and
+    often parts of a module that otherwise computes in ``param_dtype``. A head that is kept in float32 is its own unit.
 
     Args:
         model: before it is sharded; it may be on meta.
         traits: what `inspect_model` found, if it was called already.
-
-    Raises:
-        UserError: a class that the model does not have, or a parameter in two units, which torch refuses.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    # A module that is never called has no hook that gathers its parameters.
-    needs_call = section.unit == "size" or section.unit_classes or section.class_dtypes
-    uncalled = set((traits or inspect_model(model)).uncalled_modules) if needs_call else set()
-    exceptions = _of_classes(model, section.class_dtypes, uncalled, where="fsdp.class_dtypes")
-    named = {*exceptions, *_of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")}
-    chosen: set[str] = {"", *named}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if section.unit == "layer":
-        untied = head is not None and head.weight is not embedding.weight
-        modules = [*decoder_layers(model), *((embedding, head) if untied else ())]
-        chosen |= {names[id(module)] for module in modules}
-    elif section.unit == "size":
-        chosen |= set(_by_size(model, section.min_params, uncalled))
-    chosen |= set(_frozen_outside(model, chosen))
-    ignored = ignored_modules(section, model)
+    traits = traits or inspect_model(model)
+    ignored, head = ignored_modules(section, model), model.get_output_embeddings()
+    named, chosen = _choose(section, model, traits)
     chosen -= set(ignored)
     kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
@@ -106,6 +90,36 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     return tuple(units)
 
 
+def _choose(section: FSDPConfig, model: PreTrainedModel, traits: Traits) -> tuple[set[str], set[str]]:
+    """Names of the modules whose classes the config lists, and of all that become units, these among them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    uncalled = traits.uncalled_modules | set(_read_from_outside(model))
+    exceptions = _of_classes(model, section.class_dtypes, uncalled, where="fsdp.class_dtypes")
+    named = {*exceptions, *_of_classes(model, section.unit_classes, uncalled, where="fsdp.unit_classes")}
+    chosen: set[str] = {"", *named}
+    if section.unit == "layer":
+        untied = head is not None and head.weight is not embedding.weight
+        modules = [*decoder_layers(model), *((embedding, head) if untied else ())]
+        chosen |= {names[id(module)] for module in modules}
+    elif section.unit == "size":
+        chosen |= set(_by_size(model, section.min_params, uncalled))
+    return named, chosen | set(_frozen_outside(model, chosen))
+
+
+def _read_from_outside(model: PreTrainedModel) -> Iterator[str]:
+    """Names of the modules in which peft keeps parameters that are read without a call, which alone gathers them.
+
+    The loss reads the head's weight, and DoRA the weights of a layer and its adapter, for their norm.
+    """
+    adapter, head = adapter_of(model), model.get_output_embeddings()
+    read = [head] if head is not None else []
+    if adapter is not None and adapter.config.use_dora:
+        read += [model.get_submodule(name) for name in adapter.layers]
+    inside = {id(module) for one in read for module in one.modules() if module is not one}
+    yield from (name for name, module in model.named_modules() if id(module) in inside)
+
+
 def _split_kept(
     section: FSDPConfig, model: PreTrainedModel, units: set[str], ignored: Collection[str]
 ) -> tuple[dict[str, str], set[str]]:
@@ -131,11 +145,7 @@ def stays_in_float32(section: FSDPConfig, model: PreTrainedModel, dtype: str) ->
 
 
 def ignored_modules(section: FSDPConfig, model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them.
-
-    Raises:
-        UserError: a pattern without a match, or a parameter that is trained.
-    """
+    """Names of the modules that ``fsdp.ignored_modules`` keeps whole, and of all modules inside them."""
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
     for pattern in section.ignored_modules:
@@ -191,9 +201,6 @@ def apply_fsdp(
 
     Args:
         units: what `plan_units` returned, if it was called already.
-
-    Raises:
-        UserError: as `plan_units` and `ignored_modules` do.
     """
     units = plan_units(section, model) if units is None else units
     ignored = ignored_modules(section, model)
@@ -209,7 +216,7 @@ def apply_fsdp(
         if name in stays:
             dtype = "float32"
         elif is_frozen and not parameter.requires_grad and parameter not in whole:
-            # No optimizer adds to it, and no checkpoint keeps it: it is cast once instead of in every gather.
+            # Neither an optimizer nor a checkpoint needs it in storage_dtype: it is cast once, not in every gather.
             dtype = computes[_unit_of(name, computes)]
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # On a CPU mesh shards are on the host already, and torch refuses to offload them.
@@ -217,9 +224,9 @@ def apply_fsdp(
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
     kept = {name: unit.name for unit in units for name in unit.kept}
     names = _names_by_unit(model, [unit.name for unit in units], ignored=ignored, kept=kept)
-    # Outer units first, not bottom-up as torch documents: its `_get_managed_modules` passes over every module that is
-    # a unit already, and the unit of what stays in float32 has parameters of modules inside inner units. What is other
-    # units', sharded or not, `_get_managed_states` leaves out of a unit, because it is ignored.
+    # Outer units first, not bottom-up as torch documents. torch's `_get_managed_modules` skips modules that are units
+    # already, but the unit of what stays in float32 has parameters of modules inside inner units. Parameters of other
+    # units, sharded or not, are ignored, so `_get_managed_states` leaves them out of a unit.
     for unit in units:
         module = model.get_submodule(unit.name)
         own = {model.get_parameter(name) for name in names[unit.name]}
@@ -237,7 +244,7 @@ def apply_fsdp(
             ignored_params=set(module.parameters()) - own,
         )
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
-            module.set_unshard_in_backward(False)  # an embedding's gradient does not depend on its weight
+            module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
 
 
@@ -281,7 +288,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _of_classes(
-    model: nn.Module, classes: Mapping[str, object] | list[str], uncalled: set[str], *, where: str
+    model: nn.Module, classes: Mapping[str, object] | list[str], uncalled: Collection[str], *, where: str
 ) -> Iterator[str]:
     """Names of the modules whose class is named."""
     known = {type(module).__name__ for module in model.modules()}
@@ -299,7 +306,7 @@ def _of_classes(
             yield name
 
 
-def _by_size(model: nn.Module, min_params: int, uncalled: set[str]) -> Iterator[str]:
+def _by_size(model: nn.Module, min_params: int, uncalled: Collection[str]) -> Iterator[str]:
     """From the leaves up, the modules with at least ``min_params`` parameters that are in no unit inside them.
 
     Not a unit: a list or dict of modules, which has no forward to gather parameters for; a module that is never
@@ -324,8 +331,8 @@ def _by_size(model: nn.Module, min_params: int, uncalled: set[str]) -> Iterator[
 def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
     """The largest frozen modules that would be in the root's unit with trained ones.
 
-    Inside a layer they stay in the layer's unit: FSDP2 shards parameter by parameter and reduces only gradients that
-    exist, and several small units per layer would cost more messages than they save.
+    Frozen modules inside a layer stay in the layer's unit: FSDP2 shards parameter by parameter and reduces only
+    gradients that exist, and several small units per layer would cost more messages than they save.
     """
     if all(parameter.requires_grad for parameter in model.parameters()):
         return
@@ -348,10 +355,7 @@ def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
 
 
 def _check_shared(model: nn.Module, units: set[str]) -> None:
-    """
-    Raises:
-        UserError: a parameter belongs to two units, which would fail in the first forward.
-    """
+    """Refuse a parameter in two units, which would fail in the first forward."""
     for alias, name in tied_names(model).items():
         if _unit_of(alias, units) != _unit_of(name, units):
             raise UserError(

@@ -48,7 +48,7 @@ class DtypeLedger:
     gradients: str
     """Reduced gradients, as the optimizer gets them."""
     optimizer: str
-    """Moments. "uint8 or float32": quantised ones are codes in uint8, the others float32."""
+    """Moments. "uint8 or float32": quantised ones are stored as uint8 codes, the others as float32."""
     output: str
     """Outputs of the units."""
     export: str
@@ -56,10 +56,9 @@ class DtypeLedger:
     rounding: str = "nearest"
     """How the optimizer rounds what it stores; "stochastic" keeps small updates on average."""
     frozen: str | None = None
-    """Shards of what is frozen beside adapters; "uint8" is NF4. None: frozen parameters are stored as the others."""
+    """Shards of frozen parameters when adapters are trained; "uint8" is NF4. None: they are stored as the others."""
     kept: tuple[str, ...] = ()
-    """What transformers keeps in float32, stored, computed and exported, whatever the other dtypes are: names, with
-    ``*`` for numbers."""
+    """Names, with ``*`` for numbers, of the tensors that stay in float32 as transformers keeps them, exported too."""
     matmuls: str | None = None
     """Inputs of the decoder layers' linear layers, where that is not ``compute``."""
 
@@ -113,25 +112,20 @@ def dtype_ledger(config: TrainingConfig, *, export: str, replicas: int = 1, kept
 
 @contextlib.contextmanager
 def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Observe one optimizer step and compare its dtypes with the ledger.
-
-    Raises:
-        RunFailure: a shard, an unsharded parameter, an accumulated or reduced gradient, or a moment has another dtype
-            than the ledger says.
-    """
+    """Observe one optimizer step and compare its dtypes with the ledger."""
     seen: dict[str, set[torch.dtype]] = {}
     """The dtypes found, by the ledger's names; of gathered parameters by the class of their module."""
 
     def note(name: str, values: Iterable[object]) -> None:
         seen.setdefault(name, set()).update(value.dtype for value in values if isinstance(value, Tensor))
 
-    # Dynamo would trace the hook as well, through FSDP2's weak references to all modules, some of which go meanwhile.
+    # Dynamo would trace the hook too, and through it FSDP2's weak references to modules, some of which die meanwhile.
     @torch.compiler.disable
     def watch_unit(unit: nn.Module, _inputs: object) -> None:
-        # By then FSDP has gathered this unit's parameters, and still has the gradients of earlier micro-batches.
+        # FSDP has gathered this unit's parameters by now, and still holds the gradients of earlier micro-batches.
         for module in _modules_of_unit(unit):
             for key, parameter in module.named_parameters(recurse=False):
-                # Others are unpacked as they are used.
+                # Weights in 4 bits are unpacked when they are used.
                 if not isinstance(parameter, DTensor) and parameter.is_floating_point():
                     kind = type(module).__name__.removeprefix("FSDP")  # which `fully_shard` puts in front
                     note("kept" if (id(module), key) in kept else f"compute of {kind}", [parameter])
@@ -154,7 +148,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
         is_frozen = ledger.frozen and not parameter.requires_grad
         note("kept" if parameter in exact else "frozen" if is_frozen else "storage", [parameter])
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # Around units, not inside: what is inside may be compiled.
+    # The hooks are on units, not inside them, where layers may be compiled.
     hooks = [unit.register_forward_pre_hook(watch_unit) for unit in units]  # pyright: ignore[reportArgumentType]
     hooks.append(optimizer.register_step_pre_hook(watch_update))
     try:

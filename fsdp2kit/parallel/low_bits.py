@@ -55,7 +55,7 @@ class Float8Plan(LayerChoice):
     emulated: bool
     """Whether values are rounded to float8 and multiplied in float32."""
     compiled: bool
-    """Whether casts are fused into their neighbours."""
+    """Whether torch.compile fuses the casts into neighbouring operations."""
 
     def describe(self) -> list[str]:
         """Lines for the start: how many layers, which are left out and why, and what to expect on this device."""
@@ -80,7 +80,7 @@ class NF4Plan(LayerChoice):
     """Layers whose frozen weights are stored in 4 bits."""
 
     dtype: str
-    """In which they compute."""
+    """The dtype in which they compute."""
 
     def __str__(self) -> str:
         what = f"nf4: {len(self.names)} linear layers of the decoder layers ({self.share:.0%} of all parameters)"
@@ -96,9 +96,6 @@ def plan_float8(
 
     Args:
         device: where it will train; None: not known here.
-
-    Raises:
-        UserError: a pattern of ``exclude`` without a match, no layer is left, or the device cannot do it.
     """
     section = config.float8
     if section.recipe == "none":
@@ -127,11 +124,7 @@ def plan_float8(
 
 
 def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) -> NF4Plan | None:
-    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none.
-
-    Raises:
-        UserError: torch is too old, the model keeps its experts in one tensor, or no layer is left.
-    """
+    """Choose the layers: the frozen linear ones inside decoder layers. None: ``lora.quantize`` asks for none."""
     if config.lora.quantize != "nf4":
         return None
     kind, key, todo = type(model).__name__, "lora.quantize", "leave it out"
@@ -200,8 +193,8 @@ def _choose_layers(
 ) -> LayerChoice:
     """The layers whose matmuls or weights may be in fewer bits.
 
-    Left out are routers of a mixture of experts, layers that are more than a matmul or whose weight is read past
-    them, and those that ``reasons`` says, by what to call them.
+    Left out are routers of a mixture of experts, layers that are more than a matmul, layers whose weight another
+    module reads, and those for which one of ``reasons`` holds.
     """
     modules = dict(model.named_modules())
     tied = {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from fsdp2kit.config.checks import MeshSizes, resolve_mesh, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.distributed import World, reduce_numbers
 from fsdp2kit.torch_compat import timeout_of
+
+# Each job's groups by dimension and ranks: a job that builds many meshes (`tools/parity.py`) makes each group once.
+_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[str, str], ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Mesh:
     shard: DeviceMesh
     """For `fully_shard`: ``("shard",)``, or ``("replicate", "shard")`` when the model is replicated."""
     batch: DeviceMesh
-    """``("dp", "cp")``: ranks along dp read different sequences, ranks along cp hold parts of the same ones."""
+    """``("dp", "cp")``: ranks along dp read different sequences, ranks along cp hold slices of the same ones."""
 
     @property
     def dp_rank(self) -> int:
@@ -45,7 +49,7 @@ class Mesh:
 
     @property
     def cp_rank(self) -> int:
-        """Which part of each sequence this rank holds."""
+        """Which slice of each sequence this rank holds."""
         return self.batch.get_local_rank("cp")
 
     @property
@@ -55,12 +59,12 @@ class Mesh:
 
     @property
     def ranks_per_row(self) -> int:
-        """How many ranks read the same rows, each for a part of them."""
+        """How many ranks read the same rows; each computes its slice of them."""
         return self.sizes.cp
 
     @property
     def reads_first_share(self) -> bool:
-        """Whether this rank is of the first that share rows. Of a row that all are given, these ranks' parts count."""
+        """Whether this rank is at dp rank 0: of a row that every rank holds, only the results of these are used."""
         return self.dp_rank == 0
 
     @property
@@ -75,9 +79,9 @@ class Mesh:
         return loss
 
     def sum_over_cp(self, local: Tensor) -> Tensor:
-        """Sum a device tensor over the ranks that share a row, as what is summed over documents has to be. Collective.
+        """Sum a device tensor, such as each document's sum, over the ranks that share a row. Collective.
 
-        All of them then have the same loss, which each divides by `sizes.cp`: the gradients are those of the loss.
+        These ranks then have the same loss. Each divides it by `sizes.cp`, so that the gradients add up to the loss's.
         """
         if self.sizes.cp == 1:
             return local
@@ -116,21 +120,24 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
 def device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
     """Like `init_device_mesh`, but its groups have the job's timeout (`run.timeout_minutes`)."""
     ranks = torch.arange(math.prod(dims.values())).view(*dims.values())
-    groups = [_group_along(ranks, dim, of_its_own=name == "cp") for dim, name in enumerate(dims)]
+    groups = [_group_along(ranks, dim, name) for dim, name in enumerate(dims)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dims))
 
 
-def _group_along(ranks: Tensor, dim: int, *, of_its_own: bool) -> ProcessGroup:
+def _group_along(ranks: Tensor, dim: int, name: str) -> ProcessGroup:
     """The group of ranks that differ from this one only along ``dim``. Collective.
 
-    Args:
-        of_its_own: not the job's, even where it has the same ranks: NCCL works off a group's messages one after the
-            other, and what layers exchange would wait behind gathers of parameters.
+    Context parallelism's is never the job's, even where it has the same ranks: NCCL works off a group's messages one
+    after the other, and what layers exchange would wait behind gathers of parameters.
     """
-    whole = ranks.shape[dim] == ranks.numel()
-    if whole and (ranks.numel() == 1 or not of_its_own) and dist.group.WORLD is not None:
-        return dist.group.WORLD
+    job = dist.group.WORLD
+    assert job is not None, "the process group is up"
+    if ranks.shape[dim] == ranks.numel() and (ranks.numel() == 1 or name != "cp"):
+        return job
     lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of())
-    assert isinstance(group, ProcessGroup), "every rank is in a group"
-    return group
+    made, key = _GROUPS.setdefault(job, {}), (name, str(lists))
+    if key not in made:
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of())
+        assert isinstance(group, ProcessGroup), "every rank is in a group"
+        made[key] = group
+    return made[key]

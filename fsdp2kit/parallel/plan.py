@@ -54,7 +54,7 @@ class ParallelPlan:
 
     sizes: MeshSizes
     device_type: str | None
-    """"cpu" or "cuda"; None: not known, and planned as for a CPU."""
+    """"cpu" or "cuda"; None: not known, planned as for a CPU."""
     attention: AttentionPath
     """The context-parallel method and the attention kernel."""
     loss: LossChoice
@@ -68,7 +68,7 @@ class ParallelPlan:
     ledger: DtypeLedger
     """The dtypes of parameters, gradients, moments, …"""
     flops: ModelFlops
-    """From which a step's FLOPs are computed."""
+    """A step's FLOPs are computed from these."""
     parameters: int
     """Number of the model's parameters, tied ones counted once."""
     frozen_parameters: int
@@ -76,7 +76,7 @@ class ParallelPlan:
     ignored_parameters: int
     """How many of them every rank keeps whole."""
     note: str | None
-    """What the user should know of the model with these rows, if anything."""
+    """A note for the user about rows longer than the model's positions, if they are."""
     adapter: Adapter | None
     """The adapters that are trained; None: parameters of the model itself are."""
     model: ModelConfig
@@ -147,8 +147,8 @@ def plan_parallel(
         model: as `build_model` made it, on meta; it is not changed.
         config: a recipe's config.
         sizes: of the mesh.
-        device_type: "cpu" or "cuda"; None: not known. It is then planned as for a CPU, without the checks that need to
-            know the device.
+        device_type: "cpu" or "cuda"; None: not known. The plan is then that for a CPU, without the checks that need a
+            device.
         traits: what `inspect_model` found, if it was called already.
 
     Raises:
@@ -196,9 +196,9 @@ def _ledger(config: TrainingConfig, model: PreTrainedModel, *, replicas: int) ->
 def _check_model(
     model: PreTrainedModel, config: TrainingConfig, *, traits: Traits, device: torch.device | None
 ) -> None:
-    """Refuse what would silently train something else than the config says.
+    """Refuse a model or config that would silently train something else than the config says.
 
-    Each refusal says what would go wrong and what to do. Those that a user may accept have a name for
+    Each refusal says what would go wrong and what to do. Refusals that a user may accept have a name for
     ``preflight.allow``.
     """
     hf_config, name = model.config.get_text_config(), type(model).__name__
@@ -228,7 +228,7 @@ def _check_model(
         what = f"no small copy of {name} could be tried, so packed documents might see each other"
     elif not traits.separates_packed:
         what = f"packed documents would see each other in {name} (tried on a small copy of it)"
-    elif unknown:  # in the trial a convolution's small weights might hide what it carries over
+    elif unknown:  # a convolution's small weights might hide a leak in the trial
         what = f"packed documents would see each other through layers of kind {', '.join(sorted(unknown))}"
     if what:
         raise UserError("data.pack", what, "set data.pack = false")
@@ -268,7 +268,7 @@ def _check_selective(twin: Any, section: ActivationCheckpointingConfig, *, name:
 def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Collection[str]) -> None:
     if "dropout" in allow or not any(_drops(module) for module in model.modules()):
         return
-    # Configs also name dropouts of heads that this model lacks: the modules decide, the config gives the names.
+    # Configs also name dropouts of heads that this model lacks: modules decide, and the config provides the names.
     keys = [
         f"model.config.{key}"
         for key, value in config.to_dict().items()

@@ -23,11 +23,7 @@ from fsdp2kit.parallel.mesh import device_mesh
 
 
 def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
-    """Refuse a model that transformers cannot split over ``tp`` ranks with whole heads on each.
-
-    Raises:
-        UserError: there is no plan for its layers, or ``tp`` does not divide its heads.
-    """
+    """Refuse a model that transformers cannot split over ``tp`` ranks with whole heads on each."""
     if tp == 1:
         return
     name, config = type(model).__name__, model.config.get_text_config()
@@ -48,9 +44,6 @@ def apply_tensor_parallel(model: Any, tp: int, *, device: torch.device) -> Devic
 
     Returns:
         The mesh of this rank and those it shares the model with.
-
-    Raises:
-        UserError: transformers refuses, by the size of some parameter.
     """
     mesh = device_mesh(device.type, {"pp": 1, "fsdp": world_size() // tp, "tp": tp})
     ties = tied_names(model)

@@ -16,6 +16,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import World, agreement, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.hf_config import load_hf_config
+from fsdp2kit.model.inspect import Traits
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import (
     Curves,
@@ -124,13 +125,15 @@ def check_parity(config: TrainingConfig, *, world: World, full: bool = False) ->
                 write_model(hf_config, config, model, full=full, length=length)
                 reference = _run_reference(model, batches, dtype=config.fsdp.param_dtype)
         row, document = _probe_row(batches)
+        traits: Traits | None = None  # of the one model that all variants train
         for variant in variants(config, world_size=world.size):
             ours = variant.config(config, model=model, batches=batches)
             try:
-                sharded = Sharded(ours, world=world)
+                sharded = Sharded(ours, world=world, traits=traits)
             except UserError as problem:  # every rank sees the same model and mesh, so every rank is refused
                 rows.append(Row(variant, "refused", note=str(problem)))
                 continue
+            traits = sharded.traits
             logits, states = sharded.forward(row, document=document)
             found = Numbers(sharded.curves(batches), logits, states)
             verdict = reference.compare(variant, found) if reference is not None else None

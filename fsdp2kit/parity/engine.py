@@ -16,8 +16,9 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.model.build import build_model
+from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
@@ -62,12 +63,19 @@ class Sharded:
     """A model on its mesh with its values, and what trains it, as a recipe builds them."""
 
     def __init__(
-        self, config: TrainingConfig, *, world: World, mesh: Mesh | None = None, fill: Any = fill_weights
+        self,
+        config: TrainingConfig,
+        *,
+        world: World,
+        mesh: Mesh | None = None,
+        traits: Traits | None = None,
+        fill: Any = fill_weights,
     ) -> None:
         """Build the model. Every rank calls this.
 
         Args:
             mesh: None: the config's.
+            traits: what `inspect_model` found, if it was called already.
             fill: gives the model its values.
 
         Raises:
@@ -76,11 +84,14 @@ class Sharded:
         self.config = config
         self.mesh = mesh or build_mesh(config.mesh, config.fsdp, world=world)
         self.model: Any = build_model(config.model, lora=config.lora)
-        self.plan: ParallelPlan = plan_parallel(self.model, config, self.mesh.sizes, self.mesh.device.type)
+        self.traits = traits or inspect_model(self.model)
+        self.plan: ParallelPlan = plan_parallel(
+            self.model, config, self.mesh.sizes, self.mesh.device.type, traits=self.traits
+        )
         self.layers = named_layers(self.model)
         parallelize_model(self.model, self.plan, mesh=self.mesh)
         fill(config.model, self.model, seed=config.run.seed)
-        self.inputs = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
+        self.inputs = build_slice_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
 
     def start(self, total_steps: int, *, metrics: Path | None = None) -> None:
         """Build the optimizer, the schedule and the metrics; these also go to a file if ``metrics`` is given."""

@@ -18,7 +18,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh
@@ -114,7 +114,7 @@ class Evaluation:
     def _sum_of_set(self, batches: HeldOut) -> tuple[list[float], int]:
         """A set's summed loss, then the objective's metrics if there is one, over all ranks; and the number of items
         that they are sums over: supervised tokens, or what the objective's loss is the sum over."""
-        shard = build_shard_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
+        shard = build_slice_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
         total: Tensor | None = None
         items = 0
         steps = batches.steps_per_epoch
@@ -158,7 +158,7 @@ def generate(
 
     Every rank runs the same row, or its part of it with context parallelism; the rank with the last token chooses.
     """
-    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+    shard = build_slice_batch(model.config, path=plan.attention, mesh=mesh)
     model.eval()
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:

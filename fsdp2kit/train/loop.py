@@ -28,7 +28,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
 from fsdp2kit.distributed import gather_objects, seconds_alive
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -118,7 +118,7 @@ def train(
         raise ValueError("give total_steps: train.epochs does not say how many that is")
     run = _Run(batches, total, config, metrics, saves, evaluate, progress or Progress())
     profiler = run.build_profiler(mesh)
-    shard = build_shard_batch(model.config, path=plan.attention, mesh=mesh)
+    shard = build_slice_batch(model.config, path=plan.attention, mesh=mesh)
     measured = Measured(objective, reserved=RECORD_KEYS)
     step = partial(train_step, model, optimizer, schedule, objective=measured, shard=shard, config=config, mesh=mesh)
     step = partial(step, before_update=saves.wait_until_staged, memory=metrics.throughput.memory)

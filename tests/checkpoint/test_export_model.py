@@ -20,8 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parity.reference import load_plain
 from tests.parallel.jobs import Case, build
-from tests.parallel.test_lora import write_adapter
-from tests.reference import DEMO, demo_model_dir, tiny_model_dir
+from tests.reference import DEMO, demo_model_dir, tiny_model_dir, write_adapter
 from tests.rl.jobs import Held, change
 from tests.workers import WorkerPool
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from fsdp2kit.data.documents import Documents, Report
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
 from fsdp2kit.model.loss_head import IGNORE
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 
 SEQ_LEN, GLOBAL, PAD = 16, 8, 1
@@ -52,7 +52,7 @@ def whole_rows(batch: Batch, cp: int, method: Method) -> Rows:
     """A micro-batch put together from what each context-parallel rank's model is given of it."""
     parts: dict[int, list[torch.Tensor]] = {}
     for rank in range(cp):
-        sharded = shard_batch(
+        sharded = slice_batch(
             batch,
             config=LlamaConfig(num_hidden_layers=1),
             path=AttentionPath(method if cp > 1 else None, "sdpa"),

@@ -14,7 +14,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import DealtOut, Sharded
@@ -27,7 +27,7 @@ from tests.reference import beyond, make_batches, tiny_model_dir
 
 pytestmark = pytest.mark.gpu
 
-KINDS = ["smollm2", "llama3"]
+KINDS = ["smollm2", "llama3", "qwen3"]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_pinned_buffers_may_be_reused_at_once(world: World) -> None:
     """A second batch must not overwrite the pinned memory that the first one's copy still reads."""
     config = TrainingConfig(recipe="none")
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    to_device = build_shard_batch(_TinyConfig(), path=AttentionPath(None, "sdpa"), mesh=mesh)
+    to_device = build_slice_batch(_TinyConfig(), path=AttentionPath(None, "sdpa"), mesh=mesh)
     hosts = [torch.full((8, 65536), number) for number in range(16)]
     torch.cuda._sleep(200_000_000)  # the copies queue up behind this
 

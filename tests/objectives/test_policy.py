@@ -17,7 +17,7 @@ from fsdp2kit.config.rl_schema import GRPOConfig, RolloutConfig
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.objectives.policy import PolicyLoss, group_advantages, has_signal
 from fsdp2kit.objectives.reference import build_reference
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import gradient_of, load_plain
@@ -81,7 +81,7 @@ def test_loss_gradient_and_metrics_in_one_process(section: GRPOConfig, updates: 
     objective = PolicyLoss(section, RolloutConfig(temperature=TEMPERATURE, updates=updates), reference=kl_to)
     path = AttentionPath(None, "sdpa", "")
     [batch] = batches_of(section, prompts, rollouts, seq_len=256)
-    inputs = shard_batch(batch, config=ours.config, path=path, cp_rank=0, cp=1, device=torch.device("cpu"))
+    inputs = slice_batch(batch, config=ours.config, path=path, cp_rank=0, cp=1, device=torch.device("cpu"))
     loss, parts, found = objective(ours, inputs)
     (loss / batch.supervised_tokens).backward()
     assert parts is None

@@ -32,10 +32,8 @@ from fsdp2kit.train.evaluation import build_evaluation
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
 from recipes import dpo
 from tests.objectives.trl_side import Outcome, trl_outcome
-from tests.parallel.jobs import Case
-from tests.parallel.test_compile import counted_compilations
-from tests.parallel.test_lora import write_adapter
-from tests.reference import demo_model_dir, make_rows, tiny_model_dir
+from tests.parallel.jobs import Case, counted_compilations
+from tests.reference import demo_model_dir, make_rows, tiny_model_dir, write_adapter
 from tests.workers import WorkerPool
 
 PAIRS = [

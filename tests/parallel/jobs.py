@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.model.inspect import Traits
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
 from fsdp2kit.parallel.fsdp import reshard_all
+from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.progress import Progress
@@ -23,7 +28,6 @@ from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import GlobalBatch, accumulate_gradients, cross_entropy, train_step
 from fsdp2kit.train.throughput import PhaseMemory, Throughput
 from tests.reference import LENGTH, STEPS, make_batches, plain_batches
-from tests.workers import WorkerPool
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Case:
     """The adapter that is trained, in the folder ``kind-adapter``."""
     quantize: str = "none"
     """What the model that it belongs to is stored in."""
+    compiled: bool = False
 
     @property
     def world(self) -> int:
@@ -57,6 +62,7 @@ class Case:
 
     def __str__(self) -> str:
         words = [self.kind, f"dp{self.dp}", f"cp{self.cp}", f"micro{self.micro}", *(str(v) for _, v in self.fsdp)]
+        words += ["one document a row"] * (not self.pack)
         return "-".join(
             [
                 *words,
@@ -68,6 +74,7 @@ class Case:
                 *(["liger"] * self.liger),
                 *([self.adapter] * (self.adapter is not None)),
                 *([self.quantize] * (self.quantize != "none")),
+                *(["compiled"] * self.compiled),
             ]
         )
 
@@ -91,6 +98,7 @@ class Case:
                 "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate},
                 "fsdp": {"param_dtype": "float32", **dict(self.fsdp)},
                 "activation_checkpointing": {"mode": {True: "full", False: "none"}.get(mode, mode)},
+                "compile": {"enabled": self.compiled},
                 "train": {
                     "steps": steps,
                     "global_batch_size": rows,
@@ -193,39 +201,71 @@ def accumulate(sharded: Sharded, rows: Rows, micro_batches: Sequence[Rows] | Non
     )
 
 
+@contextmanager
+def counted_compilations(**options: Any) -> Iterator[list[int]]:
+    """A list that gets an entry whenever a layer is compiled: traced and differentiated as ever, but not lowered.
+
+    Args:
+        options: of `torch.nn.Module.compile`.
+    """
+    compilations: list[int] = []
+    original = torch.nn.Module.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compilations.append(len(inputs))
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    gc.collect()  # an earlier case's models may not go while Dynamo iterates over FSDP's weak references
+    torch.nn.Module.compile = lambda self, **ours: original(self, backend=backend, **options, **ours)
+    try:
+        yield compilations
+    finally:
+        torch.nn.Module.compile = original
+
+
+class Cases:
+    """Cases that run one after the other in one process, which share meshes and what is known of a model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._meshes: dict[tuple, Mesh] = {}
+        self._traits: dict[tuple, Traits] = {}
+
+    def curves(self, case: Case, batches: Sequence[Rows]) -> Curves:
+        """First-step gradients, before clipping, then the whole run through `train`."""
+        config = case.config(self._folder, steps=len(batches), rows=len(batches[0].input_ids))
+        world = distributed.start()
+        key = case.cp, case.dp_replicate, config.fsdp.strategy
+        if key not in self._meshes:
+            self._meshes[key] = build_mesh(config.mesh, config.fsdp, world=world)
+        traits = self._traits.get((case.kind, case.adapter))
+        sharded = Sharded(config, world=world, mesh=self._meshes[key], traits=traits)
+        self._traits[case.kind, case.adapter] = sharded.traits
+        return sharded.curves(batches)
+
+
 def run_cases(
     folder: Path, cases: Sequence[Case], batches: Sequence[Rows] | None = None, *, steps: int = STEPS
 ) -> list[Curves]:
     """Each case's curves; every rank returns the losses, rank 0 the gradients as well."""
-    found = []
+    found, together = [], Cases(folder)
     for case in cases:
         own = batches or (make_batches(steps) if case.pack else plain_batches(steps))
+        # Units inside a layer break its graph where they are.
+        whole = "unit_classes" not in dict(case.fsdp)
         try:
-            found.append(run_case(folder, case, own))
+            with counted_compilations(fullgraph=whole) if case.compiled else nullcontext([1]) as compilations:
+                found.append(together.curves(case, own))
+            assert compilations, "nothing was compiled"
         except Exception as error:
             raise RuntimeError(f"in case {case}") from error
     return found
 
 
-def by_world_size(pool: WorkerPool, folder: Path, *groups: Sequence[Case], steps: int) -> Callable[[Case], Curves]:
-    """Rank 0's curves of a case; the first one of a world size runs all of its group that share it."""
-    known: dict[Case, Curves] = {}
-
-    def get(case: Case) -> Curves:
-        if case not in known:
-            group = next(group for group in groups if case in group)
-            cases = [other for other in group if other.world == case.world]
-            found = pool.run(case.world, run_cases, folder, cases, steps=steps, timeout=3600)[0]
-            known.update(zip(cases, found, strict=True))
-        return known[case]
-
-    return get
-
-
 def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:
-    """First-step gradients, before clipping, then the whole run through `train`."""
-    config = case.config(folder, steps=len(batches), rows=len(batches[0].input_ids))
-    return Sharded(config, world=distributed.start()).curves(batches)
+    """A case's curves."""
+    return Cases(folder).curves(case, batches)
 
 
 def losses_by_document(folder: Path, case: Case, rows: Sequence[Rows]) -> list[list[float]]:

@@ -179,15 +179,15 @@ def test_what_one_call_gives_is_taken_as_it_is(emulated_cuda: None, monkeypatch:
         assert not made
     q, k, v, _ = inputs(torch.bfloat16)
     whole = [s._replace(left=-1, right=-1) for s in _squares()]
-    partial = kernels.Partial(q, scale=0.3)
-    partial.attend(k, v, whole)
-    once, lse = partial.out.clone(), partial.lse.clone()
+    attended = kernels.RunningAttention(q, scale=0.3)
+    attended.attend(k, v, whole)
+    once, lse = attended.out.clone(), attended.lse.clone()
     assert once.dtype == torch.bfloat16
-    partial.attend(k, v, whole)
+    attended.attend(k, v, whole)
     assert made == ["merge"]
-    assert partial.out.dtype == torch.float32
-    torch.testing.assert_close(partial.out, once.float(), rtol=1e-6, atol=1e-6)  # twice the same keys
-    torch.testing.assert_close(partial.lse, lse + math.log(2))
+    assert attended.out.dtype == torch.float32
+    torch.testing.assert_close(attended.out, once.float(), rtol=1e-6, atol=1e-6)  # twice the same keys
+    torch.testing.assert_close(attended.lse, lse + math.log(2))
 
 
 def _squares() -> list[Any]:
@@ -241,16 +241,16 @@ def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor,
         mine = indices_of(rank, cp=cp, length=LENGTH, method=method)
         segments = read_segments(plan_segments(starts, method=method, rank=rank, cp=cp, window=window))
         query = q[:, :, mine]
-        partial = kernels.Partial(query, scale=0.3)
+        attended = kernels.RunningAttention(query, scale=0.3)
         blocks = []
         for step in range(cp if method == "ring" else 1):
             at = indices_of((rank - step) % cp, cp=cp, length=LENGTH, method="ring" if method == "ring" else None)
             blocks.append((at, [s for s in segments if s.step == step]))
-            partial.attend(k[:, :, at], v[:, :, at], blocks[-1][1])
-        out[:, :, mine] = partial.out
+            attended.attend(k[:, :, at], v[:, :, at], blocks[-1][1])
+        out[:, :, mine] = attended.out
         for at, of_step in blocks:
             key, value = k[:, :, at], v[:, :, at]
-            inputs_of_block = BackwardInputs(grad[:, :, mine], query, key, value, partial.out, partial.lse)
+            inputs_of_block = BackwardInputs(grad[:, :, mine], query, key, value, attended.out, attended.lse)
             block_grads = kernels.attend_backward((None, None, None), inputs_of_block, of_step, scale=0.3)
             for total, part, indices in zip(grads, block_grads, (mine, at, at), strict=True):
                 total[:, :, indices] += part

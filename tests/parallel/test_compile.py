@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
 
 from fsdp2kit import distributed
-from fsdp2kit.config.schema import CompileConfig
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import Evaluation, generate
-from tests.parallel.jobs import Case
+from tests.parallel.jobs import Case, counted_compilations
 from tests.reference import LENGTH, VOCABULARY, tiny_model_dir
 from tests.workers import WorkerPool
 
@@ -36,28 +32,9 @@ def packed_row(lengths: tuple[int, ...]) -> Rows:
     return Rows(*(each[None] for each in (ids, ids.roll(-1).masked_fill(ends, -100), positions)))
 
 
-@contextmanager
-def counted_compilations() -> Iterator[list[int]]:
-    """A list that gets an entry whenever a layer is compiled: traced and differentiated as ever, but not lowered."""
-    compilations: list[int] = []
-    original = torch.nn.Module.compile
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        compilations.append(len(inputs))
-        return aot_eager(graph, inputs)
-
-    torch.compiler.reset()
-    torch.nn.Module.compile = lambda self, **options: original(self, backend=backend, **options)
-    try:
-        yield compilations
-    finally:
-        torch.nn.Module.compile = original
-
-
 def phases(folder: Path, case: Case) -> list[int]:
     """Compilations so far after training, evaluation, answers of growing length, and training again."""
-    config = case.config(folder, steps=len(PACKS), rows=1)
-    config = config.model_copy(update={"compile": CompileConfig(enabled=True)})
+    config = replace(case, compiled=True).config(folder, steps=len(PACKS), rows=1)
     rows, found = [packed_row(lengths) for lengths in PACKS], []
     with counted_compilations() as compilations:
         sharded = Sharded(config, world=distributed.start())

@@ -16,7 +16,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel.context_parallel.attention import apply_attention, blockwise_attention
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent, share_heads
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 from fsdp2kit.parallel.context_parallel.segments import plan_segments
@@ -62,7 +62,7 @@ def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
     apply_attention(model, path, group=mesh.cp_group)
     ids = torch.arange(seq_len)[None] % 128
     positions = torch.arange(seq_len)[None]
-    inputs = shard_batch(
+    inputs = slice_batch(
         Rows(ids, ids, positions).as_batch(),
         config=config,
         path=path,

@@ -18,7 +18,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.weights import load_pretrained
-from fsdp2kit.parallel.context_parallel.batch import document_borders, shard_batch
+from fsdp2kit.parallel.context_parallel.batch import document_borders, slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -68,7 +68,7 @@ def loss_and_reference(path: str, cp: int) -> tuple[float, float]:
     load_pretrained(model, Path(path))
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(100, POSITIONS.shape, generator=generator) for _ in range(2))
-    inputs = shard_batch(
+    inputs = slice_batch(
         Rows(ids, labels, POSITIONS).as_batch(),
         config=model.config,
         path=replace(way, kernel="flash_attention_2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -93,16 +94,23 @@ def padded_units(kind: str, shards: int) -> dict[str, int]:
     return sizes
 
 
+DEFAULT = [(strategy, "llama3", "auto") for strategy in MAIN]
+FULL = [(strategy, "llama3", "auto") for strategy in STRATEGIES if strategy not in MAIN]
+FULL += [(strategy, "smollm2", False) for strategy in (*MAIN, "no_shard")]
+SLOW = {
+    *itertools.product(STRATEGIES, ("llama3", "smollm2"), (True,)),
+    *itertools.product(STRATEGIES, ("smollm2",), (False,)),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "reduce_every"),
+    ("strategy", "kind", "reduce_every"),
     [
-        ("llama3", "auto"),
-        full("smollm2", False),
-        pytest.param("llama3", True, marks=pytest.mark.slow),
-        pytest.param("smollm2", True, marks=pytest.mark.slow),
+        *DEFAULT,
+        *(full(*case) for case in FULL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW - {*FULL})),
     ],
 )
-@pytest.mark.parametrize("strategy", [*MAIN, *map(full, (name for name in STRATEGIES if name not in MAIN))])
 def test_a_steps_collectives_are_those_of_the_formulae(
     strategy: str, kind: str, reduce_every: bool | str, pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from fsdp2kit.config.schema import FSDPConfig, ModelConfig
+from fsdp2kit.config.schema import FSDPConfig, LoraConfig, ModelConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, freeze
 from fsdp2kit.model.inspect import inspect_model
 from fsdp2kit.parallel.fsdp import plan_units
 from tests.kept import kept_model
-from tests.reference import tiny_model
+from tests.reference import tiny_model, tiny_model_dir
 
 
 def units(kind: str, *, frozen: tuple[str, ...] = (), **section: Any) -> list[str]:
@@ -128,6 +129,18 @@ def test_what_is_never_called_is_no_unit() -> None:
     assert "model.layers.0.mamba.conv1d" not in found
     with pytest.raises(UserError, match=r"conv1d \(Conv1d\) is never called"):
         plan_units(FSDPConfig(unit_classes=["Conv1d"]), model)
+
+
+@pytest.mark.parametrize(("dora", "is_unit"), [(False, True), (True, False)])
+def test_what_is_read_inside_a_layer_with_an_adapter_is_no_unit(dora: bool, is_unit: bool, tmp_path: Path) -> None:
+    """DoRA reads the weights of a layer and its adapter, and the loss that of the head."""
+    section = LoraConfig(rank=4, dora=dora, modules_to_save=["lm_head"])
+    model = build_model(ModelConfig(path=str(tiny_model_dir("llama3", tmp_path))), lora=section)
+    found = {unit.name for unit in plan_units(FSDPConfig(unit="size", min_params=1_000), model)}
+    assert "lm_head" in found
+    assert not any(name.startswith("lm_head.") for name in found)
+    assert ("model.layers.0.mlp.up_proj.base_layer" in found) == is_unit
+    assert ("model.layers.0.mlp.up_proj" in found) == (not is_unit)
 
 
 def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:

@@ -153,7 +153,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 
 
 @pytest.mark.full
-def test_what_happens_beyond_a_limit_of_positions_happens_in_the_likeness(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_happens_beyond_a_limit_of_positions_happens_in_the_copy(pool: WorkerPool, tmp_path: Path) -> None:
     """Frequencies that follow the longest sequence are refused there as they are in the run."""
     model = {
         "weights": "random",

@@ -27,7 +27,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.optim.build import build_optimizer
-from fsdp2kit.parallel.context_parallel.batch import build_shard_batch
+from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import VARLEN
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
@@ -208,7 +208,7 @@ def _mark_lasting(allocations: Allocations, model: nn.Module, optimizer: Any) ->
 
 def _inputs(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, mesh: Any) -> dict[str, Any]:
     batch = synthetic_batch(config.train.micro_batch_size, config.data.seq_len)
-    inputs = build_shard_batch(model.config, path=plan.attention, mesh=mesh)(batch)
+    inputs = build_slice_batch(model.config, path=plan.attention, mesh=mesh)(batch)
     if plan.attention.kernel != VARLEN:
         del inputs["position_ids"]  # transformers would look into them for the borders of documents
     return inputs

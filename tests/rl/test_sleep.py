@@ -13,8 +13,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
 from tests.lagging_copies import LaggingCopies
 from tests.parallel.jobs import Case
-from tests.parallel.test_lora import write_adapter
-from tests.reference import full, needs_torchao, tiny_model_dir
+from tests.reference import full, needs_torchao, tiny_model_dir, write_adapter
 from tests.rl.jobs import asleep, naps
 from tests.workers import WorkerPool
 

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp2kit.parity.reference import load_plain
 from fsdp2kit.rl.weight_sync import _plan
 from tests.parallel.jobs import Case
-from tests.parallel.test_lora import write_adapter
-from tests.reference import _SIZES, full, tiny_model_dir
+from tests.reference import _SIZES, full, tiny_model_dir, write_adapter
 from tests.rl.jobs import bits, broken, change, cost, send_and_wait, synced
 from tests.workers import FORKS, WorkerPool
 

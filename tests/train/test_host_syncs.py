@@ -15,7 +15,7 @@ from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.context_parallel.batch import shard_batch
+from fsdp2kit.parallel.context_parallel.batch import slice_batch
 from fsdp2kit.parallel.context_parallel.layout import AttentionPath
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.parity.reference import make_batches
@@ -236,7 +236,7 @@ def test_batches_go_to_cuda_from_pinned_memory_without_waiting(
     config = tiny_model("llama3").config
     (rows,) = make_batches(1, rows=4, length=LENGTH, vocabulary=VOCABULARY)
     batch: Batch = replace(rows.as_batch(), sources=torch.arange(4), tokens_by_source=(1, 1, 1, 1))
-    shard_batch(
+    slice_batch(
         batch,
         config=config,
         path=path,

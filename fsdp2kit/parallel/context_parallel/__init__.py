@@ -1,4 +1,4 @@
-"""Context parallelism: every rank runs the model on its part of each sequence; attention sees the whole.
+"""Context parallelism: every rank runs the model on its slice of each sequence; attention sees the whole sequence.
 
 Everything in a transformer but attention treats tokens one by one, so a rank can run it on S/cp of them. For
 attention there are three methods (`choose` picks one, `exchange` does the communication):
@@ -10,8 +10,8 @@ exchanges any attention implementation of transformers runs on whole sequences, 
     rank 0  [h0 h1 h2 h3] × tokens 0–3   all-to-all   rank 0  [h0 h1] × tokens 0–7
     rank 1  [h0 h1 h2 h3] × tokens 4–7   ←───────→    rank 1  [h2 h3] × tokens 0–7
 
-**ring** (arXiv:2310.01889) leaves queries where they are; keys and values go round, and each rank merges what it
-computes with the block at hand into what it has.
+**ring** (arXiv:2310.01889) leaves queries where they are. Blocks of keys and values go round, and each rank merges the
+result for the current block into its result so far.
 
              step 0      step 1      step 2      step 3
     rank 0   q0 · kv0    q0 · kv3    q0 · kv2    q0 · kv1
@@ -34,7 +34,7 @@ the last rank would do nearly twice the average work while the others wait. Ring
     keys that it sees    1    2    3    4    5    6    7    8      chunks: nine for each rank
 
 The files, from data to kernel: `layout` says which tokens a rank holds; `segments` turns what a query may see (its
-own document, nothing after it, a window) into rectangles, on the host, so that nothing else is computed; `batch` cuts
-a micro-batch and gives it its masks or segments; `attention` is what transformers' layers call; `exchange` brings the
-keys, or trades heads; `kernels` computes one block of keys and merges it into the result.
+own document, nothing after it, a window) into rectangles, on the host, so that nothing else is computed; `batch`
+slices a micro-batch and gives it its masks or segments; `attention` is called by transformers' layers; `exchange`
+brings the keys, or trades heads; `kernels` computes one block of keys and merges it into the result.
 """

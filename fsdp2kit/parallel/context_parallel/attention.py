@@ -21,7 +21,7 @@ from fsdp2kit.parallel.context_parallel.exchange import (
     sequence_to_heads,
     share_heads,
 )
-from fsdp2kit.parallel.context_parallel.kernels import Partial, attend_backward
+from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, tokens_first
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, read_segments
 from fsdp2kit.torch_compat import BackwardInputs
@@ -32,8 +32,8 @@ _serial = itertools.count()
 _INEXPRESSIBLE = ("softcap", "s_aux", "position_bias")
 
 
-# An operator with a backward of its own: torch.compile and selective checkpointing see neither blocks nor exchanges.
-# Operators take tensors, numbers and strings only, hence the names of the exchange and its group.
+# An operator with its own backward hides blocks and exchanges from torch.compile and selective checkpointing.
+# Operators take tensors, numbers and strings only: the exchange and its group are given by name.
 @torch.library.custom_op("fsdp2kit::blockwise_attention", mutates_args=())
 def blockwise_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, exchange: str, group: str
@@ -49,13 +49,13 @@ def blockwise_attention(
     Returns:
         ``[B, H, s, D]`` in the query's dtype, tokens first in memory, and the log-sum-exp ``[B, H, s]``, float32.
     """
-    table, partial = read_segments(segments), Partial(query, scale=scale)
+    table, result = read_segments(segments), RunningAttention(query, scale=scale)
 
     def attend(step: int, key: Tensor, value: Tensor) -> None:
-        partial.attend(key, value, [segment for segment in table if segment.step == step])
+        result.attend(key, value, [segment for segment in table if segment.step == step])
 
     build_exchange(exchange, group).visit_blocks((key, value), attend)
-    return partial.out.to(query.dtype), partial.lse
+    return result.out.to(query.dtype), result.lse
 
 
 @blockwise_attention.register_fake
@@ -110,8 +110,8 @@ blockwise_attention.register_autograd(_backward, setup_context=_save_for_backwar
 def apply_attention(model: PreTrainedModel, path: AttentionPath, *, group: ProcessGroup) -> None:
     """Give ``model`` the attention that ``path`` names, over the ranks of ``group``.
 
-    From then on the model takes its rank's part of ``input_ids`` and ``position_ids``, with the masks or segments
-    that `fsdp2kit.parallel.context_parallel.batch.shard_batch` makes for the same path.
+    From then on the model takes its rank's slice of ``input_ids`` and ``position_ids``, with the masks or segments
+    that `fsdp2kit.parallel.context_parallel.batch.slice_batch` makes for the same path.
 
     Args:
         group: the context-parallel ranks, in sequence order.
@@ -145,25 +145,22 @@ def varlen_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Our own attention, of this rank's tokens to what ``segments`` show: alone, or with keys that an exchange brings.
+    """Our own attention, of this rank's tokens to the keys that ``segments`` name, here or brought by an exchange.
 
     Args:
         query: ``[B, H, s, D]``; key: ``[B, G, s, D]``; value: ``[B, G, s, Dv]`` with Dv ≤ D.
         attention_mask: ignored: the segments are the mask.
         exchange, group: as `blockwise_attention` takes them.
-        segments: of this rank's part of the batch.
+        segments: of this rank's slice of the batch.
 
     Returns:
         ``[B, s, H, Dv]`` and None (attention weights are never formed).
-
-    Raises:
-        ValueError: an option that segments do not express, or no segments.
     """
     beyond = [name for name in _INEXPRESSIBLE if options.get(name) is not None]
     if beyond or (dropout and module.training):
         raise ValueError(f"blockwise attention does not know {', '.join(beyond) or 'dropout'}")
     if segments is None:
-        raise ValueError("blockwise attention needs `segments`; shard_batch makes them")
+        raise ValueError("blockwise attention needs `segments`; slice_batch makes them")
     head_width, width = query.shape[-1], value.shape[-1]
     if width < head_width:  # no padding would be a copy
         value = F.pad(value, (0, head_width - width))
@@ -187,7 +184,7 @@ def ulysses_attention(
 
     Args:
         module: the model's attention layer.
-        query: ``[B, H, s, D]``; key, value: ``[B, G, s, D]``: this rank's part of the sequence.
+        query: ``[B, H, s, D]``; key, value: ``[B, G, s, D]``: this rank's slice of the sequence.
         attention_mask: of the whole sequence, ``[B, 1, S, S]``, or None for plain causal attention.
         options: passed on (``scaling``, ``dropout``, ``sliding_window``, ``softcap``, …).
 
@@ -212,7 +209,7 @@ def attend_with_share(
     if share.groups is None:
         # A group of query heads is cut by the border between two ranks: give every query head its own key.
         key, value = key[:, list(share.key_of_query)], value[:, list(share.key_of_query)]
-    # Positions of the rank's own part would mislead an implementation that finds documents by them.
+    # The positions of the rank's slice would mislead an implementation that finds documents by them.
     options.pop("position_ids", None)
     if kernel == VARLEN:
         attend = varlen_attention

@@ -1,4 +1,4 @@
-"""This rank's part of a micro-batch, on the device, with what its attention needs to know of the whole of it."""
+"""This rank's slice of a micro-batch, on the device, with what attention needs to know of the whole sequences."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_
 from fsdp2kit.parallel.mesh import Mesh
 
 
-def build_shard_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
+def build_slice_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
     """A function from a micro-batch of the loader to the arguments of ``model.loss_sum`` on this rank."""
-    return partial(shard_batch, config=config, path=path, cp_rank=mesh.cp_rank, cp=mesh.sizes.cp, device=mesh.device)
+    return partial(slice_batch, config=config, path=path, cp_rank=mesh.cp_rank, cp=mesh.sizes.cp, device=mesh.device)
 
 
-def shard_batch(
+def slice_batch(
     batch: Any, *, config: PretrainedConfig, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
 ) -> dict[str, Any]:
-    """Cut a micro-batch to this context-parallel rank's S/cp tokens of each row and move them to the device.
+    """Take this context-parallel rank's slice, S/cp tokens of each row of a micro-batch, and move it to the device.
 
     Args:
         batch: the loader's `Batch`, ``[B, S]`` on the host.
         config: the model's config, which says what its layers see.
-        path: the same that the model's attention was made for.
+        path: the one that the model's attention was made for.
 
     Returns:
         The keyword arguments of the model's ``loss_sum``: ``input_ids``, ``labels`` and ``position_ids`` ``[B, s]``
-        int64; ``index`` ``[N]``, flat indices of the labels that are targets; of a mix, ``groups`` ``[N]``, each
-        target's source, and ``num_groups``; all that the batch has ``per_target``, ``[N]`` by name, which of
-        preferences is ``documents``, beside ``num_documents``; and what the attention kernel needs
+        int64; ``index`` ``[N]``, flat indices of the labels that are targets; for a mix ``groups`` ``[N]``, each
+        target's source, and ``num_groups``; each of the batch's ``per_target`` values, ``[N]``, by name; with
+        ``documents`` among these (preferences), ``num_documents``; and what the attention kernel needs
         (`attention_inputs`).
     """
     chunks = chunks_of(cp_rank, cp=cp, length=batch.input_ids.shape[1], method=path.method)
@@ -70,13 +70,13 @@ def attention_inputs(
     position_ids: Tensor, config: PretrainedConfig, *, path: AttentionPath, cp_rank: int, cp: int, device: torch.device
 ) -> dict[str, Any]:
     """What attention needs beside its tensors: ``attention_mask`` of the whole sequence, ``segments`` of this rank's
-    part of it, or the documents' borders; nothing where the model's own mask is right.
+    slice, or the documents' borders; nothing where the model's own mask is right.
 
     Args:
         position_ids: ``[B, S]`` on the host, restarting at 0 in every document.
     """
     if path.kernel == VARLEN:
-        # Ulysses' ranks attend to whole sequences, each with some of the heads.
+        # With Ulysses each rank attends to whole sequences, with some of the heads.
         method = None if path.method == "ulysses" else path.method
         starts, windows = document_starts(position_ids), set(layer_windows(config).values())
         tables = {w: plan_segments(starts, method=method, rank=cp_rank, cp=cp, window=w) for w in windows}
@@ -93,7 +93,7 @@ def document_borders(position_ids: Tensor, *, device: torch.device) -> dict[str,
     """Where documents begin in the flattened rows, as the keyword arguments that transformers' flash attention takes.
 
     Without them it looks for borders in the positions, but only in a batch of one row: documents of larger batches
-    would silently see each other. Under context parallelism it would also see only a part of the positions.
+    would silently see each other. Under context parallelism it would also see only a slice of the positions.
 
     Args:
         position_ids: ``[B, S]`` on the host, restarting at 0 in every document.

@@ -19,7 +19,7 @@ from fsdp2kit.parallel.context_parallel.kernels import takes_width
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, Method
 
 LONG = 32_768
-"""From so many tokens per sequence on, a ring's computation hides its exchanges and gathering all keys costs much."""
+"""From this many tokens per sequence, a ring's computation hides its exchanges, and gathering all keys is slow."""
 
 _BYPASS = "its attention does not go through transformers' attention interface"
 
@@ -34,9 +34,6 @@ def choose_path(
 
     Args:
         device_type: where attention will run.
-
-    Raises:
-        UserError: the method that was asked for does not suit the model, the kernel or the sequence length.
     """
     method, reason = _choose_method(config, model, traits, cp=cp) if cp > 1 else (None, "")
     if method in (None, "ulysses"):
@@ -99,7 +96,7 @@ def _against_ulysses(heads: int, *, cp: int) -> Obstacle | None:
 
 
 def _against_blocks(kernel: str, seq_len: int, *, cp: int) -> Obstacle | None:
-    """Why ring and allgather cannot be: what is wrong, and what to do."""
+    """Why ring and allgather do not work: what is wrong, and what to do."""
     if kernel not in ("auto", "sdpa", VARLEN) and not kernel.startswith("flash"):
         return f"it brings a kernel of its own, not model.attention = {kernel!r}", 'use model.attention = "auto"'
     if seq_len % (2 * cp):
@@ -129,10 +126,10 @@ def _local_kernel(
 
 
 def _masks_every_row(config: TrainingConfig, model: PreTrainedModel, traits: Traits, kernel: str) -> bool:
-    """Whether rows without documents to separate had better have a mask all the same; see `AttentionPath`."""
+    """Whether rows of a single document get a mask too; see `AttentionPath`."""
     if not config.compile.enabled or kernel not in ("sdpa", "eager") or config.data.format == "synthetic":
-        return False  # synthetic rows are single documents without padding, all of them
-    # The masks are ours to make, then, in place of the model's: they must be the same.
+        return False  # every synthetic row is a single document without padding
+    # Our masks then replace the model's, so they must be the same.
     return not unknown_kinds(model.config) and not try_path(traits, AttentionPath("ulysses", kernel), cp=1, pack=True)
 
 
@@ -142,7 +139,7 @@ def _suits(traits: Traits, *, pack: bool) -> bool:
 
 
 def _check_path(path: AttentionPath, model: PreTrainedModel, traits: Traits, *, cp: int, pack: bool) -> None:
-    """Refuse our attention, or a sequence that is cut, for a model that needs its own attention or all of it."""
+    """Refuse our attention for a model that needs its own, and a sliced sequence for one that needs the whole."""
     config = model.config.get_text_config()
     where, todo = "model.attention", 'set model.attention = "eager"'
     if path.method:

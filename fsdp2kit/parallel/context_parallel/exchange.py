@@ -49,7 +49,7 @@ class KeyExchange:
     def visit_blocks(self, own: Pair, visit: Callable[[int, Tensor, Tensor], None]) -> None:
         """Call ``visit(step, key, value)`` for each block of keys and values, starting from this rank's own.
 
-        A call and not a generator: whoever loops over one keeps a block alive while the next but one is allocated.
+        A call and not a generator: a loop over one would keep a block alive while the next but one is allocated.
         """
         visit(0, *own)
 
@@ -66,9 +66,9 @@ class KeyExchange:
 class Ring(KeyExchange):
     """Keys and values go round the ranks (arXiv:2310.01889).
 
-    While one block is worked on, the next one arrives: beside its own keys and values, a rank never holds more than
-    these two. In backward the blocks go round once more, each with its gradients a step behind it; after cp steps
-    these are back at the block's owner. One rank sends nothing.
+    The next block arrives while the current one is worked on: beside its own keys and values, a rank holds at most
+    these two. In backward the blocks go round once more, and the gradients of each follow it one step later; after cp
+    steps they are back at the block's owner. A group of one rank sends nothing.
     """
 
     _arriving: Callable[[], Pair] | None = None
@@ -187,11 +187,7 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, cp: int) -> tuple[HeadShare, ...]:
-    """Deal query heads out over ``cp`` ranks as evenly as they go, each with the key/value heads it needs.
-
-    Raises:
-        ValueError: fewer query heads than ranks, or query heads not a multiple of key/value heads.
-    """
+    """Deal query heads out over ``cp`` ranks as evenly as they go, each with the key/value heads it needs."""
     if num_heads < cp or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query and {num_kv_heads} key/value heads cannot be dealt out over cp = {cp}")
     group = num_heads // num_kv_heads

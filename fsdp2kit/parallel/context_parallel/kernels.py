@@ -1,4 +1,4 @@
-"""Attention over segments, block by block: partial results merged by their log-sum-exps.
+"""Attention over segments, block by block; the blocks' results are merged by their log-sum-exps.
 
 Over one block of keys, query i's scores s give o = Σ exp(s − l)·v with l = log Σ exp(s). Over two blocks it is
 
@@ -36,18 +36,18 @@ TILE = 512
 """Queries at a time where a mask or scores are formed, so that these are not larger than this times the keys."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, tokens first in memory; float32, but where one call of a
-16-bit kernel gave all of it."""
+"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, tokens first in memory. In float32, or in 16 bits where
+one kernel call gave all of it."""
 
 Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
 """`Gradients` to add to; None: none so far."""
 
 
-class Partial:
+class RunningAttention:
     """Attention's output over the keys seen so far, and its log-sum-exp (float32), tokens first in memory.
 
-    The output adds up in float32, unless one call of a kernel gave all of it: that is taken as it is, for passes over
-    memory to add it to zeros would take as long as the attention of short documents.
+    The output adds up in float32. Where one kernel call gives all of it, its result is used as it is: adding it to
+    zeros would take as long as the attention of short documents.
     """
 
     def __init__(self, query: Tensor, *, scale: float) -> None:
@@ -158,7 +158,7 @@ def _tiles(segments: Sequence[Segment], *, is_fused: bool) -> Iterator[Segment]:
     """The segments in parts that one kernel call computes: full, a causal square, or small enough for a mask.
 
     Args:
-        is_fused: whether the kernel forms no scores; where it does, every part is small.
+        is_fused: whether the kernel forms no scores. If it forms them, every part is small.
     """
     for s in segments:
         if not is_fused:

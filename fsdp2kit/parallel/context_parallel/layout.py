@@ -66,9 +66,9 @@ def take_chunks(tensor: Tensor, chunks: list[range], *, dim: int = 1) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim: int = 1) -> Tensor:
-    """The whole sequence in order, of which every rank of ``group`` holds its chunks: logits, hidden states, ….
+    """Gather logits or hidden states: the whole sequence in order, from the chunks that each rank of ``group`` holds.
 
-    Differentiable: what flows back to a rank is the sum over all ranks of the gradients of its own part.
+    Differentiable: a rank's gradient is the sum over all ranks of the gradients of its own chunks.
 
     Args:
         tensor: ``[B, s, …]`` with ``dim = 1``, cut as `chunks_of` says for ``method``.
@@ -81,7 +81,7 @@ def gather_sequence(tensor: Tensor, *, group: ProcessGroup, method: Method, dim:
 
 
 def in_order(gathered: Tensor, *, cp: int, method: Method) -> Tensor:
-    """From ``[S, …]``, one rank's chunks after the other's, to ``[S, …]`` in the order of the sequence."""
+    """Reorder ``[S, …]`` from rank after rank to the order of the sequence."""
     if method == "ulysses":
         return gathered
     parts = gathered.chunk(2 * cp)
@@ -94,7 +94,7 @@ def tokens_first(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; to CUDA from pinned memory, so that the host does not wait for it."""
+    """Copy a tensor to the device; to CUDA from pinned memory, so that the host does not wait for it."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)

@@ -72,11 +72,7 @@ class SegmentTables:
     by_window: dict[int | None, Tensor]
 
     def of(self, window: int | None) -> Tensor:
-        """The `plan_segments` table for layers with that sliding window, or with none.
-
-        Raises:
-            ValueError: the batch was not made for such layers.
-        """
+        """The `plan_segments` table for layers with that sliding window, or with none."""
         if window not in self.by_window:
             known = ", ".join(map(str, self.by_window))
             raise ValueError(f"a layer's sliding window is {window}, but the batch was made for {known}")
