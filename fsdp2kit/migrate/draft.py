@@ -11,22 +11,24 @@ from typing import Any
 import tomli_w
 
 from fsdp2kit.config.foreign import NAMES
-from fsdp2kit.migrate.fields import OF_FSDP1, Field, Told, defaults_of
+from fsdp2kit.migrate.fields import TABLE, Field, program_of
+from fsdp2kit.migrate.values import Told
 
 _SECTIONS = (
     *("run", "model", "model.config", "lora", "mesh", "fsdp", "activation_checkpointing", "compile"),
     *("data", "data.columns", "train", "optimizer", "lr_schedule", "eval", "checkpoint", "wandb", "profile"),
 )
 _WIDTH = 120
+_UNUSED = {slot: fate for fate, slots in TABLE["unused"].items() for slot in slots}
 
 
 class Draft:
     """Keys of the TOML, each with the reason for its value, and what becomes of every field."""
 
     def __init__(self, fields: list[Field], *, source: str, path: str) -> None:
-        self.fields, self.source = fields, source
-        self.program, self.defaults = defaults_of(fields)
-        """The program whose configuration the file is, and what it takes for what the file leaves out, by key."""
+        self.fields, self.source, self.program = fields, source, program_of(fields)
+        self.defaults: dict[str, Any] = TABLE["defaults"].get(self.program, {})
+        """What the program takes for what the file leaves out, by key."""
         self.path = path
         """The path that the TOML will have: it is in its first line, and paths in it are relative to it."""
         self.world_size, self.nodes, self.endpoint = 1, 1, "HOST:29500"
@@ -42,19 +44,17 @@ class Draft:
         """What becomes of the field at a path; "" where a line says so."""
         self._lines: dict[str, tuple[Any, str]] = {}
 
-    def take(self, slot: str, otherwise: str = "another field decides") -> Field | None:
-        """The first field of any of a slot's names; null and "" count as not given.
+    def take(self, slot: str) -> Field | None:
+        """The first field of any of a slot's names (a key of `NAMES`); null and "" count as not given.
 
-        Args:
-            slot: a key of `NAMES`.
-            otherwise: what becomes of the field if no line or note names it.
+        Until a line or a note says more, ``[unused]`` of fields.toml says what becomes of it.
         """
         named = [field for field in self.fields if field.name in NAMES[slot].split()]
         first = next((field for field in named if field.is_given), None)
         for field in named:
             if field.path in self.fates:
                 continue
-            fate = "the default" if not field.is_given else otherwise
+            fate = _UNUSED.get(slot, "another field decides") if field.is_given else "the default"
             if first is not None and field is not first and field.is_given:
                 fate = f"{first.path} says it too"
                 if field.value != first.value:
@@ -74,9 +74,9 @@ class Draft:
             value: or `Told`.
         """
         given = [field for field in fields if field is not None]
-        if value is None or not given:
-            return
         told = value if isinstance(value, Told) else Told(value)
+        if told.value is None or not given:
+            return
         self.set(key, told.value, "; ".join(filter(None, [f"was {' and '.join(map(str, given))}", told.note or note])))
         self.fates.update((field.path, "") for field in given)
         if told.warning:
@@ -84,10 +84,10 @@ class Draft:
 
     def fill(self, key: str, value: Any = None, why: str = "yours to set") -> None:
         """Write what the program takes, or FSDP1, else the value given, if any; only if there is no line yet."""
-        if key in self.defaults:
-            value, why = self.defaults[key], f"the default of {self.program}"
-        elif key in OF_FSDP1:
-            value, why = OF_FSDP1[key], "the default of FSDP1 and torch"
+        for program in (self.program, "FSDP1 and torch"):
+            if key in (defaults := TABLE["defaults"].get(program, {})):
+                value, why = defaults[key], f"the default of {program}"
+                break
         if key not in self._lines and value is not None:
             self.set(key, value, f"not in the file: {why}")
 
@@ -160,9 +160,7 @@ def _key_lines(name: str, value: Any, why: str) -> list[str]:
 
 
 def _list_lines(title: str, entries: Sequence[str]) -> list[str]:
-    if not entries:
-        return []
-    lines = ["", f"# {title}"]
+    lines = ["", f"# {title}"] if entries else []
     for entry in entries:
         lines += textwrap.wrap(entry, _WIDTH, initial_indent="# - ", subsequent_indent="#   ")
     return lines
