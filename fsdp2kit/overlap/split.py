@@ -22,7 +22,7 @@ from fsdp2kit.overlap.trace import RankTrace, Step
 
 MS = 1e6
 """Nanoseconds in a millisecond."""
-TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "copies", "host_copies", "ideal")
+TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "host_copies")
 """The fields of a `Split` that are times."""
 
 
@@ -72,8 +72,6 @@ class Activity:
         runs, moving = _intervals(self.collectives), [part for one in self.collectives for part in one.moving]
         self.grid = Grid(self.window, [*_intervals(self.work), *runs, *moving, *trace.host_copies])
         self.computing = self.grid.count(_intervals(self.work)) > 0
-        self.copying = self.grid.count(_intervals([part for part in self.work if part.scope.is_fsdp])) > 0
-        """FSDP's own work: copies in and out of collectives' buffers, casts, gradient accumulation."""
         self.running = self.grid.count(runs)
         """How many collectives run."""
         self.communicating = self.running > 0
@@ -118,17 +116,8 @@ class Split:
     idle: float
     waiting: float | None
     """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
-    copies: float
-    """Of compute, FSDP's own work."""
     host_copies: float
     """Of `idle`, while the device copied from or to the host."""
-    ideal: float
-    """Σ over units and phases of max(compute, communication)."""
-    effective_overlap: float | None
-    """Of what could be hidden unit by unit, Σ min(compute, communication), how much was; 1 at most.
-
-    None where there is nothing to hide.
-    """
     collectives: Rows
     units: Rows
 
@@ -141,8 +130,8 @@ class Split:
         return self.overlapped + self.exposed
 
     @property
-    def hidden(self) -> float | None:
-        """Of communication, how much is overlapped (HTA's overlap); None without communication."""
+    def overlap(self) -> float | None:
+        """Of communication, how much is overlapped, as HTA has it; None without communication."""
         return self.overlapped / self.communication if self.communication else None
 
 
@@ -150,24 +139,18 @@ def split_step(trace: RankTrace, step: Step) -> Split:
     """Split one step of one rank."""
     seen = Activity(trace, step)
     total = seen.grid.total
-    overlapped = total(seen.computing & seen.communicating)
     idle = ~seen.computing & ~seen.communicating
-    units = _rows(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit)
-    hideable = sum(min(row.compute, row.communication) for row in units.values())
     is_waiting_known = any(one.transfer is not None for one in seen.collectives)
     return Split(
         duration=step.end - step.start,
         compute_only=total(seen.computing & ~seen.communicating),
-        overlapped=overlapped,
+        overlapped=total(seen.computing & seen.communicating),
         exposed=total(seen.exposed),
         idle=total(idle),
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
-        copies=total(seen.copying),
         host_copies=total(seen.host_copying & idle),
-        ideal=sum(max(row.compute, row.communication) for row in units.values()),
-        effective_overlap=min(1.0, overlapped / hideable) if hideable else None,
         collectives=_rows(seen, seen.collectives, lambda one: one.kind),
-        units=units,
+        units=_rows(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit),
     )
 
 
@@ -200,7 +183,7 @@ def mean_of(splits: Sequence[Split]) -> Split:
 
     Rows with most exposed time come first.
     """
-    means: dict[str, Any] = {name: _mean(splits, name) for name in (*TIMES, "effective_overlap")}
+    means: dict[str, Any] = {name: _mean(splits, name) for name in TIMES}
     for name in ("collectives", "units"):
         tables: list[Rows] = [getattr(split, name) for split in splits]
         rows = {}
