@@ -1,4 +1,4 @@
-"""What the model is trained on → ``[data]``, and the recipe that fits: rules of fields.toml."""
+"""Rules for ``[data]``, and for the recipe that fits the data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def data(draft: Draft) -> None:
 
 
 def _path_of(field: Field | None) -> str | None:
-    """The file or hub id that a field names; llama-recipes and torchtune name functions, axolotl may have a list."""
+    """The file or hub id of a field. llama-recipes and torchtune name functions, axolotl may have a list."""
     if field is None:
         return None
     value = field.value[0] if isinstance(field.value, list) and len(field.value) == 1 else field.value

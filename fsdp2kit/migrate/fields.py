@@ -23,7 +23,7 @@ class Field:
     """One value of the file."""
 
     path: str
-    """Where it is, as written: ``fsdp_config.fsdp_sharding_strategy``."""
+    """Its place in the file, as written: ``fsdp_config.fsdp_sharding_strategy``."""
     name: str
     """Its name in one spelling: ``sharding_strategy``."""
     value: Any
@@ -34,12 +34,12 @@ class Field:
 
     @property
     def word(self) -> str:
-        """The value as one lower-case word, without the class it is of: ``torch.bfloat16`` → ``bfloat16``."""
+        """The value as one lower-case word, without its class: ``torch.bfloat16`` → ``bfloat16``."""
         return re.sub(r"[\s-]+", "_", str(self.value).strip().rpartition(".")[2].lower())
 
     @property
     def is_given(self) -> bool:
-        """Null and "" say nothing, except for prefetch: there null is FSDP1's word for none."""
+        """It has a value: not null or "". For prefetch, null is FSDP1's word for none."""
         return self.value not in (None, "") or (self.value is None and self.name.startswith("backward_prefetch"))
 
     @property

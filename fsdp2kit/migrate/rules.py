@@ -1,4 +1,4 @@
-"""What needs more than one field to be said: the functions that rows of fields.toml name in `rule`, but for data."""
+"""Rules for keys that depend on several fields; rows of fields.toml name them in `rule`. Those for data: data.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def frozen(draft: Draft) -> None:
 
 
 def adapters(draft: Draft) -> None:
-    """``lora.rank``, where a switch or the method turns adapters on, or where nothing but a rank is said of them."""
+    """``lora.rank``, if a switch or the method turns adapters on, or if the file has a rank and neither of them."""
     slots = ("adapter switch", "adapter method", "lora.rank", "lora.quantize")
     switch, method, rank, four_bits = map(draft.take, slots)
     kind = method.word if method else "lora"
@@ -86,7 +86,7 @@ def adapters(draft: Draft) -> None:
 
 
 def resharding(draft: Draft) -> None:
-    """``fsdp.reshard_after_forward``; where no other field names the strategy, that (accelerate, fsdp_version 1)."""
+    """``fsdp.reshard_after_forward``, or the strategy if no other field names it (accelerate, fsdp_version 1)."""
     field = draft.take("fsdp.reshard_after_forward")
     if field is None:
         return
@@ -100,7 +100,7 @@ def resharding(draft: Draft) -> None:
 
 
 def mesh(draft: Draft) -> None:
-    """``[mesh]``, after the strategy, which a number of replicas changes."""
+    """``[mesh]``; more than one replica changes the strategy, which has its line already."""
     is_hybrid = draft.get("fsdp.strategy").startswith("hybrid")
     for key in _GROUPS:
         field = draft.take(key)
@@ -131,7 +131,7 @@ def units(draft: Draft) -> None:
     draft.was("fsdp.unit", unit, policy or (least if unit == "size" else None))
     draft.note(least, f'not used with unit = "{unit}"')
     draft.was("fsdp.min_params", number if unit == "size" and number else None, least)
-    # A list for many models: most layers are not in this one. What is named beside layers becomes a unit too.
+    # The list may be for many models, whose layers are not all in this one. Other classes in it become units, too.
     classes = draft.take("fsdp.unit_classes")
     names = as_words(classes)
     layers = [name for name in names if _LAYER.search(name)]
@@ -142,7 +142,7 @@ def units(draft: Draft) -> None:
 
 
 def param_dtype(draft: Draft) -> None:
-    """``fsdp.param_dtype``: the first field that names one or is switched on; what is off leaves it to the next."""
+    """``fsdp.param_dtype``: the first field that names one or is on; a field that is off leaves it to the next."""
     switches = {"pure_bf16": "bf16", "fsdp.param_dtype": "", "fp16": "fp16", "bf16": "bf16", "mixed precision": "bf16"}
     off = None
     for slot, dtype in {**switches, "dtype": ""}.items():
@@ -161,9 +161,9 @@ def param_dtype(draft: Draft) -> None:
 
 
 def ignored_modules(draft: Draft) -> None:
-    """``fsdp.ignored_modules`` and, since nothing reduces their gradients, ``model.freeze``, after that is written.
+    """``fsdp.ignored_modules``, and ``model.freeze`` for the same modules, since nothing reduces their gradients.
 
-    FSDP1 has names, accelerate a regular expression, whose alternatives are names of their own.
+    FSDP1 has a list of names, accelerate a regular expression whose alternatives are names.
     """
     ignored = draft.take("fsdp.ignored_modules")
     if ignored is None or ignored.value == []:
@@ -183,7 +183,7 @@ def ignored_modules(draft: Draft) -> None:
 
 
 def class_dtypes(draft: Draft) -> None:
-    """``fsdp.class_dtypes``, after ``param_dtype``; a decoder has no batch norms, which are FSDP1's default."""
+    """``fsdp.class_dtypes``, without FSDP1's default: batch norms, which a decoder does not have."""
     classes, is_float32 = draft.take("fsdp.class_dtypes"), draft.get("fsdp.param_dtype") == "float32"
     if is_float32:
         draft.note(classes, "everything computes in float32")
@@ -195,7 +195,7 @@ def class_dtypes(draft: Draft) -> None:
 
 
 def offloaded_activations(draft: Draft) -> None:
-    """``activation_checkpointing.offload``, which offloads the inputs of layers that are checkpointed."""
+    """``activation_checkpointing.offload``, which moves the inputs of checkpointed layers to the host."""
     mode, to_host = "activation_checkpointing.mode", draft.take("activation_checkpointing.offload")
     if as_bool(to_host) and draft.get(mode) != "full":
         more = 'and so mode = "full": what is kept for backward is each layer\'s input'
@@ -251,7 +251,7 @@ def length(draft: Draft) -> None:
 
 
 def clipping(draft: Draft) -> None:
-    """``train.max_grad_norm``: of a number, or of a switch with a number beside it."""
+    """``train.max_grad_norm``, from a number, or from a switch and a number."""
     norm, clip = draft.take("train.max_grad_norm"), draft.take("clipping")
     if clip is not None and clip.is_switch:
         number = (as_float(norm) if norm else 1.0) if as_bool(clip) else 0.0
@@ -262,7 +262,7 @@ def clipping(draft: Draft) -> None:
 
 
 def betas(draft: Draft) -> None:
-    """``optimizer.betas``, of one field or two."""
+    """``optimizer.betas``, from one field or two."""
     both, first, second = map(draft.take, ("optimizer.betas", "first beta", "second beta"))
     if both is None:
         pair = [as_float(first) if first else 0.9, as_float(second) if second else 0.999]
@@ -287,7 +287,7 @@ def warmup(draft: Draft) -> None:
 
 
 def evaluation(draft: Draft) -> None:
-    """``[eval]``, where the file names held-out data."""
+    """``[eval]``, if the file names held-out data."""
     slots = ("eval.path", "eval.split", "eval.every", "eval.steps", "evaluates", "held-out share")
     path, split, every, batches, asked, share = map(draft.take, slots)
     number = (as_float(share) or 0) if draft.get("data.path") and path is None else 0
@@ -320,7 +320,7 @@ def checkpoints(draft: Draft) -> None:
 
 
 def wandb(draft: Draft) -> None:
-    """``wandb.mode``; without a word about it, a project alone asks for it."""
+    """``wandb.mode``; if no field says it, a project turns it on."""
     report, use = draft.take("reports"), draft.take("wandb.mode")
     names = {one.word for one in as_parts(report)}
     is_wanted = as_bool(use) if use else bool({"wandb", "all"} & names) if report else bool(draft.get("wandb.project"))

@@ -1,6 +1,6 @@
-"""How the value of a field is read: the functions that the rows of fields.toml name with `as`, `words` and `on`.
+"""Readers of a field's value, which rows of fields.toml name with `as`, `words` and `on`.
 
-Each takes a field, or None where the file has none, and then returns None.
+The `as_…` functions also take None, if the file has no such field, and then return None or an empty list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Told(NamedTuple):
-    """A key's value, a comment beside it, and a warning if it is not what the field says."""
+    """A key's value, a comment for its line, and a warning if the value is not what the field says."""
 
     value: Any
     note: str = ""
@@ -74,7 +74,7 @@ def as_words(field: Field | None) -> list[str]:
 
 
 def as_parts(field: Field | None) -> list[Field]:
-    """The same, each name a field."""
+    """`as_words`, each name as a field."""
     return [replace(field, value=one) for one in as_words(field) if field is not None]
 
 
@@ -128,7 +128,7 @@ READERS: dict[str, Callable[[Field], Any]] = {
     "number_or_switch": lambda field: int(as_bool(field) or 0) if (n := _as_number(field)) is None else n,
     "minutes": lambda field: (as_int(field) or 0) / 60,
     "mode": _as_mode,
-    # A number is that of the layers from one checkpointed to the next.
+    # A number means every n-th layer.
     "selective": lambda field: "selective" if _as_number(field) is None and as_bool(field) else None,
     "offload": lambda field: "params" if field.word == "params" or as_bool(field) else None,
     "attention": lambda field: field.word if field.word in _ATTENTION else "sdpa",
@@ -140,4 +140,4 @@ READERS: dict[str, Callable[[Field], Any]] = {
         (STRATEGIES[one.word] for one in as_parts(field) if one.word in STRATEGIES), None
     ),
 }
-"""By what rows of fields.toml call them in `as`."""
+"""By their names in `as`."""

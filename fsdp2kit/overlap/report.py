@@ -1,4 +1,4 @@
-"""Everything the report says: the figures, and what to try next in the words of the TOML."""
+"""The report: its figures, and what to try next, as keys of the TOML."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fsdp2kit.overlap.trace import RankTrace, read_traces
 
 # The keys that say how often gradients are reduced.
 _REDUCTION = ("strategy", "storage_dtype", "reduce_dtype", "reduce_every_micro_batch")
-# Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
-# than it saves time. Between them nothing is said.
+# Shares of the step. Above the first, exposed time is worth a setting; below the second, hiding it is not worth its
+# memory. Between them there is no advice.
 VISIBLE, HIDDEN = 0.03, 0.01
-# Shares of the step from which waiting for another rank, idling or copying from the host are mentioned.
+# The smallest shares of the step at which waiting, idling and host copies are mentioned.
 WAITING, IDLE, HOST_COPIES = 0.05, 0.25, 0.05
-# One rank is the slow one where it waits less than this part of what the others wait.
+# One rank is the slow one if it waits less than this part of what the others wait.
 ONE_IS_BEHIND = 0.5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run had; the defaults where its ``config.toml`` is not beside the trace."""
+    """The run's settings; the defaults if its ``config.toml`` is not beside the trace."""
 
     forward_prefetch: int = 0
     backward_prefetch: int = 1
@@ -37,7 +37,7 @@ class Settings:
     reduce_every_micro_batch: bool = True
     micro_batch_size: int = 1
     micro_batches: int = 1
-    """In a step, on a rank."""
+    """Micro-batches of a rank in a step."""
     offload: str = "none"
 
 
@@ -65,7 +65,7 @@ class StepReport:
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that the others wait for, which waits least itself; the one that computes longest if unknown."""
+        """The rank that waits least; if waiting is unknown, the one that computes longest."""
         waits = {rank: split.waiting for rank, split in self.ranks.items() if split.waiting is not None}
         if len(waits) == len(self.ranks):
             return min(waits, key=waits.__getitem__)
@@ -87,7 +87,7 @@ class Report:
     advice: list[Advice]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as nested plain values; times in milliseconds."""
+        """The report as nested plain values; times in milliseconds."""
         return {
             **{name: getattr(self, name) for name in ("path", "device", "world_size", "missing_ranks")},
             "steps": [
@@ -128,7 +128,7 @@ def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) ->
     """Read the traces of a run directory, a ``trace`` directory or a file, and split every step of every rank.
 
     Args:
-        traces: what `read_traces` gave, where they are needed for more than this.
+        traces: the result of `read_traces`, if the caller has it already.
 
     Raises:
         UserError: there is no trace, or one is damaged.
@@ -233,7 +233,7 @@ def _prefetch(mean: Split, phase: str, depth: int) -> Iterator[Advice]:
 
 
 def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
-    """What makes less communication, where there is more than can be hidden, and what the host delays."""
+    """Settings that reduce communication if there is more than compute can hide, and those for a slow host."""
     visible = VISIBLE * mean.duration
     gathers = _exposed(mean, BACKWARD, "all_gather")
     reductions = _exposed(mean, BACKWARD, "reduce_scatter", "all_reduce")

@@ -131,7 +131,7 @@ class Split:
 
     @property
     def overlap(self) -> float | None:
-        """Of communication, how much is overlapped, as HTA has it; None without communication."""
+        """The overlapped share of communication (HTA's overlap); None without communication."""
         return self.overlapped / self.communication if self.communication else None
 
 
@@ -179,7 +179,7 @@ def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
 
 
 def mean_of(splits: Sequence[Split]) -> Split:
-    """The mean of one or more splits; a row that a split has not counts as 0, an unknown time not at all.
+    """The mean of one or more splits. A row that a split lacks counts as 0; an unknown time does not count.
 
     Rows with most exposed time come first.
     """
@@ -195,6 +195,6 @@ def mean_of(splits: Sequence[Split]) -> Split:
 
 
 def _mean(found: Sequence[object], name: str, *, of: int | None = None) -> Any:
-    """The mean of what is known of a field, over as many as are known or `of` as many; None: nothing is."""
+    """The mean of a field's known values: their sum divided by `of`, or by their number; None: none is known."""
     known = [value for one in found if (value := getattr(one, name)) is not None]
     return sum(known) / (of or len(known)) if known else None
