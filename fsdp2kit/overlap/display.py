@@ -15,7 +15,7 @@ from rich.text import Text
 from fsdp2kit.files import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
 from fsdp2kit.overlap.report import Report
-from fsdp2kit.overlap.split import MS, Activity, Rows, Split
+from fsdp2kit.overlap.split import MS, Activity, Split
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MOST_RANKS = 8
@@ -39,7 +39,7 @@ def renderables(report: Report, *, most_units: int) -> Iterator[RenderableType]:
         yield Text(f"of idle, copies between host and device: {_ms(mean.host_copies)} ms")
     by_collective = {f"{kind} of {phase}": row.exposed for (kind, phase), row in mean.collectives.items()}
     yield Text(f"exposed by collective: {_exposed(by_collective, mean, len(by_collective))}")
-    yield Text(f"exposed by unit: {_exposed(_by_unit(mean.units), mean, most_units)}")
+    yield Text(f"exposed by unit: {_exposed(_by_unit(mean), mean, most_units)}")
     yield Text("What to try next", style="bold")
     for one in report.advice:
         yield Text(f"  {one}")
@@ -70,9 +70,9 @@ def _figures(split: Split) -> list[str]:
     return [*(_ms(getattr(split, name)) for name in names), overlap]
 
 
-def _by_unit(units: Rows) -> dict[str, float]:
+def _by_unit(mean: Split) -> dict[str, float]:
     exposed: dict[str, float] = defaultdict(float)
-    for (unit, _), row in units.items():
+    for (unit, _), row in mean.units.items():
         if unit != NO_UNIT:
             exposed[unit] += row.exposed
     return exposed

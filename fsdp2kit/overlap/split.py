@@ -86,7 +86,7 @@ def _intervals(parts: Iterable[Work | Collective]) -> list[Interval]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Figures:
     """One kind of collective, or one unit, in one phase; times in nanoseconds."""
 
     count: float
@@ -101,7 +101,7 @@ class Row:
     """Of its collectives' lengths, what was waiting for the slowest rank; None: unknown."""
 
 
-Rows = dict[tuple[str, str], Row]
+Table = dict[tuple[str, str], Figures]
 """By kind of collective or unit, and by phase."""
 
 
@@ -118,8 +118,8 @@ class Split:
     """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
     host_copies: float
     """Of `idle`, while the device copied from or to the host."""
-    collectives: Rows
-    units: Rows
+    collectives: Table
+    units: Table
 
     @property
     def compute(self) -> float:
@@ -149,19 +149,19 @@ def split_step(trace: RankTrace, step: Step) -> Split:
         idle=total(idle),
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
         host_copies=total(seen.host_copying & idle),
-        collectives=_rows(seen, seen.collectives, lambda one: one.kind),
-        units=_rows(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit),
+        collectives=_table(seen, seen.collectives, lambda one: one.kind),
+        units=_table(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit),
     )
 
 
-def _rows(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Rows:
+def _table(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Table:
     by_key: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
     for part in parts:
         by_key[name_of(part), part.scope.phase].append(part)
-    return {key: _row(seen, those) for key, those in by_key.items()}
+    return {key: _figures(seen, those) for key, those in by_key.items()}
 
 
-def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
+def _figures(seen: Activity, parts: Sequence[Work | Collective]) -> Figures:
     """Work and collectives that have one name and one phase."""
     grid, (begin, end) = seen.grid, seen.window
     collectives = [part for part in parts if isinstance(part, Collective)]
@@ -169,7 +169,7 @@ def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
     # An instant in which n collectives are exposed counts 1/n for each of them.
     share = np.where(seen.exposed, grid.lengths / np.maximum(seen.running, 1), 0.0)
     waits = [one.end - one.start - one.transfer for one in collectives if one.transfer is not None]
-    return Row(
+    return Figures(
         count=sum(begin <= one.issued < end for one in collectives),
         compute=grid.total(grid.count(_intervals(part for part in parts if isinstance(part, Work))) > 0),
         communication=grid.total(running > 0),
@@ -179,17 +179,17 @@ def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
 
 
 def mean_of(splits: Sequence[Split]) -> Split:
-    """The mean of one or more splits. A row that a split lacks counts as 0; an unknown time does not count.
+    """The mean of one or more splits. Figures that a split lacks count as 0; an unknown time does not count.
 
-    Rows with most exposed time come first.
+    Those with most exposed time come first.
     """
     means: dict[str, Any] = {name: _mean(splits, name) for name in TIMES}
     for name in ("collectives", "units"):
-        tables: list[Rows] = [getattr(split, name) for split in splits]
+        tables: list[Table] = [getattr(split, name) for split in splits]
         rows = {}
         for key in dict.fromkeys(key for table in tables for key in table):
             found = [table[key] for table in tables if key in table]
-            rows[key] = Row(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
+            rows[key] = Figures(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
         means[name] = dict(sorted(rows.items(), key=lambda item: -item[1].exposed))
     return Split(**means)
 

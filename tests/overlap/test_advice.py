@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from fsdp2kit.overlap.report import Settings, advise, read_settings
-from fsdp2kit.overlap.split import Row, Split
+from fsdp2kit.overlap.split import Figures, Split
 
 
 def mean(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **changes: Any) -> Split:
     """A step of 100, of which collectives expose as much as given; `hidden` more of each."""
     total = sum(exposed.values())
     rows = {
-        key: Row(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
+        key: Figures(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
         for key, time in exposed.items()
     }
     overlapped = hidden * len(rows)
