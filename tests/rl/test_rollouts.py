@@ -565,6 +565,23 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
 
 
+def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path) -> None:
+    rollouts: Any = _rollouts(toml)
+    rollouts._prompts = SimpleNamespace(held_out=prompts_of(toml).prompts[:2])
+    rollouts._rewards.weights, rollouts._rewarded = np.ones(2), lambda *_, **__: np.ones((2, 2))
+    rollouts._tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    rollouts._phase.seconds = {"generate": 5.0}
+
+    def respond(*_: Any) -> list[Response]:
+        rollouts._phase.seconds["generate"] = 0.1
+        return [Response([1], [-1.0], is_whole=True)] * 2
+
+    rollouts._generation.respond = respond
+    assert rollouts()["eval_reward"] == 2.0
+    assert rollouts._phase.seconds.keys() == {"generate", "evaluate"}
+    assert rollouts._phase.seconds["generate"] == 5.0
+
+
 def test_packs_have_nearly_equal_tokens() -> None:
     random.seed(0)
     for multiple, seq_len in ((1, 100), (2, 64), (4, 1000)):
