@@ -46,11 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    """Tokenizer and model of a directory.
-
-    Raises:
-        UserError: it holds no model with a tokenizer.
-    """
+    """Tokenizer and model of a directory."""
     todo = "give the export of a run, e.g. runs/x/hf"
     is_adapter = (directory / CONFIG_NAME).is_file()
     if is_adapter:
@@ -66,7 +62,7 @@ def load(directory: Path) -> tuple[Any, Any]:
 
 
 def load_adapted(directory: Path) -> Any:
-    """An adapter and its model, by peft; transformers' own loading of adapters leaves DoRA's magnitudes out."""
+    """An adapter and its model, loaded by peft: transformers' own loading leaves DoRA's magnitudes out."""
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(str(directory)).base_model_name_or_path

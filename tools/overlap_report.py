@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--png", type=user_path, metavar="FILE", help='draw a timeline as well (pip install "fsdp2kit[plot]")'
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step that --png draws (the first complete one)")
-    parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are shown (10)")
+    parser.add_argument("--units", type=int, default=10, metavar="N", help="units that are named (10)")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
     options = parser.parse_args(arguments)
     from rich.console import Console

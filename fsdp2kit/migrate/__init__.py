@@ -1,4 +1,4 @@
-"""From an FSDP1 configuration (JSON, or accelerate's YAML) to a TOML of ours, and from its state dicts to checkpoints.
+"""From an FSDP1 configuration (JSON, or accelerate's YAML) to a TOML, and from FSDP1's state dicts to checkpoints.
 
-Nothing is dropped: a field is translated, or explained where FSDP2 has no counterpart, or listed as unknown.
+No field is dropped: each is translated, explained if FSDP2 has no counterpart, or listed as unknown.
 """

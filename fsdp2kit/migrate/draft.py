@@ -1,4 +1,4 @@
-"""The TOML that is being made: its lines with what they were, notes on what has no line, and its text."""
+"""The new TOML: its lines, each with the field it comes from, notes on fields without a line, and its text."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from typing import Any
 import tomli_w
 
 from fsdp2kit.config.foreign import NAMES
-from fsdp2kit.migrate.fields import OF_FSDP1, Field, Told, defaults_of
+from fsdp2kit.migrate.fields import TABLE, Field, program_of
+from fsdp2kit.migrate.values import Told
 
 _SECTIONS = (
     *("run", "model", "model.config", "lora", "mesh", "fsdp", "activation_checkpointing", "compile"),
     *("data", "data.columns", "train", "optimizer", "lr_schedule", "eval", "checkpoint", "wandb", "profile"),
 )
 _WIDTH = 120
+_UNUSED = {slot: fate for fate, slots in TABLE["unused"].items() for slot in slots}
 
 
 class Draft:
-    """Keys of the TOML, each with the reason for its value, and what becomes of every field."""
+    """The keys of the TOML, each with the reason for its value, and what becomes of every field."""
 
     def __init__(self, fields: list[Field], *, source: str, path: str) -> None:
-        self.fields, self.source = fields, source
-        self.program, self.defaults = defaults_of(fields)
-        """The program whose configuration the file is, and what it takes for what the file leaves out, by key."""
+        self.fields, self.source, self.program = fields, source, program_of(fields)
+        self.defaults: dict[str, Any] = TABLE["defaults"].get(self.program, {})
+        """The program's defaults by key, for what the file leaves out."""
         self.path = path
         """The path that the TOML will have: it is in its first line, and paths in it are relative to it."""
         self.world_size, self.nodes, self.endpoint = 1, 1, "HOST:29500"
         self.is_guess = False
-        """Whether nobody said how many processes there are."""
+        """The number of processes is a guess."""
         self.recipe = ("pretrain", "")
         """The recipe, and why that one."""
         self.needs: list[str] = []
-        """Overrides that the command line must give, because the file does not."""
+        """Overrides that the command needs, because the file lacks them."""
         self.warnings: list[str] = []
-        """What would be trained differently, for stderr."""
+        """What this run would train differently; for stderr."""
         self.fates: dict[str, str] = {}
-        """What becomes of the field at a path; "" where a line says so."""
+        """What becomes of the field at a path; "" if a line says it."""
         self._lines: dict[str, tuple[Any, str]] = {}
 
-    def take(self, slot: str, otherwise: str = "another field decides") -> Field | None:
-        """The first field of any of a slot's names; null and "" count as not given.
+    def take(self, slot: str) -> Field | None:
+        """The first field that has one of a slot's names (a key of `NAMES`) and a value.
 
-        Args:
-            slot: a key of `NAMES`.
-            otherwise: what becomes of the field if no line or note names it.
+        Until a line or a note says more, ``[unused]`` of fields.toml says what becomes of it.
         """
         named = [field for field in self.fields if field.name in NAMES[slot].split()]
         first = next((field for field in named if field.is_given), None)
         for field in named:
             if field.path in self.fates:
                 continue
-            fate = "the default" if not field.is_given else otherwise
+            fate = _UNUSED.get(slot, "another field decides") if field.is_given else "the default"
             if first is not None and field is not first and field.is_given:
                 fate = f"{first.path} says it too"
                 if field.value != first.value:
@@ -68,26 +68,26 @@ class Draft:
         self._lines[key] = (value, why)
 
     def was(self, key: str, value: Any, *fields: Field | None, note: str = "") -> None:
-        """Write ``section.name = value`` for the fields that the file has of these; nothing for the value None.
+        """Write ``section.name = value`` with the fields it comes from. It writes nothing without a value or a field.
 
         Args:
-            value: or `Told`.
+            value: the value, or `Told`.
         """
         given = [field for field in fields if field is not None]
-        if value is None or not given:
-            return
         told = value if isinstance(value, Told) else Told(value)
+        if told.value is None or not given:
+            return
         self.set(key, told.value, "; ".join(filter(None, [f"was {' and '.join(map(str, given))}", told.note or note])))
         self.fates.update((field.path, "") for field in given)
         if told.warning:
             self.warnings.append(f"{given[0]}: {told.warning}")
 
     def fill(self, key: str, value: Any = None, why: str = "yours to set") -> None:
-        """Write what the program takes, or FSDP1, else the value given, if any; only if there is no line yet."""
-        if key in self.defaults:
-            value, why = self.defaults[key], f"the default of {self.program}"
-        elif key in OF_FSDP1:
-            value, why = OF_FSDP1[key], "the default of FSDP1 and torch"
+        """Write a default if there is no line yet: the program's, or FSDP1's, or else the given value."""
+        for program in (self.program, "FSDP1 and torch"):
+            if key in (defaults := TABLE["defaults"].get(program, {})):
+                value, why = defaults[key], f"the default of {program}"
+                break
         if key not in self._lines and value is not None:
             self.set(key, value, f"not in the file: {why}")
 
@@ -101,7 +101,7 @@ class Draft:
             self.fates[field.path] = text
 
     def explain(self, names: str, why: str) -> list[Field]:
-        """Say why fields of these names, separated by spaces, get no line; returns those that say something."""
+        """Say why fields of these names (separated by spaces) get no line; returns those that have a value."""
         named = [field for field in self.fields if field.name in names.split()]
         for field in named:
             self.note(field, why if field.is_given else "the default")
@@ -109,7 +109,7 @@ class Draft:
 
     @property
     def unknown(self) -> list[str]:
-        """The fields that nobody asked for."""
+        """The fields that no row and no rule asked for."""
         return [str(field) for field in self.fields if field.path not in self.fates]
 
     @property
@@ -138,14 +138,14 @@ class Draft:
         return f"torchrun --nnodes {self.nodes} {local} --rdzv-backend c10d --rdzv-endpoint {self.endpoint} {run}"
 
     def relative(self, path: str) -> str:
-        """A path that was relative to where one stood, relative to the TOML; hub ids and others as they are."""
+        """A path that exists in the working directory, relative to the TOML; other paths and hub ids as they are."""
         if "://" in path or Path(path).is_absolute() or not Path(path).exists():
             return path
         return os.path.relpath(path, Path(self.path).parent)
 
 
 def _section_of(key: str) -> str:
-    """The innermost section that a key is in; its name may have dots of its own, as in ``model.config.a.b``."""
+    """The innermost section of a key; the key's name may have dots, as in ``model.config.a.b``."""
     return max((section for section in _SECTIONS if key.startswith(f"{section}.")), key=len)
 
 
@@ -160,9 +160,7 @@ def _key_lines(name: str, value: Any, why: str) -> list[str]:
 
 
 def _list_lines(title: str, entries: Sequence[str]) -> list[str]:
-    if not entries:
-        return []
-    lines = ["", f"# {title}"]
+    lines = ["", f"# {title}"] if entries else []
     for entry in entries:
         lines += textwrap.wrap(entry, _WIDTH, initial_indent="# - ", subsequent_indent="#   ")
     return lines

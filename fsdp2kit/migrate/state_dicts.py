@@ -1,7 +1,7 @@
-"""From what other trainers save to a checkpoint of its weights, a tensor at a time, on one process.
+"""From another trainer's saved weights to a checkpoint, one tensor at a time, on one process.
 
-Two kinds are read: a state dict written with `torch.save` (FSDP1's ``FULL_STATE_DICT``), and a directory written with
-`torch.distributed.checkpoint` (FSDP1's ``SHARDED_STATE_DICT``, or anyone's). Neither is ever unpickled beyond tensors.
+It reads a state dict written with `torch.save` (FSDP1's ``FULL_STATE_DICT``), or a directory written with
+`torch.distributed.checkpoint` (FSDP1's ``SHARDED_STATE_DICT``, for one). Only tensors are unpickled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fsdp2kit.model.weights import StoredTensor
 
 # What FSDP1, activation checkpointing and `torch.compile` add to the names of the modules within them.
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-# Tables of positions, which transformers computes now and kept in state dicts before its version 4.31.
+# Position tables: transformers before 4.31 kept them in state dicts; now it computes them.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
 def torch_to_dcp(source: str | Path, out: str | Path, *, config_dir: str | Path | None = None) -> None:
     """Write the weights of a state dict, or of a DCP directory, as a checkpoint for ``model.weights``.
 
-    The names are those of the model's modules, under any prefix (``model.``, ``module.``, …) and with or without what
-    FSDP1, activation checkpointing and `torch.compile` put between. Everything else there, an optimizer say, is left
-    out. Dtypes are kept. Beyond that as `hf_to_dcp`.
+    Names may have any prefix (``model.``, ``module.``, …), and the parts that FSDP1, activation checkpointing and
+    `torch.compile` insert. Everything that is not a weight, such as an optimizer's state, is left out. Dtypes are
+    kept. Otherwise it is like `hf_to_dcp`.
 
     Args:
         source: a file of `torch.save`, or a directory with a ``.metadata``.
         config_dir: a Hugging Face directory for config, tokenizer, …. Default: where the source lies.
 
     Raises:
-        UserError: the source is damaged, is none of these, or of another model; there is no config; `out` is taken.
+        UserError: the source is damaged, of another kind or of another model; there is no config; `out` exists.
         RunFailure: `out` cannot be written.
     """
     source = Path(source)
@@ -87,7 +87,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Te
 def _part_of_model(
     source: Path, stored: Mapping[str, StoredTensor], names: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """What lies under the prefix that explains most of the model's names, the shortest of several, without it."""
+    """The tensors under the prefix that fits most of the model's names (the shortest of several), without it."""
     if flat := next((key for key in stored if key.endswith("_flat_param")), None):
         what = f"holds {flat}, a rank's piece of many parameters at once"
         raise UserError(str(source), what, "save it as FULL_STATE_DICT or SHARDED_STATE_DICT")

@@ -1,4 +1,4 @@
-"""The overlap report: what of a traced step is compute, what is communication, and what nothing hides.
+"""The overlap report: how much of a traced step is compute, communication, and communication that nothing hides.
 
 `trace` reads every rank's file, `events` says what its events mean, `split` divides a step, `report` gathers the
 figures and what to try, `display` shows them.

@@ -1,143 +1,89 @@
-"""The report for a person: tables and what to try next for the terminal, one step as a picture."""
+"""The report for a person: one table of steps and what to try next for the terminal, one step as a picture."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from fsdp2kit.command_line import new_figure, write_figure
 from fsdp2kit.overlap.events import BACKWARD, FORWARD, NO_UNIT, OPTIMIZER, value_at
-from fsdp2kit.overlap.report import Report, StepReport
-from fsdp2kit.overlap.split import MS, TIMES, Activity, Split, mean_of
+from fsdp2kit.overlap.report import Report
+from fsdp2kit.overlap.split import MS, Activity, Split
 from fsdp2kit.overlap.trace import RankTrace, Step
 
 MOST_RANKS = 8
-COLORS = {"compute only": "dodger_blue2", "overlapped": "green3", "exposed": "red1", "idle": "grey50"}
-_BAR = 60
 
 
 def renderables(report: Report, *, most_units: int) -> Iterator[RenderableType]:
     """The parts of the page, from top to bottom.
 
     Args:
-        most_units: units that are shown, those with most exposed communication first.
+        most_units: units that are named, those with most exposed communication first.
     """
-    devices = "CUDA" if report.device == "cuda" else "CPU (gloo)"
+    device = "CUDA" if report.device == "cuda" else "CPU (gloo)"
     ranks = f"{report.world_size} rank{'s' if report.world_size > 1 else ''}"
-    yield Rule(Text(f"{report.path} · {ranks} · {devices}", style="bold"))
+    yield Text(f"{report.path} · {ranks} · {device}", style="bold")
     if report.missing_ranks:
         missing = ", ".join(map(str, report.missing_ranks))
         yield Text(f"no trace of rank {missing}: waiting cannot be told from transfer", style="yellow")
-    for step in report.steps:
-        yield _step(step)
-    yield from _summary(report)
-    yield _collectives(report.means)
-    yield _units(report.means, most_units)
+    yield _steps(report)
+    mean = report.means
+    if report.device == "cuda":
+        yield Text(f"of idle, copies between host and device: {_ms(mean.host_copies)} ms")
+    by_collective = {f"{kind} of {phase}": row.exposed for (kind, phase), row in mean.collectives.items()}
+    yield Text(f"exposed by collective: {_exposed(by_collective, mean, len(by_collective))}")
+    yield Text(f"exposed by unit: {_exposed(_by_unit(mean), mean, most_units)}")
     yield Text("What to try next", style="bold")
     for one in report.advice:
         yield Text(f"  {one}")
 
 
-def _table(title: str, *columns: str, figures: Sequence[str], caption: str | None = None) -> Table:
-    """A table of columns of text, then of figures (a line above the name says of what)."""
-    table = Table(*columns, title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in figures:
-        table.add_column(name, justify="right", style=COLORS.get(name.split("\n")[-1], ""))
+def _steps(report: Report) -> Table:
+    """A row for every step and rank, and their mean; of many ranks, the slowest alone."""
+    caption = "ms; step = compute only + overlapped + exposed + idle; waiting is part of exposed"
+    table = Table(caption=caption, caption_justify="left")
+    for name in ("step", "rank", "ms", "compute only", "overlapped", "exposed", "idle", "waiting", "overlap"):
+        table.add_column(name, justify="right", style="red1" if name == "exposed" else "")
+    for step in report.steps:
+        shown = step.ranks if len(step.ranks) <= MOST_RANKS else [step.slowest_rank]
+        for rank in shown:
+            is_slowest = rank == step.slowest_rank and len(step.ranks) > 1
+            name = f"{rank} (slowest)" if is_slowest else str(rank)
+            table.add_row(f"{step.number}{'' if step.is_complete else ' *'}", name, *_figures(step.ranks[rank]))
+    if not all(step.is_complete for step in report.steps):
+        table.caption = f"{caption}\n* no optimizer step: cut off or skipped; not in the mean"
+    table.add_section()
+    table.add_row("mean", "", *_figures(report.means))
     return table
 
 
-def _step(step: StepReport) -> Table:
-    title = f"step {step.number}"
-    if not step.is_complete:
-        title += " (no optimizer step: cut off or skipped; not in the means)"
-    names = ("rank", "step", "compute only", "overlapped", "exposed", "idle", "waiting", "overlap")
-    table = _table(title, figures=names, caption=_remarks(step))
-    for rank in step.ranks if len(step.ranks) <= MOST_RANKS else [step.slowest_rank]:
-        table.add_row(str(rank), *_figures(_values(step.ranks[rank])))
-    if len(step.ranks) > 1:
-        splits = list(step.ranks.values())
-        table.add_section()
-        table.add_row("mean", *_figures(_values(mean_of(splits))))
-        columns = zip(*map(_values, splits), strict=True)
-        most = [max((value for value in column if value is not None), default=None) for column in columns]
-        table.add_row("max", *_figures(most))
-    return table
+def _figures(split: Split) -> list[str]:
+    names = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting")
+    overlap = "–" if split.overlap is None else f"{100 * split.overlap:.0f} %"
+    return [*(_ms(getattr(split, name)) for name in names), overlap]
 
 
-def _values(split: Split) -> list[float | None]:
-    return [getattr(split, name) for name in (*TIMES[:6], "effective_overlap")]
-
-
-def _figures(values: Sequence[float | None]) -> list[str]:
-    *times, overlap = values
-    return [*map(_ms, times), "–" if overlap is None else f"{100 * overlap:.0f} %"]
-
-
-def _remarks(step: StepReport) -> str:
-    remarks = ["ms; step = compute only + overlapped + exposed + idle; waiting is part of exposed"]
-    if len(step.ranks) > 1:
-        waiting = mean_of(list(step.ranks.values())).waiting
-        told = "" if waiting is None else f"; on average a rank waits {_ms(waiting)} ms"
-        remarks.append(f"slowest: rank {step.slowest_rank}{told}")
-    if step.measured is not None:
-        rank, split = next(iter(step.ranks.items()))
-        off = 100 * (split.duration / MS / 1e3 / step.measured - 1)
-        remarks.append(f"metrics.jsonl: {step.measured * 1e3:,.1f} ms (rank {rank}'s trace: {off:+.1f} %)")
-    return "\n".join(remarks)
-
-
-def _summary(report: Report) -> Iterator[RenderableType]:
-    """The mean step as a bar, and Σ max(compute, communication) beside what it took."""
-    mean = report.means
-    bar, legend = Text("  "), Text("  ")
-    for name, color in COLORS.items():
-        part = getattr(mean, name.replace(" ", "_")) / mean.duration if mean.duration else 0.0
-        bar.append("█" * round(_BAR * part), style=color)
-        legend.append(f"{name} {100 * part:.1f} %   ", style=color)
-    yield Text("The mean step of a rank", style="bold")
-    yield bar
-    yield legend
-    busy = _ms(mean.compute + mean.exposed)
-    effective = "nothing to hide" if mean.effective_overlap is None else f"{100 * mean.effective_overlap:.0f} %"
-    ideal = f"Σ max(compute, communication) over units: {_ms(mean.ideal)} ms"
-    yield Text(f"  computes or communicates for {busy} ms; {ideal}; effective overlap {effective}")
-    if mean.hidden is not None:
-        yield Text(f"  of {_ms(mean.communication)} ms of communication, {100 * mean.hidden:.1f} % is overlapped")
-    yield Text(f"  of compute, FSDP's own copies, casts and accumulation: {_ms(mean.copies)} ms")
-    if report.device == "cuda":
-        yield Text(f"  of idle, copies between host and device: {_ms(mean.host_copies)} ms")
-
-
-def _collectives(mean: Split) -> Table:
-    figures = ("count", "communication", "exposed", "of the step", "waiting")
-    table = _table("by collective (ms a step and rank)", "collective", "phase", figures=figures)
-    for key, row in mean.collectives.items():
-        times = (_ms(row.communication), _ms(row.exposed), f"{100 * row.exposed / mean.duration:.1f} %")
-        table.add_row(*key, f"{row.count:,.4g}", *times, _ms(row.waiting))
-    return table
-
-
-def _units(mean: Split, most: int) -> Table:
-    exposed: dict[str, float] = {}
+def _by_unit(mean: Split) -> dict[str, float]:
+    exposed: dict[str, float] = defaultdict(float)
     for (unit, _), row in mean.units.items():
         if unit != NO_UNIT:
-            exposed[unit] = exposed.get(unit, 0.0) + row.exposed
-    shown = sorted(exposed, key=lambda unit: -exposed[unit])[:most]
-    figures = [f"{phase}\n{name}" for phase in (FORWARD, BACKWARD) for name in ("compute", "comm", "exposed")]
-    title = f"by unit (ms a step and rank), {len(shown)} of {len(exposed)}"
-    table = _table(title, "unit", figures=figures)
-    for unit in shown:
-        rows = [mean.units.get((unit, phase)) for phase in (FORWARD, BACKWARD)]
-        times = [(row.compute, row.communication, row.exposed) if row else (0.0, 0.0, 0.0) for row in rows]
-        table.add_row(unit, *(_ms(time) for of_phase in times for time in of_phase))
-    return table
+            exposed[unit] += row.exposed
+    return exposed
+
+
+def _exposed(parts: dict[str, float], mean: Split, most: int) -> str:
+    """Parts of the exposed time, the largest first."""
+    largest = sorted(parts, key=lambda name: -parts[name])[:most]
+    told = [f"{name} {_ms(parts[name])} ms ({100 * parts[name] / mean.duration:.1f} %)" for name in largest]
+    more = f"; {len(parts) - most} more" if len(parts) > most else ""
+    return f"{', '.join(told) or 'none'}{more}"
 
 
 def _ms(nanoseconds: float | None) -> str:
@@ -147,7 +93,6 @@ def _ms(nanoseconds: float | None) -> str:
 _PHASES = {FORWARD: "#e8f1fa", BACKWARD: "#fdf0e0", OPTIMIZER: "#ececec"}
 _PARTS = {
     "compute": "#1f6fb4",
-    "FSDP's copies": "#8fbbe0",
     "communication, overlapped": "#3aa655",
     "communication, exposed": "#d62828",
     "waiting for a slower rank": "#f2a7a7",
@@ -190,8 +135,7 @@ def _draw_rank(axes: Any, trace: RankTrace, step: Step, *, top: float) -> None:
     seen = Activity(trace, step)
     upper, lower = (top - 0.47, 0.36), (top - 0.89, 0.36)
     parts = (
-        (seen.computing & ~seen.copying, upper),
-        (seen.copying, upper),
+        (seen.computing, upper),
         (seen.communicating & seen.computing, lower),
         (seen.exposed & seen.moving, lower),
         (seen.exposed & ~seen.moving, lower),

@@ -1,7 +1,7 @@
 """What a trace's events mean: stretches of computing and collectives, and which part of the program issued each.
 
-Where the program was is read from ranges that torch itself records (FSDP2's ``FSDP::…``, autograd's, the optimizer's),
-so a trace of any FSDP2 loop will do. `read_kernels` is for CUDA, `read_threads` for a CPU; both give the same.
+Ranges that torch itself records (FSDP2's ``FSDP::…``, autograd's, the optimizer's) say where the program was, so a
+trace of any FSDP2 loop will do. `read_kernels` reads CUDA's events, `read_threads` a CPU's; both return `Findings`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Scope(NamedTuple):
 
     phase: str
     unit: str
-    is_fsdp: bool
-    """Whether FSDP itself issued it (copies and casts around a collective)."""
 
 
 class Work(NamedTuple):
@@ -68,7 +66,7 @@ class Collective:
     """all_gather, reduce_scatter, all_reduce, all_to_all, send, recv …"""
     start: int
     end: int
-    """While it runs: the kernel's time on CUDA; on a CPU that on gloo's thread, or the call's, where it has none."""
+    """When it runs: the kernel's time on CUDA, the time on gloo's thread on a CPU (the call's, if it has none)."""
     scope: Scope
     issued: int
     """When the host issued it."""
@@ -77,7 +75,7 @@ class Collective:
     group: str = ""
     """The ranks it runs over, where the trace says so."""
     transfer: int | None = None
-    """Of its length, what is not waiting for a slower rank; None: unknown."""
+    """Its length without the waiting for a slower rank; None: unknown."""
 
     @property
     def intervals(self) -> list[Interval]:
@@ -96,7 +94,7 @@ Findings = tuple[list[Work], list[Collective], list[Interval]]
 
 
 def value_at(changes: Sequence[tuple[int, T]], time: int) -> T:
-    """What holds at a time, of (time, what holds from then on), sorted; the first of them comes before all else."""
+    """What holds at a time, given sorted pairs of a time and what holds from then on; the first is before all else."""
     return changes[bisect_right(changes, time, key=itemgetter(0)) - 1][1]
 
 
@@ -106,7 +104,7 @@ def by_nesting(event: Event) -> tuple[int, int]:
 
 
 def innermost(events: Sequence[Event]) -> list[tuple[int, int | None]]:
-    """From when on which event of one thread is the innermost, by its index; None: none is.
+    """The times at which another event of a thread becomes the innermost, with its index; None: no event runs.
 
     Args:
         events: of one thread, sorted `by_nesting`.
@@ -126,13 +124,13 @@ def innermost(events: Sequence[Event]) -> list[tuple[int, int | None]]:
 # FSDPParamGroup._with_fqn: "FSDP::all_gather (model.layers.3) [pg=8]"; a prefetch: "FSDP::backward_prefetch for UNIT".
 # The root's name is empty.
 _RANGE = re.compile(r"FSDP::(\w+)(?: for (.*?)| \((.*?)\))?(?: \[pg=\d+\])?$")
-# Ranges of FSDPState name no unit, whichever it is.
+# Ranges of FSDPState do not name their unit.
 _UNNAMED = {"root_pre_forward", "root_post_backward_callback"}
 _UNNAMED |= {"inputs_to_device", "cast_forward_inputs", "cast_forward_outputs"}
 
 
 class Host:
-    """Which part of the program the host was in.
+    """Where in the program the host was.
 
     Args:
         events: the trace's host events: operators and annotations.
@@ -149,12 +147,12 @@ class Host:
         self._ranges = {thread: (ranges, innermost(ranges)) for thread, ranges in by_thread.items()}
 
     def scope(self, thread: Any, time: int) -> Scope:
-        """The part that a thread was in at a time."""
+        """Phase and unit of a thread at a time."""
         phase, unit = value_at(self.turns, time)
         ranges, changes = self._ranges.get(thread, ([], [(-1, None)]))
         inner = value_at(changes, time)
         named = None if inner is None else ranges[inner].args["unit"]
-        return Scope(phase, unit if named is None else named, inner is not None)
+        return Scope(phase, unit if named is None else named)
 
 
 def _mark(event: Event) -> Event | None:
@@ -223,7 +221,7 @@ _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep|multimem_|(?:one|two)_sh
 def read_kernels(events: Sequence[Event], host: Host) -> Findings:
     """What ran on the device, each with the part of the program that launched it.
 
-    Every kernel that is no communication computes; so do copies within the device.
+    A kernel that does not communicate computes, and so does a copy within the device.
     """
     launches = {
         event.args["correlation"]: event
@@ -289,10 +287,10 @@ def read_threads(events: Sequence[Event], host: Host, *, main: Any) -> Findings:
 
 
 def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
-    """The stretches of one thread in which an operator is at work, and not within the call of a collective.
+    """The stretches of one thread in which an operator is at work, outside the calls of collectives.
 
-    The innermost event decides. One that holds others is only at work itself where it is torch's own: the rest of a
-    Python operator (a ring's, say) is Python, and waiting.
+    The innermost event decides. An operator that holds others is at work between them only if it is torch's own:
+    between the operators that a Python operator (a ring's, say) calls, Python runs or waits.
     """
     works: list[bool] = []
     call_end = 0
@@ -311,9 +309,9 @@ def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
 def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host) -> list[Collective]:
     """Each call (``c10d::_allgather_base_``) with its run on a thread of gloo's (``gloo:all_gather``).
 
-    Nothing links the two but their order, since gloo takes them in turn: of one kind, the first call has the first run
-    after it. A run whose call came before the trace is left out; a call without a run is the call alone. Sends and
-    receives run on no thread of their own; their run lasts until somebody has waited for them.
+    Only their order links the two, since gloo takes calls in turn: the first call of a kind has the first run of that
+    kind after it. A run whose call came before the trace is left out; a call without a run is the call alone. Sends
+    and receives have no thread; their run lasts until the program has waited for them.
 
     Args:
         calls: in order, as are `runs`.

@@ -1,9 +1,8 @@
-"""Everything the report says: the figures, and what to try next in the words of the TOML."""
+"""The report: its figures, and what to try next, as keys of the TOML."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,18 +18,18 @@ from fsdp2kit.overlap.trace import RankTrace, read_traces
 
 # The keys that say how often gradients are reduced.
 _REDUCTION = ("strategy", "storage_dtype", "reduce_dtype", "reduce_every_micro_batch")
-# Shares of the step: above the first, exposed time is worth a setting; below the second, hiding it costs more memory
-# than it saves time. Between them nothing is said.
+# Shares of the step. Above the first, exposed time is worth a setting; below the second, hiding it is not worth its
+# memory. Between them there is no advice.
 VISIBLE, HIDDEN = 0.03, 0.01
-# Shares of the step from which waiting for another rank, idling or copying from the host are mentioned.
+# The smallest shares of the step at which waiting, idling and host copies are mentioned.
 WAITING, IDLE, HOST_COPIES = 0.05, 0.25, 0.05
-# One rank is the slow one where it waits less than this part of what the others wait.
+# One rank is the slow one if it waits less than this part of what the others wait.
 ONE_IS_BEHIND = 0.5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run had; the defaults where its ``config.toml`` is not beside the trace."""
+    """The run's settings; the defaults if its ``config.toml`` is not beside the trace."""
 
     forward_prefetch: int = 0
     backward_prefetch: int = 1
@@ -38,7 +37,7 @@ class Settings:
     reduce_every_micro_batch: bool = True
     micro_batch_size: int = 1
     micro_batches: int = 1
-    """In a step, on a rank."""
+    """Micro-batches of a rank in a step."""
     offload: str = "none"
 
 
@@ -63,12 +62,10 @@ class StepReport:
     number: int
     is_complete: bool
     ranks: dict[int, Split]
-    measured: float | None
-    """``step_seconds`` of this step in the run's ``metrics.jsonl``; None where that is not beside the trace."""
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that the others wait for, which waits least itself; the one that computes longest if unknown."""
+        """The rank that waits least; if waiting is unknown, the one that computes longest."""
         waits = {rank: split.waiting for rank, split in self.ranks.items() if split.waiting is not None}
         if len(waits) == len(self.ranks):
             return min(waits, key=waits.__getitem__)
@@ -86,16 +83,11 @@ class Report:
     steps: list[StepReport]
     means: Split
     """Over the complete steps and all ranks; over all steps where none is complete."""
-    waiting_by_rank: dict[int, float]
-    """Of the same steps, in nanoseconds; empty where it is unknown."""
     settings: Settings
     advice: list[Advice]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as nested plain values; times in milliseconds."""
-        mean = _split_json(self.means, suffix="")
-        mean["exposed_all_ms"] = mean.pop("exposed_ms")
-        mean["waiting_by_rank"] = {rank: waiting / MS for rank, waiting in self.waiting_by_rank.items()}
+        """The report as nested plain values; times in milliseconds."""
         return {
             **{name: getattr(self, name) for name in ("path", "device", "world_size", "missing_ranks")},
             "steps": [
@@ -103,27 +95,24 @@ class Report:
                     "step": step.number,
                     "is_complete": step.is_complete,
                     "slowest_rank": step.slowest_rank,
-                    "measured_ms": None if step.measured is None else step.measured * 1e3,
                     "ranks": [{"rank": rank, **_split_json(split)} for rank, split in step.ranks.items()],
                 }
                 for step in self.steps
             ],
-            "mean": {**mean, "hidden": self.means.hidden},
+            "mean": _split_json(self.means),
             "settings": asdict(self.settings),
             "advice": [{**asdict(one), "text": str(one)} for one in self.advice],
         }
 
 
-def _split_json(split: Split, *, suffix: str = "_ms") -> dict[str, Any]:
-    """`suffix` ends the names of a row's times; in the mean they have none."""
-
-    def ms(of: object, *names: str, suffix: str = suffix) -> dict[str, float | None]:
-        values = {f"{name}{suffix}": getattr(of, name) for name in names}
+def _split_json(split: Split) -> dict[str, Any]:
+    def ms(of: object, *names: str) -> dict[str, float | None]:
+        values = {f"{name}_ms": getattr(of, name) for name in names}
         return {name: None if value is None else value / MS for name, value in values.items()}
 
     return {
-        **ms(split, *TIMES, suffix="_ms"),
-        "effective_overlap": split.effective_overlap,
+        **ms(split, *TIMES),
+        "overlap": split.overlap,
         "collectives": [
             {"kind": kind, "phase": phase, **ms(row, "communication", "exposed", "waiting"), "count": row.count}
             for (kind, phase), row in split.collectives.items()
@@ -139,31 +128,29 @@ def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) ->
     """Read the traces of a run directory, a ``trace`` directory or a file, and split every step of every rank.
 
     Args:
-        traces: what `read_traces` gave, where they are needed for more than this.
+        traces: the result of `read_traces`, if the caller has it already.
 
     Raises:
         UserError: there is no trace, or one is damaged.
     """
     path = Path(path)
     traces = read_traces(path) if traces is None else traces
-    measured = _measured(path)
     steps = []
     for number in sorted({step.number for trace in traces for step in trace.steps}):
         found = [(trace, step) for trace in traces for step in trace.steps if step.number == number]
         ranks = {trace.rank: split_step(trace, step) for trace, step in found}
-        is_complete = all(step.is_complete for _, step in found)
-        steps.append(StepReport(number, is_complete, ranks, measured.get(number)))
+        steps.append(StepReport(number, all(step.is_complete for _, step in found), ranks))
     if not steps:
         raise UserError(str(path), "holds no event of a step", "trace at least one step")
     complete = [step for step in steps if step.is_complete] or steps
     means = mean_of([split for step in complete for split in step.ranks.values()])
-    ranks = sorted({rank for step in complete for rank in step.ranks})
-    waits: Any = {
-        rank: mean_of([step.ranks[rank] for step in complete if rank in step.ranks]).waiting for rank in ranks
+    world_size, device = max(trace.world_size for trace in traces), traces[0].device
+    settings = read_settings(path, world_size=world_size)
+    by_rank = {
+        trace.rank: mean_of(splits).waiting
+        for trace in traces
+        if (splits := [step.ranks[trace.rank] for step in complete if trace.rank in step.ranks])
     }
-    waiting_by_rank = {} if None in waits.values() else waits
-    world_size = max(trace.world_size for trace in traces)
-    settings, device = read_settings(path, world_size=world_size), traces[0].device
     return Report(
         path=str(path),
         device=device,
@@ -171,33 +158,20 @@ def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) ->
         missing_ranks=sorted(set(range(world_size)) - {trace.rank for trace in traces}),
         steps=steps,
         means=means,
-        waiting_by_rank=waiting_by_rank,
         settings=settings,
-        advice=advise(means, settings, device=device, waiting_by_rank=waiting_by_rank),
+        advice=advise(means, settings, device=device, waiting_by_rank=by_rank),
     )
 
 
-def _read_beside(trace_path: Path, name: str) -> str:
-    """A file of the run that a trace directory, or a file in it, belongs to; "" where it is not there."""
-    folder = trace_path if trace_path.is_dir() else trace_path.parent
-    found = [file for file in (folder / name, folder.parent / name) if file.is_file()]
-    return found[0].read_text(encoding="utf-8") if found else ""
-
-
-def _measured(path: Path) -> dict[int, float]:
-    """Seconds a step, from the ``metrics.jsonl`` of the run; empty without one."""
-    lines = _read_beside(path, "metrics.jsonl").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a run may be killed amid its last line
-    return {record["step"]: record["step_seconds"] for record in records if "step_seconds" in record}
-
-
 def read_settings(path: Path, *, world_size: int = 1) -> Settings:
-    """The settings of the run that a trace belongs to."""
+    """The settings of the run that a trace belongs to: its ``config.toml`` lies in or above the trace's directory."""
+    folder = path if path.is_dir() else path.parent
+    beside = [file for file in (folder / "config.toml", folder.parent / "config.toml") if file.is_file()]
     try:
-        config = tomli.loads(_read_beside(path, "config.toml"))
+        config = tomli.loads(beside[0].read_text(encoding="utf-8")) if beside else {}
     except tomli.TOMLDecodeError:  # somebody else's file
         config = {}
-    # It may be another version's: what is not there, or is of another type, is as by default.
+    # It may be another version's: a key that is missing, or of another type, takes the default.
     fsdp, train = config.get("fsdp", {}), config.get("train", {})
     keeps_whole = fsdp.get("strategy") in ("shard_grad_op", "hybrid_shard_zero2", "no_shard")
     given = {"reshard_after_forward": not keeps_whole, **fsdp, "micro_batch_size": train.get("micro_batch_size")}
@@ -211,8 +185,14 @@ def read_settings(path: Path, *, world_size: int = 1) -> Settings:
     return replace(known, micro_batches=max(1, rows * cp // (world_size * known.micro_batch_size)))
 
 
-def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Mapping[int, float]) -> list[Advice]:
-    """What to try, the most telling first; the arguments are those of a `Report`."""
+def advise(
+    mean: Split, settings: Settings, *, device: str, waiting_by_rank: Mapping[int, float | None]
+) -> list[Advice]:
+    """What to try, the most telling first.
+
+    Args:
+        waiting_by_rank: in nanoseconds a step; None: unknown.
+    """
     if device == "cpu":
         why = "gloo: FSDP2 waits for a collective where it issues it, so prefetch changes nothing on a CPU"
         prefetch = [Advice("", "", why)]
@@ -223,17 +203,18 @@ def advise(mean: Split, settings: Settings, *, device: str, waiting_by_rank: Map
     return advice or [Advice("", "", "nothing stands out: communication is neither exposed nor dearly hidden")]
 
 
-def _waiting(mean: Split, by_rank: Mapping[int, float]) -> Iterator[Advice]:
+def _waiting(mean: Split, by_rank: Mapping[int, float | None]) -> Iterator[Advice]:
     if mean.waiting is None or mean.waiting < WAITING * mean.duration:
         return
     told = f"{_share(mean.waiting, mean)} of the step is waiting for a slower rank, which no setting of FSDP mends"
-    slowest = min(by_rank, key=by_rank.__getitem__, default=None)
-    others = [waiting for rank, waiting in by_rank.items() if rank != slowest]
-    # The slow rank waits little itself; where all wait alike, they take turns.
-    if slowest is not None and others and by_rank[slowest] < ONE_IS_BEHIND * sum(others) / len(others):
-        cause = f"it is rank {slowest}; look at its device and at what else runs there"
-    else:
-        cause = "they are slow by turns; look at uneven rows (data.pack) and at the machine's load"
+    cause = "they are slow by turns; look at uneven rows (data.pack) and at the machine's load"
+    waits = {rank: waiting for rank, waiting in by_rank.items() if waiting is not None}
+    if 1 < len(waits) == len(by_rank):
+        slowest = min(waits, key=waits.__getitem__)
+        others = [waiting for rank, waiting in waits.items() if rank != slowest]
+        # The slow rank waits little itself; where all wait alike, they take turns.
+        if waits[slowest] < ONE_IS_BEHIND * sum(others) / len(others):
+            cause = f"it is rank {slowest}; look at its device and at what else runs there"
     yield Advice("", "", f"{told}: {cause}")
 
 
@@ -252,7 +233,7 @@ def _prefetch(mean: Split, phase: str, depth: int) -> Iterator[Advice]:
 
 
 def _others(mean: Split, settings: Settings, *, device: str) -> Iterator[Advice]:
-    """What makes less communication, where there is more than can be hidden, and what the host delays."""
+    """Settings that reduce communication if there is more than compute can hide, and those for a slow host."""
     visible = VISIBLE * mean.duration
     gathers = _exposed(mean, BACKWARD, "all_gather")
     reductions = _exposed(mean, BACKWARD, "reduce_scatter", "all_reduce")

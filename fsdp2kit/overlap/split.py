@@ -22,7 +22,7 @@ from fsdp2kit.overlap.trace import RankTrace, Step
 
 MS = 1e6
 """Nanoseconds in a millisecond."""
-TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "copies", "host_copies", "ideal")
+TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "host_copies")
 """The fields of a `Split` that are times."""
 
 
@@ -72,8 +72,6 @@ class Activity:
         runs, moving = _intervals(self.collectives), [part for one in self.collectives for part in one.moving]
         self.grid = Grid(self.window, [*_intervals(self.work), *runs, *moving, *trace.host_copies])
         self.computing = self.grid.count(_intervals(self.work)) > 0
-        self.copying = self.grid.count(_intervals([part for part in self.work if part.scope.is_fsdp])) > 0
-        """FSDP's own work: copies in and out of collectives' buffers, casts, gradient accumulation."""
         self.running = self.grid.count(runs)
         """How many collectives run."""
         self.communicating = self.running > 0
@@ -88,7 +86,7 @@ def _intervals(parts: Iterable[Work | Collective]) -> list[Interval]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Figures:
     """One kind of collective, or one unit, in one phase; times in nanoseconds."""
 
     count: float
@@ -103,7 +101,7 @@ class Row:
     """Of its collectives' lengths, what was waiting for the slowest rank; None: unknown."""
 
 
-Rows = dict[tuple[str, str], Row]
+Table = dict[tuple[str, str], Figures]
 """By kind of collective or unit, and by phase."""
 
 
@@ -118,19 +116,10 @@ class Split:
     idle: float
     waiting: float | None
     """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
-    copies: float
-    """Of compute, FSDP's own work."""
     host_copies: float
     """Of `idle`, while the device copied from or to the host."""
-    ideal: float
-    """Σ over units and phases of max(compute, communication)."""
-    effective_overlap: float | None
-    """Of what could be hidden unit by unit, Σ min(compute, communication), how much was; 1 at most.
-
-    None where there is nothing to hide.
-    """
-    collectives: Rows
-    units: Rows
+    collectives: Table
+    units: Table
 
     @property
     def compute(self) -> float:
@@ -141,8 +130,8 @@ class Split:
         return self.overlapped + self.exposed
 
     @property
-    def hidden(self) -> float | None:
-        """Of communication, how much is overlapped (HTA's overlap); None without communication."""
+    def overlap(self) -> float | None:
+        """The overlapped share of communication (HTA's overlap); None without communication."""
         return self.overlapped / self.communication if self.communication else None
 
 
@@ -150,35 +139,29 @@ def split_step(trace: RankTrace, step: Step) -> Split:
     """Split one step of one rank."""
     seen = Activity(trace, step)
     total = seen.grid.total
-    overlapped = total(seen.computing & seen.communicating)
     idle = ~seen.computing & ~seen.communicating
-    units = _rows(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit)
-    hideable = sum(min(row.compute, row.communication) for row in units.values())
     is_waiting_known = any(one.transfer is not None for one in seen.collectives)
     return Split(
         duration=step.end - step.start,
         compute_only=total(seen.computing & ~seen.communicating),
-        overlapped=overlapped,
+        overlapped=total(seen.computing & seen.communicating),
         exposed=total(seen.exposed),
         idle=total(idle),
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
-        copies=total(seen.copying),
         host_copies=total(seen.host_copying & idle),
-        ideal=sum(max(row.compute, row.communication) for row in units.values()),
-        effective_overlap=min(1.0, overlapped / hideable) if hideable else None,
-        collectives=_rows(seen, seen.collectives, lambda one: one.kind),
-        units=units,
+        collectives=_table(seen, seen.collectives, lambda one: one.kind),
+        units=_table(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit),
     )
 
 
-def _rows(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Rows:
+def _table(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Table:
     by_key: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
     for part in parts:
         by_key[name_of(part), part.scope.phase].append(part)
-    return {key: _row(seen, those) for key, those in by_key.items()}
+    return {key: _figures(seen, those) for key, those in by_key.items()}
 
 
-def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
+def _figures(seen: Activity, parts: Sequence[Work | Collective]) -> Figures:
     """Work and collectives that have one name and one phase."""
     grid, (begin, end) = seen.grid, seen.window
     collectives = [part for part in parts if isinstance(part, Collective)]
@@ -186,7 +169,7 @@ def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
     # An instant in which n collectives are exposed counts 1/n for each of them.
     share = np.where(seen.exposed, grid.lengths / np.maximum(seen.running, 1), 0.0)
     waits = [one.end - one.start - one.transfer for one in collectives if one.transfer is not None]
-    return Row(
+    return Figures(
         count=sum(begin <= one.issued < end for one in collectives),
         compute=grid.total(grid.count(_intervals(part for part in parts if isinstance(part, Work))) > 0),
         communication=grid.total(running > 0),
@@ -196,22 +179,22 @@ def _row(seen: Activity, parts: Sequence[Work | Collective]) -> Row:
 
 
 def mean_of(splits: Sequence[Split]) -> Split:
-    """The mean of one or more splits; a row that a split has not counts as 0, an unknown time not at all.
+    """The mean of one or more splits. Figures that a split lacks count as 0; an unknown time does not count.
 
-    Rows with most exposed time come first.
+    Those with most exposed time come first.
     """
-    means: dict[str, Any] = {name: _mean(splits, name) for name in (*TIMES, "effective_overlap")}
+    means: dict[str, Any] = {name: _mean(splits, name) for name in TIMES}
     for name in ("collectives", "units"):
-        tables: list[Rows] = [getattr(split, name) for split in splits]
+        tables: list[Table] = [getattr(split, name) for split in splits]
         rows = {}
         for key in dict.fromkeys(key for table in tables for key in table):
             found = [table[key] for table in tables if key in table]
-            rows[key] = Row(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
+            rows[key] = Figures(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
         means[name] = dict(sorted(rows.items(), key=lambda item: -item[1].exposed))
     return Split(**means)
 
 
 def _mean(found: Sequence[object], name: str, *, of: int | None = None) -> Any:
-    """The mean of what is known of a field, over as many as are known or `of` as many; None: nothing is."""
+    """The mean of a field's known values: their sum divided by `of`, or by their number; None: none is known."""
     known = [value for one in found if (value := getattr(one, name)) is not None]
     return sum(known) / (of or len(known)) if known else None

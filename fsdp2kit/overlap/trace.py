@@ -66,7 +66,7 @@ def read_traces(path: str | Path) -> list[RankTrace]:
         path: a run directory, its ``trace`` directory, or one rank's file.
 
     Raises:
-        UserError: there is none, one is damaged, or two are of the same rank.
+        UserError: there is no trace, one is damaged, or two are of the same rank.
     """
     path = Path(path)
     folder = path / "trace" if (path / "trace").is_dir() else path
@@ -89,11 +89,7 @@ def read_traces(path: str | Path) -> list[RankTrace]:
 
 
 def read_trace(path: Path) -> RankTrace:
-    """One rank's trace.
-
-    Raises:
-        UserError: it is no whole trace.
-    """
+    """One rank's trace."""
     content = _load(path)
     events = _events(content["traceEvents"], path)
     host = Host([event for event in events if event.category in ("cpu_op", "user_annotation")])
@@ -148,7 +144,7 @@ def _events(raw: list[Any], path: Path) -> list[Event]:
 
 
 def _steps(events: Sequence[Event], *, first: int) -> tuple[list[Step], Any]:
-    """The steps and the thread that they are on; where nobody marked any, the whole trace is one.
+    """The steps and the thread that they are on; without marks of steps, the whole trace is one.
 
     Args:
         first: the training step that the profiler calls #0.
@@ -178,11 +174,10 @@ def _steps(events: Sequence[Event], *, first: int) -> tuple[list[Step], Any]:
 def _match_collectives(traces: Sequence[RankTrace]) -> None:
     """Tell transfer from waiting: find the same collective on every rank and fill in its `transfer`.
 
-    A rank that comes early to a collective waits in it for the slowest, whose own collective is the shortest and is
-    what the transfer takes. No clocks are compared, only lengths. The n-th collective of a kind, group and step is the
-    same on all ranks, since all issue them in one order. `transfer` stays None where that cannot be told: another
-    rank's trace is missing or has another number of them, or the kind (a send, a broadcast) ends on one rank before
-    another.
+    A rank that comes early to a collective waits in it for the slowest rank, whose own collective is the shortest: its
+    length is the transfer. Only lengths are compared, not clocks. All ranks issue collectives in one order, so the
+    n-th of a kind, group and step is the same on all. `transfer` stays None if a rank's trace is missing or has
+    another number of them, or if the kind (a send, a broadcast) ends on one rank before another.
     """
     sequences: dict[tuple[str, str, int], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:

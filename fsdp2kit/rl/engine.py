@@ -1,4 +1,4 @@
-"""What a rollout engine is, and what it is sent: buckets of named tensors, with a version."""
+"""The interface of a rollout engine, and what it receives: buckets of named tensors, with a version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry:
     """A tensor's place in a bucket."""
 
     name: str
-    """As a Hugging Face file has it."""
+    """Its name in a Hugging Face file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Whole tensors in one flat one, which is used again once they are loaded: whoever keeps one copies it."""
+    """Whole tensors in one flat tensor. Its memory is used again once they are loaded, so copy what you keep."""
 
     entries: tuple[Entry, ...]
     data: Tensor
@@ -49,15 +49,15 @@ class Bucket:
 
 
 class VersionedWeights:
-    """What an engine knows of the weights that it was sent; an engine derives from it and adds ``load_weights``.
+    """The version of the weights that an engine has. A subclass adds ``load_weights``.
 
     `sync_weights` calls ``begin_update(version)``, ``load_weights(bucket)`` for each bucket, and
-    ``finish_update(version)``. Where one of them raises, on any rank, there is no version, and the next sync sends
+    ``finish_update(version)``. If one of them raises, on any rank, there is no version, and the next sync sends
     everything again.
     """
 
     version: int | None = None
-    """Of the weights that arrived whole; None before the first, during an update and after one that broke off.
+    """Version of the weights that arrived whole; None before the first update, during one, and after one that failed.
 
     An engine that loses its weights (a server that restarts, sleep without a copy) sets it to None.
     """
@@ -66,7 +66,7 @@ class VersionedWeights:
     _coming: int | None = None
 
     def begin_update(self, version: int) -> None:
-        """Weights of this version follow; what there is must not be served any more."""
+        """Weights of this version follow; the engine must not serve the old ones any more."""
         self.version, self._coming = None, version
 
     def load_weights(self, bucket: Bucket) -> None:
@@ -74,21 +74,13 @@ class VersionedWeights:
         raise NotImplementedError
 
     def finish_update(self, version: int) -> None:
-        """All weights of this version were loaded.
-
-        Raises:
-            RunFailure: another update was begun.
-        """
+        """All weights of this version were loaded."""
         if version != self._coming:
             raise RunFailure(f"engine: an update to version {self._coming} was begun, and one to {version} ends")
         self.version, self._coming = version, None
 
     def require(self, version: int) -> None:
-        """Refuse to serve other weights than those of ``version``; call it before anything is generated.
-
-        Raises:
-            RunFailure: the engine has others, none, or a part of them.
-        """
+        """Raise a RunFailure unless the engine has the weights of ``version``; call it before generating."""
         if self.version == version:
             return
         has = f"weights of version {self.version}" if self.version is not None else "no weights of the trainer"
@@ -104,7 +96,7 @@ class Request:
     ids: Sequence[int]
     """Token ids of the prompt."""
     seed: tuple[int, ...]
-    """Decides what is sampled, together with the prompt and the weights."""
+    """With the prompt and the weights, it decides what is sampled."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +106,9 @@ class Response:
     ids: list[int]
     """Token ids, with the stop token if there is one."""
     log_probs: list[float]
-    """Of each token when it was sampled, at the sampling's temperature."""
+    """Each token's log-probability when it was sampled, at the sampling's temperature."""
     is_whole: bool
-    """Whether a stop token ends it; else it was cut at ``max_new_tokens``."""
+    """A stop token ends it; otherwise it was cut at ``max_new_tokens``."""
 
 
 EngineMemory = Literal["weights", "cache"]
@@ -126,17 +118,17 @@ class Engine(VersionedWeights):
     """Generates responses with weights that `sync_weights` sends to it; every rank has one."""
 
     dtype: torch.dtype
-    """Of its weights."""
+    """The dtype of its weights."""
 
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
         """Sample a response to each request, with the weights of the last update."""
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Give device memory back, that of the weights and of the cache. Call it when no rank generates."""
+        """Free the device memory of weights and cache. Call it when no rank generates."""
 
     def wake(self, what: EngineMemory) -> None:
-        """Take memory again: that of the weights before an update, that of the cache before `generate`."""
+        """Take memory again: for the weights before an update, for the cache before `generate`."""
 
     def describe(self) -> str:
         """A line for the start of a run."""
@@ -150,21 +142,17 @@ class SharedMemorySender(VersionedWeights):
     same user and see this one in ``/proc``. Linux only.
 
     Args:
-        deliver: given the path of a file, has the other process read it, and returns when that is done.
+        deliver: gets the path of a file, and returns when the other process has read it.
     """
 
     def __init__(self, deliver: Callable[[str], object]) -> None:
         self._deliver = deliver
 
     def load_weights(self, bucket: Bucket) -> None:
-        """Write a bucket to a file of its own, and have it read.
-
-        Raises:
-            Exception: what ``deliver`` raises.
-        """
+        """Write a bucket to a file of its own, and have it read."""
         tensors = dict(sorted(bucket.tensors(), key=lambda item: -item[1].itemsize))  # keeps each aligned
         forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        # Were a file used again, it would change or shrink under a receiver that still reads the last one.
+        # A new file each time: a receiver may still read the last one.
         file = os.memfd_create("fsdp2kit-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")

@@ -1,4 +1,4 @@
-"""Rollouts as packed micro-batches: every rank comes to the same plan of rows, balanced by tokens."""
+"""Rollouts as packed micro-batches. Every rank makes the same plan of packs, balanced by tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp2kit.data.loader import Batch, Pack, Share
 from fsdp2kit.objectives.policy import group_advantages
 from fsdp2kit.rl.engine import Response
 
-_BLOCK = 64  # rows are as long as needed, in steps of this many tokens: a compiled model sees few lengths
+_BLOCK = 64  # packs are as long as needed, in steps of this many tokens: a compiled model sees few lengths
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Rollout:
 def token_values(
     section: GRPOConfig, rollouts: Sequence[Rollout], rewards: np.ndarray, max_new_tokens: int
 ) -> dict[str, list[np.ndarray]]:
-    """What the policy loss is given of each response's tokens, by name, float32 ``[tokens]`` for each rollout.
+    """The policy loss's inputs for each response's tokens, by name: float32 ``[tokens]`` for each rollout.
 
-    ``weights`` are those in a loss that is summed over all tokens and divided by their number. A response that takes
-    no part has weight 0, and is still counted among the responses.
+    ``weights`` are a token's share in a loss that is summed over all tokens and divided by their number. A response
+    that takes no part has weight 0 and still counts as a response.
 
     Args:
         rewards: ``[groups, n]``.
@@ -66,49 +66,51 @@ def pack(
     cp: int,
     pad_id: int,
 ) -> list[Batch]:
-    """A data-parallel rank's micro-batches of a step's rollouts, in rows of nearly equal numbers of tokens.
+    """A data-parallel rank's micro-batches of a step's rollouts, in packs of nearly equal numbers of tokens.
 
-    All rows of the step are as long as the longest needs. Every rank has equally many.
+    All packs of a step are padded to the length of the longest. Every rank has the same number of them.
 
     Args:
         texts: token ids of each rollout's prompt and of its response.
         values: by name, for each rollout, one number for each token of its response.
     """
     lengths = [len(prompt) + len(response) for prompt, response in texts]
-    rows = deal_rows(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
+    packs = deal_packs(lengths, seq_len=seq_len, multiple=dp * micro_batch_size)
     block = _BLOCK * cp
-    longest = max(sum(lengths[at] for at in row) for row in rows)
-    share = Share(min(seq_len, -(-longest // block) * block), len(rows), micro_batch_size, dp_rank, dp, pad_id)
+    longest = max(sum(lengths[at] for at in one) for one in packs)
+    share = Share(min(seq_len, -(-longest // block) * block), len(packs), micro_batch_size, dp_rank, dp, pad_id)
 
-    def packed(row: Sequence[int]) -> Pack:
-        starts = {at: len(texts[at][0]) for at in row}  # of responses
-        documents = [(np.array([*texts[at][0], *texts[at][1]]), np.arange(lengths[at]) >= starts[at]) for at in row]
-        padded = {name: [np.pad(of_all[at], (starts[at], 0)) for at in row] for name, of_all in values.items()}
+    def filled(members: Sequence[int]) -> Pack:
+        starts = {at: len(texts[at][0]) for at in members}  # of responses
+        documents = [
+            (np.array([*texts[at][0], *texts[at][1]]), np.arange(lengths[at]) >= starts[at]) for at in members
+        ]
+        padded = {name: [np.pad(of_all[at], (starts[at], 0)) for at in members] for name, of_all in values.items()}
         return Pack(documents, per_token=padded)
 
-    return share.batches([packed(rows[at]) for at in share.packs], sources=1)
+    return share.batches([filled(packs[at]) for at in share.packs], sources=1)
 
 
-def deal_rows(lengths: Sequence[int], *, seq_len: int, multiple: int) -> list[list[int]]:
-    """The fewest rows, a multiple of ``multiple``, to which documents can be dealt, longest first, to the emptiest.
+def deal_packs(lengths: Sequence[int], *, seq_len: int, multiple: int) -> list[list[int]]:
+    """Deal documents, longest first, each to the emptiest pack; as few packs as fit, a multiple of ``multiple``.
 
     Args:
         lengths: each at most ``seq_len``.
 
     Returns:
-        Indices of the documents of each row; a row may have none.
+        Indices of the documents of each pack; a pack may have none.
     """
     order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     count = -(-sum(lengths) // (seq_len * multiple)) * multiple
     while True:
-        rows: list[list[int]] = [[] for _ in range(count)]
-        filled = [(0, row) for row in range(count)]
+        packs: list[list[int]] = [[] for _ in range(count)]
+        filled = [(0, number) for number in range(count)]
         for at in order:
-            tokens, row = filled[0]
+            tokens, emptiest = filled[0]
             if tokens + lengths[at] > seq_len:
                 break
-            heapq.heapreplace(filled, (tokens + lengths[at], row))
-            rows[row].append(at)
+            heapq.heapreplace(filled, (tokens + lengths[at], emptiest))
+            packs[emptiest].append(at)
         else:
-            return rows
+            return packs
         count += multiple

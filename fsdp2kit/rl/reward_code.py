@@ -1,4 +1,4 @@
-"""Which source files a reward function is made of: its own, and those that it imports from beside it."""
+"""The source files of a reward function: its own, and those below its folder that it imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def code_digests(function: str) -> dict[str, str]:
     """Digest of each source file, by its path below the folder that the function is imported from.
 
     Imports are read from the source, also those within functions; nothing is imported. Files elsewhere, such as
-    installed libraries, are left out; of a function that is installed itself, its own package is looked at.
+    installed libraries, are left out. If the function itself is installed, only its own package counts.
 
     Args:
         function: ``path.py:name`` or ``module:name``.
@@ -61,14 +61,14 @@ def _folder_of(module: str) -> Path | None:
 
 
 def _files_of(root: Path, name: Sequence[str]) -> list[Path]:
-    """The files that importing ``a.b.c`` runs, of those below ``root``."""
+    """The files below ``root`` that importing ``a.b.c`` runs."""
     folders = [root.joinpath(*name[:count]) for count in range(1, len(name) + 1)]
     candidates = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
     return [file for file in candidates if file.is_file()]
 
 
 def _imported(source: bytes, package: Sequence[str]) -> Iterator[list[str]]:
-    """The modules that a file of ``package`` may import: ``from a import b`` names ``a.b``, which may be one."""
+    """The modules that a file of ``package`` may import. ``b`` of ``from a import b`` may be a module, too."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a file that another one imports under a condition

@@ -1,9 +1,9 @@
 """A process that calls one reward function: python reward_worker.py FD FUNCTION COLUMNS
 
-FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``, COLUMNS is a list in JSON of the
-keywords that it will be called with (empty: not known). Run by its path, so that it imports nothing but what the
-function does. The first message says that the function was found and takes these; then each request, a dict of keyword
-arguments, is answered. Every message is ``(ok, value)``, and of an error the value is its text.
+FD is a connection's file descriptor, FUNCTION is ``module:name`` or ``path.py:name``, COLUMNS is a JSON list of the
+keywords of a call (empty: not known). The process runs this file by its path, so it imports only what the function
+imports. The first message says that the function exists and takes these keywords; then each request, a dict of keyword
+arguments, gets an answer. Every message is ``(ok, value)``; the value of an error is its text.
 """
 
 import ctypes
@@ -72,14 +72,14 @@ def describe(error: BaseException) -> str:
 
 
 def at_fault(error: BaseException, request: Mapping[str, Sequence[Any]]) -> str:
-    """The beginnings of the prompt and the completion that a function was at when it raised.
+    """The beginnings of the prompt and the completion that a function worked on when it raised.
 
-    The completion is the one that a local variable of its calls, the innermost first, holds. Where none does, and
-    there are several, the first one is named as such.
+    A local variable of its calls, the innermost first, holds that completion. If none does, the first of several
+    completions is named, and the text says so.
     """
     completions = request["completions"]
     of_each = [(one, text_of(one), ids) for one, ids in zip(completions, request["completion_ids"], strict=True)]
-    # Python has one object of each text of one character, so that such a text tells nothing.
+    # Python shares one object among equal texts of one character, so their identity tells nothing.
     parts = [(part, at) for at, of_one in enumerate(of_each) for part in of_one]
     known = {id(part): at for part, at in parts if not (isinstance(part, str) and len(part) < 2) and part is not None}
     for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
@@ -99,7 +99,7 @@ def excerpt(request: Mapping[str, Sequence[Any]], number: int) -> str:
 
 
 def text_of(messages: Any) -> Any:
-    """A text, or that of the last message."""
+    """A text, or the last message's text."""
     return messages if isinstance(messages, str) else messages[-1].get("content")
 
 

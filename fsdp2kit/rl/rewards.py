@@ -1,4 +1,4 @@
-"""The user's reward functions (docs/grpo.md), each in a process of its own, so that one that hangs can be ended."""
+"""The user's reward functions (docs/grpo.md). Each has its own process, which can be killed if it hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rewards(ExitStack):
         self.weights = np.array([section.weight for section in sections])
         """Each function's weight in the sum, float64."""
         self.contents: dict[str, Content] = {}
-        """Each function's source, by the name that a message has for it."""
+        """Each function's source, by its name in messages."""
         self._columns, self._workers = columns, list[_Worker]()
         with agreement(), ExitStack() as started:
             if twice := next((name for name in self.names if self.names.count(name) > 1), None):
@@ -56,26 +56,22 @@ class Rewards(ExitStack):
                 worker.receive(_IMPORT_SECONDS)
             code = [code_digests(section.function) for section in sections]
             self.push(started.pop_all())
-        code = gather_objects(code)[0]  # ranks that each read a file of their own would go on apart
+        code = gather_objects(code)[0]  # rank 0's: another rank may have read a file that changed meanwhile
         for name, section, files in zip(self.names, sections, code, strict=True):
             function = f"{Path(section.function.rpartition(':')[0]).name}:{section.function.rpartition(':')[2]}"
             digest = hashlib.blake2b(repr([function, files]).encode(), digest_size=8).hexdigest()
             self.contents[f"reward.{name}"] = Content(digest, files=files, otherwise="another function")
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> np.ndarray:
-        """Each response's reward by each function, float64 ``[responses, functions]``; all of them work at once.
+        """Each response's reward by each function, float64 ``[responses, functions]``. All functions run at once.
 
         Args:
-            arguments: by keyword, a list of one item for each response.
-
-        Raises:
-            UserError: a function raised, did not answer in time, ended its process, or returned another number of
-                rewards or one that is not finite.
+            arguments: by keyword, a list with one item for each response.
         """
         count = len(arguments["completions"])
         if not count:
             return np.zeros((0, len(self.names)))
-        # A column that none of these rows has is a keyword all the same: a function may ask for it by name.
+        # A column that none of these rows has is still a keyword: a function may ask for it by name.
         absent = {name: [None] * count for name in self._columns if name not in arguments}
         for worker in self._workers:
             worker.send({**arguments, **absent})
@@ -90,8 +86,8 @@ class _Worker:
         self._section, self._where = section, f"reward.{number}.function: {section.function}"
         self._connection, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
-        # Not by multiprocessing, whose children import the trainer's own modules, torch among them. In a session of
-        # its own, Ctrl-C in the terminal is not for it: the trainer finishes its step.
+        # multiprocessing's children would import the trainer's own modules, torch among them. A session of its own
+        # keeps Ctrl-C in the terminal away from it: the trainer finishes its step.
         command = [sys.executable, str(_WORKER), str(handle), section.function, json.dumps(list(columns))]
         self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
@@ -101,11 +97,7 @@ class _Worker:
             self._connection.send(request)
 
     def receive(self, seconds: float) -> Any:
-        """The next message.
-
-        Raises:
-            UserError: it is an error, or none comes in time.
-        """
+        """The next message; a UserError if it is an error, or if none comes in time."""
         with self._lost_is_an_error():
             if not self._connection.poll(seconds):
                 self.end()

@@ -1,4 +1,4 @@
-"""Batches of rollouts ("rounds") as a checkpoint keeps them, and which of them a resumed run may go on with."""
+"""Batches of rollouts ("rounds") in a checkpoint, and which of them a resumed run may use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Round:
 
     number: int
     version: int
-    """Training steps behind the weights that sampled it."""
+    """Training steps done when its weights sampled it."""
     rollouts: list[Rollout]
 
 
 @dataclass
 class Asked:
-    """A round whose responses may be still under way."""
+    """A round whose responses may still be under way."""
 
     number: int
     version: int
@@ -36,14 +36,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of a checkpoint's rounds is still good."""
+    """The rounds of a checkpoint that are still good."""
 
     now: Round | None
-    """The round that is learnt from."""
+    """The round that training learns from."""
     ahead: tuple[Asked, list[Response]] | None
-    """The next one, and all ranks' responses of it."""
+    """The next round, and all ranks' responses."""
     dropped: str
-    """Why a round that was there is made again; empty where none is."""
+    """Why a round of the checkpoint is made again; empty if none is."""
 
 
 def round_state(now: Round | None, ahead: tuple[Asked, Sequence[Response]] | None) -> dict[str, Any]:
@@ -60,13 +60,12 @@ def round_state(now: Round | None, ahead: tuple[Asked, Sequence[Response]] | Non
 
 
 def kept_rounds(state: Mapping[str, Any], section: RolloutConfig, *, count: int, made_by: Mapping[str, Any]) -> Kept:
-    """What of `round_state` this run would have made as well.
+    """The rounds of `round_state` that this run would have made as well.
 
     Args:
-        state: with ``made_by`` of the run that saved it. Checkpoints of earlier versions do not say it, so that their
-            rounds are made again.
+        state: with ``made_by`` of the run that saved it; without, rounds are made again.
         count: rollouts of a round.
-        made_by: sampling keys (``rollout.…``) and reward functions, in order, each with what it is known by.
+        made_by: sampling keys (``rollout.…``) and reward functions, in order, each with its value or digest.
     """
     before = state.get("made_by", {})
     changed = [name for name in dict.fromkeys([*made_by, *before]) if made_by.get(name) != before.get(name)]

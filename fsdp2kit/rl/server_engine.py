@@ -1,8 +1,8 @@
-"""What servers of vLLM and SGLang have in common as rollout engines: one is on this host, and is asked over HTTP.
+"""What rollout engines on a server of vLLM or SGLang have in common. The server is on this host, asked over HTTP.
 
-It is started with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost the
-weights it was sent, and another trainer may have sent it its own: the version that the server keeps therefore names
-this run, and responses are taken only if it had that version before and after them.
+The user starts it with one command, in an environment of its own (docs/grpo.md). A server that restarts has lost its
+weights, and another trainer may have sent it others. The server's version therefore names this run, and responses
+count only if it had that version before and after them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
 
 _RETRIES = 6
-"""Of a request that found no server: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before them."""
+"""Of a request that finds no server: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 """The servers' names for each kind of memory."""
 
 
 class ServerEngine(Engine):
-    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights, and has it wake up.
+    """Generates on a server. Every rank asks for its own responses; rank 0 sends the weights and wakes the server.
 
     Args:
-        dtype: the one that it was started with.
-        run: names this run, the same on every rank.
+        dtype: the server's, from its start.
+        run: a name of this run, the same on every rank.
         is_main: whether this rank sends the weights.
         stops: tokens that end a response.
         timeout: seconds that a request may take.
@@ -43,10 +43,10 @@ class ServerEngine(Engine):
     """
 
     kind: str
-    """Of the server, in messages."""
+    """The server's name in messages."""
     missing: str
     """What to do about a server that does not know a route."""
-    takes_parts = False  # servers load a fused layer when all of its pieces have come
+    takes_parts = False  # servers load a fused layer once all its pieces have come
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class ServerEngine(Engine):
         self.dtype = dtype
         self._url, self._at_once, self._sleeps = section.url.rstrip("/"), section.batch_size, section.sleep
         self._run, self._is_main, self._stops, self._timeout = run, is_main, tuple(stops), timeout
-        # A connection is not used again: the server drops one on which it answered with an error.
+        # Connections are not reused: the server drops one after an error.
         transport = httpx.HTTPTransport(retries=_RETRIES, limits=httpx.Limits(max_keepalive_connections=0))
         patience = httpx.Timeout(timeout, connect=10.0)
         try:
-            # A proxy of the environment is not asked: it is for what is outside.
+            # trust_env=False: the environment's proxy is for other hosts.
             self._client = httpx.Client(base_url=self._url, timeout=patience, transport=transport, trust_env=False)
             with self._understood():
                 self._name = self._served_model()
@@ -93,26 +93,22 @@ class ServerEngine(Engine):
         raise NotImplementedError
 
     def _open_update(self) -> None:
-        """Have it answer nobody, and forget what an update that broke off left open."""
+        """Pause the server, and close what an update that failed left open."""
         raise NotImplementedError
 
     def _close_update(self, label: str) -> None:
-        """Everything came: have it answer again, with weights of this label and no cache of others."""
+        """Resume the server, with weights of this label and an empty cache."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Have it give its memory on the device back, with what is in it."""
+        """Free the server's memory on the device, with its content."""
         raise NotImplementedError
 
     def describe(self) -> str:
         return f"rollouts: {self.kind} at {self._url}, which serves {self._name!r}"
 
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
-        """Sample a response to each request.
-
-        Raises:
-            RunFailure: the server does not answer, or has other weights than it was sent.
-        """
+        """Sample a response to each request."""
         # A server's defaults may be those of the model's generation_config.json.
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"stop_token_ids": list(self._stops), "skip_special_tokens": False}
@@ -158,7 +154,7 @@ class ServerEngine(Engine):
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """What an answer lacks is an error that names the server."""
+        """Turn an answer of an unexpected form into an error that names the server."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -168,10 +164,10 @@ class ServerEngine(Engine):
         return self._ask("POST", f"/{route}", optional=optional, json=body)
 
     def _ask(self, method: str, path: str, *, optional: bool = False, **options: Any) -> Any:
-        """The answer's JSON; None where it is something else.
+        """The answer's JSON; None if it is something else.
 
         Args:
-            optional: None as well from a server that does not know the route.
+            optional: also None from a server that does not know the route.
 
         Raises:
             RunFailure: there is no answer in time, or it is an error.

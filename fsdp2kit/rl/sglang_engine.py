@@ -1,4 +1,4 @@
-"""An SGLang server on this host as the rollout engine (docs/grpo.md); weights go to it as SGLang's own buckets."""
+"""An SGLang server on this host as the rollout engine (docs/grpo.md). It gets weights as SGLang's own buckets."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class SGLangEngine(ServerEngine):
 
     def _open_update(self) -> None:
         self._post("pause_generation", optional=True, mode="abort")
-        # From here until everything came, whatever happens, it has a version that no run accepts.
+        # Until the update is complete, the server has a version that no run accepts.
         self._post("update_weight_version", new_version=self._label(None), abort_all_requests=True)
         try:
             self._post("begin_weight_update", optional=True)
-        except RunFailure:  # an update that broke off is open still: what came of it is closed and overwritten
+        except RunFailure:  # an update that failed is still open: close it, and overwrite its weights
             with suppress(RunFailure):
                 self._post("end_weight_update")
             self._post("begin_weight_update")
@@ -67,20 +67,20 @@ class SGLangEngine(ServerEngine):
     def load_weights(self, bucket: Bucket) -> None:
         if not self._is_main:
             return
-        flat = bucket.data.to("cpu", copy=True)  # it becomes shared memory, which the bucket's must not
-        # Each of the server's processes opens one: what was opened twice would be freed too early.
+        flat = bucket.data.to("cpu", copy=True)  # serialize moves it to shared memory; the bucket's must stay
+        # One for each of the server's processes: memory opened twice would be freed too early.
         payloads = [serialize(flat, bucket) for _ in range(self._tp)]
         body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         self._post("update_weights_from_tensor", **body)
 
     def _close_update(self, label: str) -> None:
         self._post("end_weight_update", optional=True)
-        self._post("flush_cache")  # refused while anybody generates: nobody does yet
+        self._post("flush_cache")  # refused while a request runs; none runs yet
         self._post("update_weight_version", new_version=label, abort_all_requests=True)
         self._post("continue_generation", optional=True)
 
     def _release(self) -> None:
-        self._post("pause_generation", optional=True, mode="abort")  # it ends where it is told while it generates
+        self._post("pause_generation", optional=True, mode="abort")  # releasing memory while it generates kills it
         if tags := [MEMORY_TAGS[what] for what in MEMORY_TAGS if what not in self._resting]:
             self._post("release_memory_occupation", tags=tags)
             self._rest(set(MEMORY_TAGS))
@@ -95,14 +95,14 @@ class SGLangEngine(ServerEngine):
         self._post("update_weight_version", new_version=self._label(self.version), abort_all_requests=True)
 
     def _label(self, version: int | None) -> str:
-        # It ends where memory is released or taken twice, and cannot be asked what rests: the next run reads it here.
+        # The server dies if memory is released or taken twice, and does not say what is asleep: the label says it.
         resting = "".join(f"{_ASLEEP}{what}" for what in sorted(self._resting))
         return super()._label(version) + resting
 
 
 @dataclass
 class FlattenedTensorMetadata:
-    """SGLang's own of this name: where a tensor is in a bucket, in bytes."""
+    """A tensor's place in a bucket, in bytes; SGLang has a class of the same name."""
 
     name: str
     shape: torch.Size
@@ -113,10 +113,10 @@ class FlattenedTensorMetadata:
 
 
 def serialize(flat: Tensor, bucket: Bucket) -> str:
-    """A bucket as SGLang's `MultiprocessingSerializer` takes it: in base64, with the tensor in shared memory.
+    """A bucket in the form that SGLang's `MultiprocessingSerializer` reads: base64, with the tensor in shared memory.
 
     Args:
-        flat: a copy of the bucket's data on the CPU, to be kept until the payload was read, by one process.
+        flat: a copy of the bucket's data on the CPU. Keep it until one process has read the payload.
     """
     metadata = [
         FlattenedTensorMetadata(
@@ -130,6 +130,6 @@ def serialize(flat: Tensor, bucket: Bucket) -> str:
         ForkingPickler(buffer, 3).dump({"flattened_tensor": flat, "metadata": metadata})
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
-    # Protocol 3 names a class by a line for its module and one for itself: this one is where SGLang has it.
+    # Protocol 3 has a line for a class's module and one for its name: put SGLang's module in place of this one.
     ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, _METADATA_MODULE))
     return base64.b64encode(buffer.getvalue().replace(ours, theirs)).decode("ascii")

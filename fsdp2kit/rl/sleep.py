@@ -1,8 +1,7 @@
-"""Training state asleep: its memory is on the host while an engine generates on the device, and comes back unchanged.
+"""Training state asleep: its memory moves to the host while an engine generates on the device, and back unchanged.
 
-Storages move, not tensors: each is copied to the host and then shrunk to nothing, and on waking it grows again under
-the tensors that view it. So parameters, shards, FSDP2's own views of them and the optimizer's state stay the objects
-that they were.
+Storages move, not tensors: each is copied to the host and resized to nothing; on waking it grows again under the
+tensors that view it. Parameters, shards, FSDP2's views of them and optimizer state stay the same objects.
 """
 
 from __future__ import annotations
@@ -54,31 +53,25 @@ class _Asleep:
     copies: list[tuple[torch.UntypedStorage, Tensor]]
     """A storage that is empty now, and its bytes on the host."""
     undo: list[Callable[[], object]]
-    """What takes the guards away that refuse its use."""
+    """Removes the guards that refuse its use."""
 
 
 def check_sleep(section: FSDPConfig) -> None:
-    """
-    Raises:
-        UserError: parameters are offloaded, which leaves nothing to put to sleep.
-    """
+    """Refuse offloaded parameters: they leave nothing to put to sleep."""
     if section.offload == "params":
         what = '"params" keeps parameters, gradients and optimizer state on the host already'
         raise UserError("fsdp.offload", what, 'set it to "none", and they are there only while the engine generates')
 
 
 def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] = EVERYTHING) -> Moved:
-    """Move training state to the host, and give its memory on the device back; what is asleep already stays so.
+    """Move training state to the host and free its memory on the device; what sleeps already stays asleep.
 
-    Until `wake_up`, a forward or a step of the optimizer raises `RunFailure`. A rank can do it by itself.
+    Until `wake_up`, a forward or an optimizer step raises `RunFailure`. Not collective.
 
     Args:
         model: sharded; units that a forward left gathered are freed.
         optimizer: with the state that is tagged ``"optimizer"``; None: there is none.
         what: ``"weights"`` is parameters and their gradients.
-
-    Raises:
-        UserError: parameters are offloaded.
     """
     device, asleep = _device_of(model), _asleep_in(model)
     before, new = memory_in_use(device), list[_Asleep]()
@@ -95,7 +88,7 @@ def sleep(model: nn.Module, optimizer: Optimizer | None, what: Collection[Tag] =
 
 
 def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
-    """Bring back to the device what `sleep` moved away; what is awake stays so."""
+    """Bring back to the device what `sleep` moved to the host; what is awake stays awake."""
     device, asleep = _device_of(model), _asleep_in(model)
     before, found = memory_in_use(device), [asleep.pop(tag) for tag in EVERYTHING if tag in what and tag in asleep]
     for one in found:
@@ -108,10 +101,7 @@ def wake_up(model: nn.Module, what: Collection[Tag] = EVERYTHING) -> Moved:
 
 
 def check_awake(model: nn.Module) -> None:
-    """
-    Raises:
-        RunFailure: the weights are asleep.
-    """
+    """Raise a RunFailure if the weights are asleep."""
     if "weights" in _asleep_in(model):
         raise RunFailure(_REFUSAL.format("weights"))
 
@@ -124,11 +114,7 @@ def _asleep_in(model: nn.Module) -> dict[str, _Asleep]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where a model computes.
-
-    Raises:
-        UserError: its parameters are elsewhere.
-    """
+    """The device that a model computes on; offloaded parameters are refused."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             if parameter.device.type != parameter.device_mesh.device_type:
@@ -154,7 +140,7 @@ def _state_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _to_host(tensors: Iterable[Tensor], device: torch.device) -> list[tuple[torch.UntypedStorage, Tensor]]:
-    """Copy each storage under the tensors to the host, once, and empty it; those on another device are left."""
+    """Copy each storage under the tensors to the host once, and empty it; storages on other devices stay."""
     parts = [part for tensor in tensors for part in inner_tensors(tensor) if part.device == device]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
     copies = []
@@ -177,10 +163,10 @@ def _refuse(tag: Tag) -> Callable[..., NoReturn]:
 
 
 def _guard_forward(model: nn.Module) -> Iterator[Callable[[], object]]:
-    """Have every call of a unit refused, by the methods too that FSDP gathers parameters for."""
+    """Refuse every call of a unit, also of the methods for which FSDP gathers parameters."""
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         yield module.register_forward_pre_hook(_refuse("weights"), prepend=True).remove
-        # `register_fsdp_forward_method` leaves bound methods on the instance, and no other list of them.
+        # `register_fsdp_forward_method` keeps its methods only as bound methods on the instance.
         methods = {name: value for name, value in vars(module).items() if isinstance(value, MethodType)}
         vars(module).update(dict.fromkeys(methods, _refuse("weights")))
         yield partial(vars(module).update, methods)
@@ -191,14 +177,14 @@ def _guard_step(optimizer: Optimizer | None, tag: Tag) -> list[Callable[[], obje
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Leave a device's memory that no tensor uses to other processes: an engine in one of them wants it too."""
+    """Free device memory that no tensor uses, for an engine in another process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes in use: see `Moved`; 0 where the system does not tell."""
+    """Bytes in use: see `Moved`; 0 if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The embedded rollout engine: transformers' own generation, with a copy of the model on every rank or few."""
+"""The embedded rollout engine: transformers' generation, with a copy of the model on every rank or group of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TransformersEngine(Engine):
         model: materialised, in evaluation mode.
         stops: tokens that end a response.
         pad_id: fills prompts up from the left; attention leaves it out. None: any token does.
-        group: of the ranks that the model is split over; they generate together. None: it is whole.
+        group: the ranks that the model is split over; they generate together. None: the model is whole.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class TransformersEngine(Engine):
     def generate(self, requests: Sequence[Request], *, max_new_tokens: int, temperature: float) -> list[Response]:
         """Sample a response to each request. Collective among the ranks that share the model.
 
-        What is sampled depends on the weights, the prompt and the request's seed; on its neighbours in a batch only
-        by rounding.
+        A response depends on the weights, the prompt and the request's seed; on its neighbours in a batch only
+        through rounding.
         """
         check_awake(self._model)
         asked, before = list(requests), 0
-        if self._group is not None:  # they answer what any of them was asked, and each keeps its own
+        if self._group is not None:  # they answer the requests of all of them, and each keeps its own
             by_rank = gather_objects(asked, group=self._group)
             asked = [request for part in by_rank for request in part]
             before = sum(map(len, by_rank[: self._group.rank()]))
-        # Of similar lengths together, so that little is padded.
+        # Similar lengths together, so that little is padded.
         order = sorted(range(len(asked)), key=lambda at: -len(asked[at].ids))
         found: dict[int, Response] = {}
         for start in range(0, len(order), self._batch_size):
@@ -106,7 +106,7 @@ class TransformersEngine(Engine):
         return Response(ids[:length], log_probs[: length or len(ids)], is_whole=length is not None)
 
     def load_weights(self, bucket: Bucket) -> None:
-        """Copy a bucket's tensors, converted as those of a Hugging Face directory are, into the engine's model."""
+        """Copy a bucket's tensors into the engine's model, converted like those of a Hugging Face directory."""
         stored, targets = dict(bucket.tensors()), self._model.state_dict()
         names = tuple(stored)
         if names not in self._sources:
@@ -118,11 +118,7 @@ class TransformersEngine(Engine):
                 self._missing.discard(name)
 
     def finish_update(self, version: int) -> None:
-        """As `VersionedWeights.finish_update`.
-
-        Raises:
-            RunFailure: some weights never came, or another update was begun.
-        """
+        """See `VersionedWeights.finish_update`; a RunFailure if some weights never came."""
         if self._missing:
             raise RunFailure(f"the rollout engine did not get {min(self._missing)} ({len(self._missing)} in all)")
         super().finish_update(version)
@@ -136,17 +132,17 @@ class TransformersEngine(Engine):
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses each row's next token by that row's own random numbers, and leaves no other choice.
+    """Chooses each sequence's next token by the sequence's own random numbers, and masks all others.
 
     Args:
         uniform: float64 ``[B, max_new_tokens]`` in [0, 1): one number a token.
-        group: of ranks that take the tokens which its first one chooses.
+        group: ranks that take the tokens of its first rank.
     """
 
     def __init__(self, uniform: Tensor, temperature: float, *, group: dist.ProcessGroup | None) -> None:
         self._uniform, self._temperature, self._group = uniform, temperature, group
         self.log_probs: list[Tensor] = []
-        """Of the chosen tokens, float32 ``[B]`` of each step."""
+        """Log-probabilities of the chosen tokens: float32 ``[B]`` for each step."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_probs = torch.log_softmax(scores.float() / self._temperature, dim=-1)
@@ -154,7 +150,7 @@ class _Sampler(LogitsProcessor):
         reached = log_probs.double().exp().cumsum(dim=-1)
         wanted = self._uniform[:, len(self.log_probs), None] * reached[:, -1:]
         tokens = torch.searchsorted(reached, wanted, right=True).clamp(max=scores.shape[1] - 1)
-        if self._group is not None:  # a rounding apart, ranks would go on with different texts
+        if self._group is not None:  # rounding differs among ranks, and texts would then differ, too
             dist.broadcast(tokens, group_src=0, group=self._group)
         self.log_probs.append(log_probs.gather(1, tokens).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)

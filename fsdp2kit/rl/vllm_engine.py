@@ -1,4 +1,4 @@
-"""A vLLM server on this host as the rollout engine (docs/grpo.md): weights go to it through the plugin beside this."""
+"""A vLLM server on this host as the rollout engine (docs/grpo.md). `vllm_plugin` receives its weights there."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class VLLMEngine(ServerEngine):
         return Response(found, log_probs, is_whole=bool(found) and found[-1] in self._stops)
 
     def _open_update(self) -> None:
-        self._post("pause")  # what another trainer's requests had begun is over
+        self._post("pause")  # ends another trainer's requests
         self._post("init_weight_transfer_engine", init_info={})
         try:
             self._post("start_weight_update")
-        except RunFailure:  # an update that broke off is open still: what came of it is closed and overwritten
+        except RunFailure:  # an update that failed is still open: close it, and overwrite its weights
             self._post("finish_weight_update", weight_version=self._label(None))
             self._post("start_weight_update")
 
@@ -57,7 +57,7 @@ class VLLMEngine(ServerEngine):
 
     def _release(self) -> None:
         self._post("pause")
-        with suppress(RunFailure):  # there is no update to close, unless one broke off and left parts without memory
+        with suppress(RunFailure):  # closes an update that failed, if there is one
             self._post("finish_weight_update", weight_version=self._label(None))
         self._post("sleep?level=2")
 

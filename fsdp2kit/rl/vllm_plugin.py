@@ -1,4 +1,4 @@
-"""What runs within a vLLM server: it loads the weights that a trainer on the same host puts into shared memory.
+"""Runs within a vLLM server, and loads the weights that a trainer on the same host puts into shared memory.
 
 vLLM finds `register` by this package's entry point ``vllm.general_plugins``; a server is then started with
 ``--weight-transfer-config '{"backend": "fsdp2kit"}'``. This module runs in the server's environment, and imports
@@ -35,7 +35,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """A bucket of weights."""
 
     path: str
-    """A safetensors file with Hugging Face names, which is gone after the request (`SharedMemorySender`)."""
+    """A safetensors file with Hugging Face names; it is gone after the request (`SharedMemorySender`)."""
 
 
 class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -56,7 +56,7 @@ class SharedMemoryReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load a bucket. What vLLM keeps of it until a layer is complete, the mapping of the file keeps alive."""
+        """Load a bucket. The file's mapping keeps tensors alive that vLLM holds until a layer is complete."""
         with safe_open(update_info.path, "pt") as file:
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 

@@ -1,8 +1,8 @@
 """From sharded parameters to an engine's weights, a bucket at a time.
 
-A bucket's tensors are cast on their shards, gathered by one collective as bytes, rank by rank, and put in order; the
-next bucket is gathered meanwhile. At no time is there more than two buckets and the largest tensor beside the model.
-Names and pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are merged, a tied tensor is sent once.
+Shards of a bucket's tensors are cast, gathered by one collective as bytes, rank by rank, and put in order; the next
+bucket is gathered meanwhile. Besides the model, memory holds at most two buckets and the largest tensor. Names and
+pieces are those of an export (`fsdp2kit.checkpoint.hf`): adapters are merged, a tied tensor is sent once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,19 @@ def sync_weights(
 ) -> int:
     """Send a model's weights to an engine, as its export would have them. Collective: every rank has an engine.
 
-    Parameters and persistent buffers, a tied one once, with adapters merged. What is frozen is sent to an engine that
-    has no version (its first sync, after one that broke off), and otherwise left out.
+    It sends parameters and persistent buffers, a tied one once, with adapters merged. Frozen ones go only to an engine
+    without a version (at the first sync, and after one that failed). If this rank's engine raises, so does this, after
+    all ranks have finished; the other ranks raise a `RunFailure`.
 
     Args:
         model: as `parallelize_model` made it; units that a forward left gathered are freed.
-        engine: this rank's. It has ``version`` when all ranks' have it, and none if any of them raised.
-        dtype: the engine's, of floating-point tensors, but for those that transformers keeps in float32
-            (`tensor_dtypes`): they are cast before they travel.
-        bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) is one alone.
+        engine: this rank's. It has ``version`` when all ranks' engines have it, and none if any of them raised.
+        dtype: floating-point tensors are cast to it before they travel, except for those that transformers keeps in
+            float32 (`tensor_dtypes`).
+        bucket_mib: MiB of a bucket. A larger tensor (or several that transformers converts together) has its own.
 
     Returns:
-        Bytes that the engine was given.
-
-    Raises:
-        RunFailure: the weights are asleep, or another rank's engine raised.
-        UserError: transformers cannot convert this model, or its parameters are sharded in another way than here.
-        Exception: what this rank's engine raised.
+        Bytes that the engine received.
     """
     check_awake(model)
     reshard_all(model)
@@ -64,7 +60,7 @@ def sync_weights(
     def load(bucket: Bucket) -> None:
         nonlocal problem, loaded
         loaded += sum(entry.nbytes for entry in bucket.entries)
-        if problem is None:  # else the others still need this rank's shards
+        if problem is None:  # after an error the others still need this rank's shards
             try:
                 engine.load_weights(bucket)
             except Exception as error:
@@ -83,11 +79,11 @@ class _Weight:
     """A tensor of the model as it is sent."""
 
     name: str
-    """In a model without adapters."""
+    """Its name in a model without adapters."""
     tensor: Tensor
     dtype: torch.dtype
     layer: Any = None
-    """peft's, where an adapter is merged into the tensor."""
+    """peft's layer, if an adapter is merged into the tensor."""
     adapter: tuple[Tensor, ...] = ()
     """Its parameters, as `merged_weight` takes them."""
 
@@ -97,7 +93,7 @@ class _Weight:
         return self.tensor.numel() * self.dtype.itemsize
 
     def within(self, data: Tensor, offset: int) -> Tensor:
-        """The whole tensor that begins at ``offset`` of ``data``, bytes."""
+        """The whole tensor that begins at byte ``offset`` of ``data``."""
         return data[offset : offset + self.nbytes].view(self.dtype).view(self.tensor.shape)
 
     def shard_bytes(self, ranks: int) -> int:
@@ -113,7 +109,7 @@ class _Group:
     weights: tuple[_Weight, ...]
     skeleton: Any
     file_name: str | None
-    """Of the one tensor, where nothing but its name is another in a file."""
+    """Its name in a file, if that is all that differs there."""
 
     @property
     def changes(self) -> bool:
@@ -133,7 +129,7 @@ class _Group:
         views = [tensor.untyped_storage().data_ptr() == data.untyped_storage().data_ptr() for tensor in tensors]
         if all(views) and all(tensor.is_contiguous() for tensor in tensors):
             places = [tensor.data_ptr() - data.data_ptr() for tensor in tensors]
-        else:  # pieces that were copied go back to where they came from
+        else:  # conversion copied pieces: put them back into the bucket
             tensors = [tensor.clone() if view else tensor for tensor, view in zip(tensors, views, strict=True)]
             places, _ = _layout(((tensor.nbytes, tensor.itemsize) for tensor in tensors), offsets[0])
             for place, tensor in zip(places, tensors, strict=True):
@@ -143,13 +139,13 @@ class _Group:
 
 
 def _plan(model: Any, dtype: torch.dtype) -> list[_Group]:
-    """All tensors of a model, in the groups in which they can be converted; the same on every rank."""
+    """All tensors of a model, in groups that transformers converts together; the same on every rank."""
     skeleton, adapter = build_skeleton(model), adapter_of(model)
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         inner = base_name(name)
-        # A module that an adapter trains whole is there twice: the copy is what counts.
+        # A module that an adapter trains whole is there twice: the trained copy counts.
         if inner is not None and (inner not in found or tensor.requires_grad):
             found[inner] = tensor
     weights: dict[str, _Weight] = {}
@@ -179,8 +175,8 @@ def _send(groups: Sequence[_Group], shards: _Shards, bucket_bytes: int, load: Ca
 
     batches = list(in_batches(groups, size, largest=bucket_bytes))
     sizes = [sum(map(size, batch)) for batch in batches]
-    # What is gathered in order, or is too large, has memory of its own: for one bucket at a time. The others use the
-    # same again: on a CPU, fresh memory costs more than what is written to it.
+    # A bucket that is gathered in order, or is too large, has its own memory, one at a time. The others share memory:
+    # on a CPU, allocating it costs more than writing to it.
     alone = [
         shards.ranks == 1 or len(_weights_of(batch)) == 1 or each > bucket_bytes
         for batch, each in zip(batches, sizes, strict=True)
@@ -222,10 +218,9 @@ class _Shards:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> _Shards:
-        """Of all these tensors alike; those that are whole on every rank do not matter.
+        """How all these tensors are sharded; those that are whole on every rank do not matter.
 
-        Raises:
-            UserError: a parameter is sharded otherwise than over dim 0 and one dim of one mesh.
+        Tensors that are not all sharded alike, over dim 0 and one dim of one mesh, are refused.
         """
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         if not sharded:
@@ -242,10 +237,10 @@ class _Shards:
 
 
 class _Gather:
-    """Whole tensors on their way: begun when it is made, done after `finish`.
+    """Gathers whole tensors: the constructor begins, `finish` waits.
 
     Args:
-        memory: what they are gathered in, and put in order in; None: memory of its own.
+        memory: one tensor to gather into, and one to put them in order in; None: it allocates both.
     """
 
     def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: Sequence[Tensor] | None = None) -> None:
@@ -255,7 +250,7 @@ class _Gather:
         adapters = iter(self._adapters(shards))
         self._gathered = self._take(0, shards.ranks * size).view(shards.ranks, size)
         mine = self._gathered[shards.rank]
-        # The adapters of tensors that are whole on every rank (`fsdp.ignored_modules`): `finish` merges these.
+        # Adapters of tensors that are whole on every rank (`fsdp.ignored_modules`): `finish` merges them.
         self._to_merge: dict[_Weight, list[Tensor]] = {}
         for weight, place, most in zip(weights, self._places, self._sizes, strict=True):
             parts = [next(adapters) for _ in weight.adapter]
@@ -270,12 +265,12 @@ class _Gather:
             self._work = all_gather_single(self._gathered.view(-1), mine, group=shards.group, async_op=True)
 
     def _take(self, which: int, size: int) -> Tensor:
-        if self._memory is None or size > len(self._memory[which]):  # the gaps between several dtypes may not fit
+        if self._memory is None or size > len(self._memory[which]):  # gaps between dtypes may not fit
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[which][:size]
 
     def _adapters(self, shards: _Shards) -> list[Tensor]:
-        """The adapters' parameters whole: each rank needs all of a factor to merge its rows."""
+        """The adapters' whole parameters: each rank needs all of a factor to merge its part."""
         parts = [_Weight("", part, part.dtype) for weight in self._weights for part in weight.adapter]
         if not parts:
             return []
@@ -287,9 +282,9 @@ class _Gather:
         if self._work is not None:
             self._work.wait()
         gathered = self._gathered
-        del self._gathered, self._work  # it holds on to the tensor as well
+        del self._gathered, self._work  # the work holds the tensor, too
         if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
-            # Shards are in order then, and padding comes after them.
+            # The shards are in order, and padding comes after them.
             return gathered.view(-1), self._places
         offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
         data = self._take(1, size)

@@ -14,9 +14,9 @@ import pytest
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.foreign import NAMES, WITHOUT_KEY
+from fsdp2kit.config.foreign import NAMES, NOT_OFFERED, WITHOUT_KEY
 from fsdp2kit.config.load import known_keys
-from fsdp2kit.migrate.translate import TABLE, WARNED_OF, Row
+from fsdp2kit.migrate.fields import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "fsdp1_to_fsdp2.md").read_text(encoding="utf-8")
@@ -91,12 +91,20 @@ def _is_key(key: str) -> bool:
 
 
 def test_the_translations_keys_exist_and_a_name_means_one_thing() -> None:
-    written = {entry.key for entry in TABLE if isinstance(entry, Row)}
-    slots = {entry.slot for entry in TABLE if isinstance(entry, Row)} - {""}
+    rows = [row for row in TABLE["rows"] if "rule" not in row]
+    written = {row.get("key", row.get("fill")) for row in rows}
+    slots = {row["from"] for row in rows if "from" in row} | {
+        slot for slots in TABLE["unused"].values() for slot in slots
+    }
+    assert len(written) > 40
     assert [key for key in {*written, *(slot for slot in NAMES if "." in slot)} if not _is_key(key)] == []
     assert slots <= NAMES.keys()
-    lists = [*NAMES.values(), *WITHOUT_KEY.values(), *(names for names, *_ in WARNED_OF)]
-    names = [name for one in lists for name in one.split()]
+    warned = [row["names"] for row in TABLE["warned"]]
+    names = [
+        name
+        for one in (*NAMES.values(), *WITHOUT_KEY.values(), *NOT_OFFERED.values(), *warned)
+        for name in one.split()
+    ]
     assert len(names) > 300
     assert len(names) == len(set(names))
 

@@ -173,34 +173,6 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "recipe", "data"),
-    [
-        ({}, "fsdp1_baseline", {"format": "synthetic"}),
-        ({"dataset": "org/ultrachat"}, "sft", {"format": "chat", "path": "org/ultrachat"}),
-        ({"dataset_name": "org/wiki"}, "pretrain", {"format": "text", "path": "org/wiki"}),
-        ({"dataset_name": "org/x", "dataset_text_field": "messages"}, "sft", {"columns": {"messages": "messages"}}),
-        ({"dataset_name": "org/x", "dataset_text_field": "body"}, "pretrain", {"columns": {"text": "body"}}),
-        ({"datasets": [{"path": "org/x", "type": "chat_template"}]}, "sft", {"format": "chat", "path": "org/x"}),
-        ({"dataset": "tatsu-lab/alpaca"}, "sft", {"format": "prompt_completion"}),
-        ({"dataset": "samsum_dataset"}, "sft", {"path": "your-org/your-chats"}),
-        ({"dataset": {"_component_": "torchtune.datasets.x"}}, "sft", {"path": "your-org/your-chats"}),
-        ({"dataset": {"_component_": "x", "source": "org/chats"}}, "sft", {"path": "org/chats"}),
-    ],
-)
-def test_data_and_the_recipe_that_fits(
-    fields: dict[str, Any], recipe: str, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values, found = translated({"model_path": "m", "max_steps": 3, **fields}, tmp_path)
-    assert values["recipe"] == recipe
-    assert {key: values["data"][key] for key in data} == data
-    assert not found.unknown
-    assert ("data.path=" in found.toml.splitlines()[0]) == (data.get("path") == "your-org/your-chats")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    (tmp_path / "x.toml").write_text(found.toml)
-    assert run.main([str(tmp_path / "x.toml"), "--check"]) == 0
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"sharding_strategy": "ZERO_9"}', "sharding_strategy: 'ZERO_9' is not understood; known: full_shard"),
@@ -225,44 +197,3 @@ def test_a_missing_file_and_a_bad_world_size(tmp_path: Path, capsys: pytest.Capt
     assert migrate_fsdp1.main([str(tmp_path / "none.json")]) == 2
     assert migrate_fsdp1.main([str(CONFIGS[0]), "--world-size", "0"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
-    "TRL": (
-        {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "all-linear"},
-        {"rank": 16, "alpha": 32, "target_modules": "all-linear"},
-        "",
-    ),
-    "TRL, off": ({"use_peft": False, "lora_r": 16}, None, ""),
-    "axolotl": (
-        {"adapter": "qlora", "lora_r": 8, "lora_dropout": 0.05, "lora_target_linear": True, "load_in_4bit": True},
-        {"rank": 8, "dropout": 0.05, "target_modules": "all-linear", "quantize": "nf4"},
-        "",
-    ),
-    "TRL, 4 bits": (
-        {"use_peft": True, "lora_r": 16, "load_in_4bit": True},
-        {"rank": 16, "quantize": "nf4"},
-        "",
-    ),
-    "4 bits alone": ({"load_in_4bit": True}, None, "unquantised"),
-    "8 bits": ({"use_peft": True, "lora_r": 4, "load_in_8bit": True}, {"rank": 4}, "quantised"),
-    "llama-factory": (
-        {"finetuning_type": "lora", "lora_target": "q_proj,v_proj"},
-        {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
-        "",
-    ),
-    "whole": ({"finetuning_type": "full"}, None, ""),
-    "another kind": ({"use_peft": True, "peft_method": "prefix"}, None, "the whole model would be trained"),
-}
-
-
-@pytest.mark.parametrize("tool", ADAPTERS)
-def test_adapters_are_translated(tool: str, tmp_path: Path) -> None:
-    fields, section, warning = ADAPTERS[tool]
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps({"model_name_or_path": "org/model", "num_processes": 1, **fields}))
-    draft = translate(path, toml="x.toml")
-    assert tomli.loads(draft.toml).get("lora") == section
-    assert not draft.unknown
-    assert warning in " ".join(draft.warnings)
-    assert bool(warning) == any("adapter" in one or "peft" in one or "quantised" in one for one in draft.warnings)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from fsdp2kit.overlap.report import Settings, advise, read_settings
-from fsdp2kit.overlap.split import Row, Split
+from fsdp2kit.overlap.split import Figures, Split
 
 
 def mean(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **changes: Any) -> Split:
     """A step of 100, of which collectives expose as much as given; `hidden` more of each."""
     total = sum(exposed.values())
     rows = {
-        key: Row(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
+        key: Figures(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
         for key, time in exposed.items()
     }
     overlapped = hidden * len(rows)
@@ -26,10 +26,7 @@ def mean(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **change
         "exposed": total,
         "idle": 5.0,
         "waiting": None,
-        "copies": 0.0,
         "host_copies": 0.0,
-        "ideal": 90.0,
-        "effective_overlap": 0.5,
         "collectives": rows,
         "units": {},
     }
@@ -88,9 +85,13 @@ def test_on_gloo_prefetch_is_no_advice() -> None:
 
 @pytest.mark.parametrize(
     ("by_rank", "told"),
-    [({0: 12.0, 1: 11.0, 2: 13.0}, "slow by turns"), ({0: 18.0, 1: 18.0, 2: 0.5}, "it is rank 2"), ({}, "by turns")],
+    [
+        ({0: 12.0, 1: 11.0, 2: 13.0}, "slow by turns"),
+        ({0: 18.0, 1: 18.0, 2: 0.5}, "it is rank 2"),
+        ({0: 18.0, 1: None}, "by turns"),
+    ],
 )
-def test_waiting(by_rank: dict[int, float], told: str) -> None:
+def test_waiting(by_rank: dict[int, float | None], told: str) -> None:
     found = advise(mean({}, waiting=12.0), Settings(), device="cuda", waiting_by_rank=by_rank)
     assert told in str(found[0])
     assert str(found[0]).startswith("12 % of the step")

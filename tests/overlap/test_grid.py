@@ -53,7 +53,7 @@ COLLECTIVES = st.lists(st.tuples(*[st.integers(0, 60)] * 4), max_size=6)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, COLLECTIVES)
 def test_shares_divide_every_exposed_instant(work: list[tuple[int, int]], times: list[tuple[int, ...]]) -> None:
-    scope = Scope("forward", "", is_fsdp=False)
+    scope = Scope("forward", "")
     collectives = []
     for number, (call, issued, start, end) in enumerate(map(sorted, times)):
         collectives.append(Collective(str(number), start, end, scope, issued=call, setup=(call, issued)))

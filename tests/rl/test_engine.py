@@ -12,8 +12,8 @@ from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.engine import Request
+from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.packing import pack
-from fsdp2kit.rl.rollouts import build_engine
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.parallel.jobs import Case, build

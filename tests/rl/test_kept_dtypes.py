@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.model.tokenizer import build_tokenizer
-from fsdp2kit.rl.rollouts import build_engine
+from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
 from tests.checkpoint.test_kept_dtypes import files
 from tests.kept import kept_model

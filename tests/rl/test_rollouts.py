@@ -19,68 +19,30 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.config.rl_schema import PromptDataConfig
 from fsdp2kit.data.contents import Content
-from fsdp2kit.data.rows import Row
-from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.policy import PolicyLoss
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.engine import Response
-from fsdp2kit.rl.packing import Rollout, deal_rows
-from fsdp2kit.rl.prompts import Prompts, build_prompts, digest_of
+from fsdp2kit.rl.packing import Rollout, deal_packs
 from fsdp2kit.rl.rollouts import Rollouts
 from fsdp2kit.rl.rounds import Asked, Round, round_state
 from fsdp2kit.rl.transformers_engine import TransformersEngine
 from fsdp2kit.run import load
 from tests.checkpoint.chaos import Doom, Harness
-from tests.data.templates import CHATML, make_tokenizer
-from tests.reference import DEMO, demo_model_dir, full
+from tests.reference import full
+from tests.rl.runs import prompts_of, write_toml
 from tests.workers import WorkerPool
 
-REWARDS = '''
-def spread(completion_ids, level, **_):
-    """Depends on the tokens and on the row's own column."""
-    return [len({token % 7 for token in ids}) / 7 + ids[0] % 3 * int(one) for ids, one in zip(completion_ids, level)]
-
-def same(completions, **_):
-    return [0.1] * len(completions)
-
-def level(level, **_):
-    return [float(one) for one in level]
-
-def needs(no_such_column, **_):
-    return no_such_column
-'''
 DP2, CP2 = ("train.micro_batch_size=1",), ("mesh.cp=2", "train.micro_batch_size=2")
 
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = demo_model_dir(tmp_path_factory.mktemp("rl"), kind="smollm2_even")
-    (folder / "mine.py").write_text(REWARDS)
-    rows = [{"prompt": f"Say {'it, ' * (at % 4)}{at}.", "level": str(at % 2)} for at in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.toml").write_text(f"""
-        recipe = "grpo"
-        run.seed = 1
-        model.path = "{folder}"
-        fsdp.param_dtype = "float32"
-        data = {{ path = "prompts.jsonl", seq_len = 64 }}
-        rollout = {{ n = 4, max_new_tokens = 8, batch_size = 5, samples_every = 2 }}
-        reward = [{{ function = "mine.py:spread" }}, {{ function = "mine.py:same", weight = 2.0 }}]
-        grpo = {{ kl = 0.05 }}
-        train = {{ steps = 4, global_batch_size = 16 }}
-        optimizer.lr = 3e-3
-        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
-        wandb.mode = "disabled"
-    """)
-    return folder / "run.toml"
+    return write_toml(tmp_path_factory.mktemp("rl"))
 
 
 def _run_recipe(toml: str, overrides: Sequence[str]) -> str:
@@ -356,9 +318,10 @@ def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "
     _, config = load(str(toml), list(overrides))
     prompts = SimpleNamespace(per_round=4, total_steps=8)
     none: Any = None
-    mesh: Any = SimpleNamespace(rank=0)
+    mesh: Any = SimpleNamespace(device=none)
+    metrics = SimpleNamespace(sources=[], throughput=SimpleNamespace(memory=none))
     given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "tokenizer": none}
-    given |= {"metrics": SimpleNamespace(sources=[]), "objective": PolicyLoss(config.grpo, config.rollout)}
+    given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
     return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
 
 
@@ -540,6 +503,10 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("rollout.ahead=1", "rollout.ahead: 1 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
         ("rollout={engine='vllm', ahead=1, n=4, sleep=true, max_new_tokens=8}", "rollout.sleep: with rollout.ahead"),
         ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
+        (
+            "rollout={n=4, max_new_tokens=8, sleep=true}\ncheckpoint.async_save=true",
+            "^checkpoint.async_save: true with rollout.sleep, which takes away what is still being copied",
+        ),
         ("data.streaming=true", "data.streaming"),
         ("data.pack=false", "data.pack"),
         ("rollout.tp=2", r"rollout.tp: 2 does not divide the job's ranks \(1\); use a divisor of them"),
@@ -560,18 +527,10 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
     ],
 )
 def test_mistakes_are_one_line(override: str, message: str, toml: Path, tmp_path: Path) -> None:
-    said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", override])
+    said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *override.splitlines()])
     assert re.search(message, said)
     assert "\n" not in said
     assert not (tmp_path / "x").exists()
-
-
-def test_what_sleeps_is_not_saved_meanwhile(toml: Path, tmp_path: Path) -> None:
-    both = ["rollout.sleep=true", "checkpoint.async_save=true"]
-    said = _run_recipe(str(toml), [f"run.dir='{tmp_path}/x'", *both])
-    assert said.startswith(
-        "checkpoint.async_save: true with rollout.sleep, which takes away what is still being copied"
-    )
 
 
 @pytest.mark.full
@@ -582,11 +541,6 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(toml: Path, pool:
     assert not (tmp_path / "x").exists()
 
 
-def _prompts(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:
-    _, config = load(str(toml), list(overrides))
-    return build_prompts(config, tokenizer=tokenizer or build_tokenizer(config.model))
-
-
 class _EnoughError(Exception):
     """What is to be seen was seen."""
 
@@ -594,7 +548,7 @@ class _EnoughError(Exception):
 def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     """Also where a prompt is asked again: in its group, in later rounds, and where it is held out."""
     rollouts = _rollouts(toml)
-    rollouts._prompts = _prompts(toml, "train.steps=9")
+    rollouts._prompts = prompts_of(toml, "train.steps=9")
     requests = [request for number in range(9) for request in rollouts._requests(number)]
     asked: list[Any] = []
 
@@ -602,7 +556,7 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
         asked.extend(held_out)
         raise _EnoughError
 
-    rollouts._generate_awake_or_asleep = note  # pyright: ignore[reportAttributeAccessIssue]
+    rollouts._generation.respond = note  # pyright: ignore[reportAttributeAccessIssue]
     rollouts._prompts = replace(rollouts._prompts, held_out=rollouts._prompts.prompts)
     with pytest.raises(_EnoughError):
         rollouts()
@@ -611,104 +565,32 @@ def test_no_two_responses_are_drawn_alike(toml: Path) -> None:
     assert len({tuple(np.trim_zeros(request.seed, "b")) for request in (*requests, *asked)}) == 9 * 16 + 10
 
 
-def test_an_evaluation_asks_as_many_as_it_is_told(toml: Path, tmp_path: Path) -> None:
-    path = tmp_path / "held_out.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Tell {at}.", "level": "7"}) + "\n" for at in range(11)))
-    for evaluation, count in (("every=1", 11), ("every=1, steps=2", 8), ("every=0, steps=2", 0)):
-        overrides = ["train.global_batch_size=4", f"eval={{path='{path}', {evaluation}}}"]
-        found = _prompts(toml, *overrides)
-        assert _asked(found.held_out) == [f"Tell {at}." for at in range(count)]
-        assert found.held_out_fingerprint == digest_of(found.held_out)
+def test_an_evaluation_leaves_the_seconds_of_its_step(toml: Path) -> None:
+    rollouts: Any = _rollouts(toml)
+    rollouts._prompts = SimpleNamespace(held_out=prompts_of(toml).prompts[:2])
+    rollouts._rewards.weights, rollouts._rewarded = np.ones(2), lambda *_, **__: np.ones((2, 2))
+    rollouts._tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    rollouts._phase.seconds = {"generate": 5.0}
+
+    def respond(*_: Any) -> list[Response]:
+        rollouts._phase.seconds["generate"] = 0.1
+        return [Response([1], [-1.0], is_whole=True)] * 2
+
+    rollouts._generation.respond = respond
+    assert rollouts()["eval_reward"] == 2.0
+    assert rollouts._phase.seconds.keys() == {"generate", "evaluate"}
+    assert rollouts._phase.seconds["generate"] == 5.0
 
 
-def _asked(prompts: Sequence[Prompt]) -> list[str]:
-    return [str(prompt.messages[0]["content"]) for prompt in prompts]  # pyright: ignore[reportArgumentType]
-
-
-def test_prompts_that_are_held_out_are_not_trained_on(toml: Path, tmp_path: Path) -> None:
-    """Wherever their copies are, and also in a run that does not evaluate."""
-    rows = tmp_path / "prompts.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"Say {at % 12}.", "level": str(at)}) + "\n" for at in range(36)))
-    for every in (1, 0):
-        found = _prompts(toml, f"data.path='{rows}'", f"eval={{every={every}, split=0.3}}")
-        trained, held_out = _asked(found.prompts), _asked(found.held_out)
-        assert found.held_out_fingerprint == digest_of(found.held_out)
-        assert 0 < len(set(trained)) < 12
-        assert [trained.count(one) for one in set(trained)] == [3] * len(set(trained))
-        rest = {f"Say {at}." for at in range(12)} - set(trained)
-        assert sorted(held_out) == (sorted(3 * [*rest]) if every else [])
-
-
-def test_an_epoch_asks_every_prompt_once_in_an_order_of_its_own(toml: Path) -> None:
-    """Ten prompts, four of them in a step."""
-    for epochs, steps in ((2, 5), (3, 8)):
-        found = _prompts(toml, "train.steps=none", f"train.epochs={epochs}")
-        assert (found.total_steps, found.steps_per_epoch) == (steps, 2.5)
-        order = [index for number in range(steps) for index in found.of_round(number)]
-        passes = [order[10 * epoch : 10 * epoch + 10] for epoch in range(epochs)]
-        assert all(sorted(one) == list(range(10)) for one in passes)
-        assert len({tuple(one) for one in passes}) == epochs
-    several = _prompts(toml, "rollout.updates=2")
-    assert [*several.of_round(0), *several.of_round(1)][:10] == passes[0], "as many are asked, twice as many at a time"
-    in_turn = _prompts(toml, "data.shuffle=false")
-    assert [in_turn.of_round(number) for number in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-
-
-def test_a_prompt_that_leaves_no_room_is_dropped_and_counted(toml: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "prompts.jsonl"
-    asked = ["Say it.", "Say it, " * 30 + "now.", "Say that."]
-    rows.write_text("".join(json.dumps({"prompt": one, "level": "1"}) + "\n" for one in asked))
-    found = _prompts(toml, f"data.path='{rows}'", "data.overlong=drop")
-    assert (_asked(found.prompts), found.dropped) == ([asked[0], asked[2]], 1)
-    assert "; 1 prompt dropped: too long" in found.describe()[0]
-
-
-def test_an_export_of_a_model_that_learns_from_rewards_stops_where_its_turns_end(toml: Path) -> None:
-    """That token need not be the tokenizer's end of text."""
-    tokenizer = make_tokenizer(CHATML, eos="<|end|>")
-    assert _prompts(toml, tokenizer=tokenizer).endings == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
-
-
-def test_prompts_of_every_kind() -> None:
-    tokenizer, how = AutoTokenizer.from_pretrained(DEMO / "tokenizer"), PromptDataConfig()
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    answered = [*asked, {"role": "assistant", "content": "Hello"}]
-    rows: list[dict[str, Any]] = [
-        {"messages": asked},
-        {"messages": answered, "level": 3},
-        {"prompt": asked},
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]},
-        {"prompt": "Hi"},
-    ]
-    found = encode_prompts([Row(row, f"row {at}") for at, row in enumerate(rows)], how, tokenizer)
-    expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    for prompt in found[:4]:
-        assert prompt.messages == asked
-        assert tokenizer.decode(prompt.ids) == expected
-    assert found[1].row["level"] == 3
-    assert found[4].messages == [{"role": "user", "content": "Hi"}]
-    for row, message in (
-        ({"text": "Hi"}, "has no 'messages'.* or train on other data with recipe"),
-        ({"messages": answered[2:]}, "no prompt before the answer"),
-        ({"prompt": 3}, "prompt is of type int, not a text or a list of messages; give one"),
-    ):
-        with pytest.raises(UserError, match=f"row 0: .*{message}"):
-            encode_prompts([Row(row, "row 0")], how, tokenizer)
-    plain = make_tokenizer(None)
-    [prompt] = encode_prompts([Row({"prompt": "Hi there"}, "row 0")], how, plain)
-    assert prompt.messages == "Hi there"
-    assert prompt.ids == plain("Hi there")["input_ids"]
-
-
-def test_rows_have_nearly_equal_tokens() -> None:
+def test_packs_have_nearly_equal_tokens() -> None:
     random.seed(0)
     for multiple, seq_len in ((1, 100), (2, 64), (4, 1000)):
         lengths = [random.randint(1, min(seq_len, 64)) for _ in range(57)]
-        rows = deal_rows(lengths, seq_len=seq_len, multiple=multiple)
+        rows = deal_packs(lengths, seq_len=seq_len, multiple=multiple)
         assert sorted(at for row in rows for at in row) == list(range(57))
         sums = [sum(lengths[at] for at in row) for row in rows]
         assert max(sums) <= seq_len
         assert len(rows) % multiple == 0
         assert len(rows) <= 1.2 * sum(lengths) / seq_len + multiple
         assert max(sums) - min(sums) <= max(lengths)
-    assert deal_rows([5, 5], seq_len=5, multiple=4) == [[0], [1], [], []]
+    assert deal_packs([5, 5], seq_len=5, multiple=4) == [[0], [1], [], []]

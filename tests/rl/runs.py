@@ -1,0 +1,56 @@
+"""A run of the recipe on a tiny model, which several tests start or read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.rl.prompts import Prompts, build_prompts
+from fsdp2kit.run import load
+from tests.reference import demo_model_dir
+
+REWARDS = '''
+def spread(completion_ids, level, **_):
+    """Depends on the tokens and on the row's own column."""
+    return [len({token % 7 for token in ids}) / 7 + ids[0] % 3 * int(one) for ids, one in zip(completion_ids, level)]
+
+def same(completions, **_):
+    return [0.1] * len(completions)
+
+def level(level, **_):
+    return [float(one) for one in level]
+
+def needs(no_such_column, **_):
+    return no_such_column
+'''
+
+
+def write_toml(folder: Path) -> Path:
+    """A run of the recipe in a folder: a tiny model, ten prompts, four reward functions."""
+    folder = demo_model_dir(folder, kind="smollm2_even")
+    (folder / "mine.py").write_text(REWARDS)
+    rows = [{"prompt": f"Say {'it, ' * (at % 4)}{at}.", "level": str(at % 2)} for at in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text(f"""
+        recipe = "grpo"
+        run.seed = 1
+        model.path = "{folder}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "prompts.jsonl", seq_len = 64 }}
+        rollout = {{ n = 4, max_new_tokens = 8, batch_size = 5, samples_every = 2 }}
+        reward = [{{ function = "mine.py:spread" }}, {{ function = "mine.py:same", weight = 2.0 }}]
+        grpo = {{ kl = 0.05 }}
+        train = {{ steps = 4, global_batch_size = 16 }}
+        optimizer.lr = 3e-3
+        checkpoint = {{ every = 1, keep = 9, export_hf = "never" }}
+        wandb.mode = "disabled"
+    """)
+    return folder / "run.toml"
+
+
+def prompts_of(toml: Path, *overrides: str, tokenizer: Any = None) -> Prompts:
+    """The prompts of a run."""
+    _, config = load(str(toml), list(overrides))
+    return build_prompts(config, tokenizer=tokenizer or build_tokenizer(config.model))
