@@ -165,12 +165,11 @@ def build_data(
     sets = training_sets(section)
     documents: list[Documents] = []
     if section.streaming:
-        words = require_tokenizer(tokenizer)
         loader, fingerprint, held_out = _build_stream(
-            config, sets, share=share, tokenizer=words, vocab_size=vocab_size, read=read
+            config, sets, share=share, tokenizer=tokenizer, vocab_size=vocab_size, read=read, cache=cache
         )
     else:
-        documents, held_out = _read_whole(sets, config, read=read, tokenizer=tokenizer)
+        documents, held_out = _read_whole(sets, config, read=read, tokenizer=tokenizer, cache=cache)
         loader, fingerprint = _build_mix(section, sets, documents, build=build)
     whole = list(zip(sets, documents, strict=False))
     for one in held_out_sets(config) if config.evaluates else []:
@@ -183,15 +182,20 @@ def build_data(
     total_steps = train.total_steps(loader.steps_per_epoch)
     if train.steps is None:
         config.lr_schedule.warmup(total_steps)  # refused before the weights are read
-    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer)
+    warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer, cache)
     endings = frozenset().union(*(one.endings for one in documents))
-    with agreement():
-        contents = {
-            one.key: content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
-            for one, found in whole
-        }
+    contents = _contents_of(whole)
     contents |= {one.key: stream_content(one.section) for one in sets if section.streaming}
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
+
+
+@agreement()
+def _contents_of(whole: Sequence[tuple[RowSet, Documents]]) -> dict[str, Content]:
+    """What identifies each set of rows that was read whole, by its TOML key. Collective."""
+    return {
+        one.key: content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
+        for one, found in whole
+    }
 
 
 def _share(config: Any, tokenizer: Tokenizer | None, mesh: Any) -> Share:
@@ -204,12 +208,16 @@ def _share(config: Any, tokenizer: Tokenizer | None, mesh: Any) -> Share:
 
 
 def _read_whole(
-    sets: Sequence[RowSet], config: Any, *, read: Callable[..., Documents], tokenizer: Tokenizer | None
+    sets: Sequence[RowSet],
+    config: Any,
+    *,
+    read: Callable[..., Documents],
+    tokenizer: Tokenizer | None,
+    cache: Cache,
 ) -> tuple[list[Documents], dict[str, Documents]]:
     """The documents of each set to train on, and those held out of them, by name of the set."""
     if isinstance(config.eval.split, str):
         return [read(one.section, key=one.key, seed=config.run.seed) for one in sets], {}
-    cache = Cache(Path(config.run.dir))
     tables = [read_tokens(one.section, tokenizer=tokenizer, key=one.key, cache=cache) for one in sets]
     with agreement():
         lines = hold_out(tables, config.eval.split)
@@ -239,13 +247,13 @@ def _build_mix(
     return loader, fingerprint
 
 
-def _find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer) -> tuple[str, ...]:
+def _find_unwrapped(sets: Sequence[RowSet], tokenizer: Tokenizer, cache: Cache) -> tuple[str, ...]:
     """A warning for each set whose first row is plain text although the tokenizer has a chat template."""
     found = []
     with agreement():
         for section, key, _ in sets:
             if section.format in WRAPPED and section.path:
-                [row] = first_rows(section, key, 1, download=not section.streaming)
+                [row] = first_rows(section, key, 1, download=not section.streaming, cache=cache)
                 if looks_unwrapped(row, section, tokenizer):
                     found.append(key)
     what = "prompts are plain texts, outside the tokenizer's chat template; an instruct model expects it"
@@ -257,25 +265,26 @@ def _build_stream(
     sets: Sequence[RowSet],
     *,
     share: Share,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     read: Callable[..., Documents],
+    cache: Cache,
 ) -> tuple[StreamLoader, str, dict[str, Documents]]:
     """The loader of a stream, a digest of its data, and the documents held out of each set, by the set's name."""
-    section, cache = config.data, Cache(Path(config.run.dir))
+    section, words = config.data, require_tokenizer(tokenizer)
     border = 0 if isinstance(config.eval.split, str) else key_border(config.eval.split)
     packs = (config.eval.steps or 0) * config.train.global_batch_size
     with agreement():
         found = [(locate(one.section, one.key, cache=cache), one.section) for one in sets]
         tables = [
-            read_held_out(*one, tokenizer, border=border, packs=packs) for one in found if config.evaluates and border
+            read_held_out(*one, words, border=border, packs=packs) for one in found if config.evaluates and border
         ]
-    pool = start_workers(0 if section.workers == "auto" else section.workers, tokenizer)
-    iterate = partial(iterate_packs, tokenizer=tokenizer, vocab_size=vocab_size, pool=pool, held_out=border)
+    pool = start_workers(0 if section.workers == "auto" else section.workers, words)
+    iterate = partial(iterate_packs, tokenizer=words, vocab_size=vocab_size, pool=pool, held_out=border)
     sources = [partial(iterate, *one) for one in found]
     weights = shares([part.weight or 1.0 for part in section.sources] or [1.0], temperature=section.temperature)
     loader = StreamLoader(sources, share=share, weights=weights.tolist(), names=[one.name for one in sets])
-    identity = [cache_key(f"{one.path}{one.split}{one.limit or ''}", its, tokenizer) for one, its in found]
+    identity = [cache_key(f"{one.path}{one.split}{one.limit or ''}", its, words) for one, its in found]
     fingerprint = _digest(identity, weights.tolist(), section.overlong, *([border] if border else []))
     pairs = zip(sets, tables, strict=False)
     held_out = {one.name: read(one.section, key="eval.split", tokens=table) for one, table in pairs}

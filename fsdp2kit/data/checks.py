@@ -33,7 +33,7 @@ def check_first_rows(config: Any) -> list[str]:
     """
     if config.data.format == "synthetic":
         return []
-    unchecked, tokenizer = [], None
+    unchecked, tokenizer, cache = [], None, Cache(Path(config.run.dir))
     try:
         tokenizer = build_tokenizer(config.model, local_files_only=True)
     except UserError:
@@ -47,7 +47,7 @@ def check_first_rows(config: Any) -> list[str]:
         if is_url(section.path) or locate(section, key).kind == "hub":
             unchecked.append(key)
             continue
-        rows = first_rows(section, key, ROWS_CHECKED)
+        rows = first_rows(section, key, ROWS_CHECKED, cache=cache)
         if tokenizer is None:
             for row in rows:
                 row.parse()

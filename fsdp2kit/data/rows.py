@@ -23,6 +23,7 @@ import fsspec
 import pyarrow.parquet as pq
 
 from fsdp2kit.config.data_schema import DataConfig, DataPathConfig
+from fsdp2kit.data.cache import DEFAULT, Cache
 from fsdp2kit.data.sources import COMPRESSED, Location, first_line, is_url, locate, suffix_of
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
@@ -103,9 +104,11 @@ class RowReader:
                 yield Row(without_none(columns), f"{file}: row {number}"), number + 1, 0
 
 
-def first_rows(section: DataConfig | DataPathConfig, key: str, count: int, *, download: bool = False) -> list[Row]:
+def first_rows(
+    section: DataConfig | DataPathConfig, key: str, count: int, *, download: bool = False, cache: Cache = DEFAULT
+) -> list[Row]:
     """The first ``count`` rows of a set; for ``download`` see `RowReader`."""
-    with contextlib.closing(iter(RowReader(locate(section, key), download=download))) as rows:
+    with contextlib.closing(iter(RowReader(locate(section, key, cache=cache), download=download))) as rows:
         return list(itertools.islice(rows, count))
 
 

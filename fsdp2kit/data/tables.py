@@ -157,7 +157,7 @@ def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> p
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         # The file is renamed when it is complete, so other processes see all of it or nothing.
-        beside = file.with_suffix(f".{uuid.uuid4().hex}.partial")
+        beside = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
         try:
             with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
                 blocks = _one_pass(location, section, tokenizer)

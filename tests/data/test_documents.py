@@ -178,12 +178,7 @@ def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_of_another_format(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [CHAT[0], {"dialog": []}])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the row has no 'messages' \(it has: dialog\)"):
-        chat(path)
-    with pytest.raises(UserError, match=r"a\.jsonl:1: the row has no 'text'"):
-        text(path, make_tokenizer(None))
+def test_text_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="text is of type int"):
         text(write(tmp_path / "b.jsonl", [{"text": 1}]), make_tokenizer(None))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fsdp2kit.data.documents import Documents, Report
 from fsdp2kit.data.loader import Batch, Loader, Share, build_loader
@@ -35,48 +33,6 @@ def make_loader(documents: Documents, *, pack: bool = True, shuffle: bool = True
 def rows(batches: list[Batch]) -> tuple[list, list, list]:
     parts = [(batch.input_ids, batch.labels, batch.position_ids) for batch in batches]
     return tuple(torch.cat(part).tolist() for part in zip(*parts, strict=True))
-
-
-LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=40)
-
-
-@settings(max_examples=40, deadline=None)
-@given(LENGTHS, st.booleans(), st.booleans(), st.integers(0, 12), st.integers(0, 5))
-def test_a_global_batch_is_the_same_for_any_dp_and_micro_batch(
-    lengths: list[int], pack: bool, shuffle: bool, index: int, seed: int
-) -> None:
-    documents = make_documents(lengths)
-    options = {"pack": pack, "shuffle": shuffle, "seed": seed}
-    reference = make_loader(documents, micro_batch_size=4, **options).batch(index)
-    for dp_size, micro in ((1, 1), (2, 1), (2, 2), (4, 1)):
-        ranks = [
-            make_loader(documents, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro, **options).batch(index)
-            for rank in range(dp_size)
-        ]
-        assert all(len(batches) == 4 // dp_size // micro for batches in ranks)
-        flat = [batch for batches in ranks for batch in batches]
-        assert rows(flat) == rows(reference)
-        for name in ("supervised_tokens", "input_tokens", "attention_pairs"):
-            assert sum(getattr(batch, name) for batch in flat) == getattr(reference[0], name)
-
-
-@settings(max_examples=40, deadline=None)
-@given(LENGTHS, st.booleans(), st.booleans())
-def test_an_epoch_holds_every_document_once(lengths: list[int], pack: bool, shuffle: bool) -> None:
-    loader = make_loader(make_documents(lengths), pack=pack, shuffle=shuffle)
-    for epoch in range(2):
-        first = epoch * loader.steps_per_epoch
-        seen: list[int] = []
-        batches = [batch for step in range(loader.steps_per_epoch) for batch in loader.batch(first + step)]
-        for ids, _, positions in zip(*rows(batches), strict=True):
-            real = [(token, position) for token, position in zip(ids, positions, strict=True) if token != PAD]
-            assert all(token % 1000 == position for token, position in real)
-            seen += [token // 1000 - 1 for token, position in real if position == 0]
-            assert sum(lengths[token // 1000 - 1] for token, position in real if position == 0) == len(real)
-        assert sorted(seen) == list(range(len(lengths)))
-        assert sum(batch.input_tokens for batch in batches) == sum(lengths)
-        assert sum(batch.attention_pairs for batch in batches) == sum(length**2 for length in lengths)
-    assert len(batches) == loader.steps_per_epoch * 4 >= loader.packs_per_epoch > (loader.steps_per_epoch - 1) * 4
 
 
 def test_labels_are_shifted_and_stay_within_their_document() -> None:

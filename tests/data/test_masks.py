@@ -52,12 +52,6 @@ def test_exactly_the_assistant_and_its_end_of_turn(name: str, trim_offsets: bool
     assert ids.count(tokenizer.bos_token_id) == ("bos_token" in template)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "marked", "marked_wide"])
-def test_a_system_message_is_not_learnt(name: str) -> None:
-    template, eos, expected = CASES[name]
-    assert learnt(make_tokenizer(template, eos=eos), SYSTEM + QUESTIONS) == expected
-
-
 def test_markers_agree_with_transformers_own_mask_where_that_is_right() -> None:
     tokenizer = make_tokenizer(templates.MARKED_WIDE.replace("'<|im_end|>\n' }}{%- endg", "'<|im_end|>' }}{%- endg"))
     theirs = tokenizer.apply_chat_template(
@@ -79,17 +73,6 @@ def test_the_mask_begins_after_a_generation_prompt_that_ends_in_a_space() -> Non
     tokenizer = make_tokenizer(template, eos="</s>")
     # " water" is one token that straddles the border: it is the assistant's, or the word would never be learnt.
     assert learnt(tokenizer, turns("Is it?", "water is")) == " water is</s>"
-
-
-def test_qwen3_single_turn_learns_its_reasoning() -> None:
-    tokenizer = make_tokenizer(templates.QWEN3)
-    row = [*turns("Is water wet?"), {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}]
-    assert learnt(tokenizer, row) == "<think>\nHm.\n</think>\n\nYes.<|im_end|>"
-
-
-def test_a_template_that_rewrites_history_is_refused() -> None:
-    with pytest.raises(UserError, match=r"row 3: .*messages\[1\] differently.*generation %} markers"):
-        encode_chat(QUESTIONS, make_tokenizer(templates.QWEN3), where="row 3")
 
 
 def test_a_template_without_generation_prompt_does_not_teach_its_header() -> None:

@@ -175,16 +175,8 @@ def test_two_system_messages_in_a_row_are_warned_of(tmp_path: Path, capsys: pyte
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make_tokenizer(templates.CHATML).save_pretrained(tmp_path / "tokenizer")
     model = 'model = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }'
-    said = {
-        ("sft", "chat", "false"): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:3: ",
-        ("sft", "chat", "true"): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:3: ",
-        (
-            "dpo",
-            "pairs",
-            "false",
-        ): "data.path: 2 of 4 conversations have two system messages in a row, first in {}:2: ",
-    }
-    for (recipe, name, streaming), says in said.items():
+    cases = [("sft", "chat", "false", 3), ("sft", "chat", "true", 3), ("dpo", "pairs", "false", 2)]
+    for recipe, name, streaming, line in cases:
         path = tmp_path / f"{name}.jsonl"
         (tmp_path / "x.toml").write_text(
             f'recipe = "{recipe}"\n{model}\ndata = {{ path = "{path}", streaming = {streaming} }}\ntrain.steps = 1\n'
@@ -192,7 +184,8 @@ def test_two_system_messages_in_a_row_are_warned_of(tmp_path: Path, capsys: pyte
         assert main([str(tmp_path / "x.toml"), "--json", "data.seq_len=256"]) == 0
         found = [text for text in json.loads(capsys.readouterr().out)["warnings"] if "two system" in text]
         assert len(found) == 1
-        assert found[0].startswith(says.format(path))
+        says = f"data.path: 2 of 4 conversations have two system messages in a row, first in {path}:{line}: "
+        assert found[0].startswith(says)
 
 
 def test_what_the_start_would_say_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
