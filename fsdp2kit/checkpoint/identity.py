@@ -8,20 +8,18 @@ from typing import Any
 
 import tomli
 
-from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest
-from fsdp2kit.checkpoint.store import is_complete, to_path
+from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
-from fsdp2kit.model.assets import config_digest, same_weights, weights_digest
+from fsdp2kit.model.assets import config_digest, weights_digest
 from fsdp2kit.model.build import ModelSource
 
 RECIPE_FIELDS = ("rollout.n", "rollout.updates", "grpo.loss", "dpo.loss", "distill.direction", "distill.teacher")
 """Identity fields that only some recipes set. Checkpoints of earlier versions do not have them."""
-WEIGHTS_FIELDS = ("model.weights", "model.adapter", "distill.teacher")
-"""Identity fields that name weights; `same_weights` compares them."""
 
 
 def run_identity(
@@ -96,10 +94,7 @@ def check_same_run(
         before, now = saved.get(field), current.get(field)
         if before is None and field in RECIPE_FIELDS:  # written before they were recorded
             continue
-        is_same = before == now
-        if before and now and field in WEIGHTS_FIELDS:
-            is_same = same_weights(before, now)
-        if not is_same:
+        if before != now:
             anew = f"start from the weights alone with model.weights = '{path}'"
             if saved.get("lora.rank") is not None:  # it has no weights but the adapter's
                 export = tool_command("dcp_to_hf")
@@ -112,13 +107,14 @@ def check_same_run(
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
-def describe_changes(manifest: Manifest, settings: dict[str, Any], config: TrainingConfig, environment: Any) -> str:
-    """What has changed since a checkpoint was saved, of what may change; "nothing" where nothing has.
+def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict[str, Any]) -> str:
+    """One line: the step that a run resumes from, and what changed since of what may change.
 
     Args:
-        settings: the TOML that it was saved with; empty where there is none.
         config, environment: those of this start.
     """
+    manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
+    settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
@@ -128,7 +124,7 @@ def describe_changes(manifest: Manifest, settings: dict[str, Any], config: Train
         if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
     ]
     changed += changes(manifest.environment.get("contents", {}), environment.get("contents", {}))
-    return ", ".join(changed) or "nothing"
+    return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
 
 
 def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

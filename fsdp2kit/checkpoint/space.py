@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 from collections.abc import Callable
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
 from fsdp2kit.distributed import gather_objects, is_lost_rank
-from fsdp2kit.errors import UserError, causes
+from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
 from fsdp2kit.optim.build import state_sizes
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -72,19 +74,34 @@ def check_room(
     return warnings
 
 
-def is_storage_failure(error: BaseException, directory: Path, *, group: dist.ProcessGroup | None) -> bool:
-    """Whether on any rank the disk is full, or has refused access or failed: no traceback is needed then. Collective.
+def storage_failure(
+    what: str, error: BaseException, disk: Path, todo: str, *, group: dist.ProcessGroup | None
+) -> RunFailure:
+    """The error of a save or an export that failed on every rank. Collective, before rank 0 frees its files.
 
-    Every rank has failed in the same save. Free space is looked at, because torch's writers do not say that a disk is
-    full. Any other `OSError` (a missing file, a lost connection) may be a mistake in the code, and is no such failure.
+    It is a `StorageFailure`, which needs no traceback, if on any rank the disk is full, or has refused access or
+    failed. Free space is looked at, because torch's writers do not say that a disk is full. Any other `OSError` (a
+    missing file, a lost connection) may be a mistake in the code, and is no such failure.
     """
+    is_storages = False
+    if not is_lost_rank(error):
+        of_disk = any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
+        with contextlib.suppress(RuntimeError):  # a rank is lost
+            is_storages = any(gather_objects(is_full(disk) or of_disk, group=group))
+    kind = StorageFailure if is_storages else RunFailure
+    return kind(f"{what}: {first_failure(error)}{' (its disk is full)' if is_full(disk) else ''}; {todo}")
+
+
+def what_to_do(error: BaseException, store: CheckpointStore) -> str:
+    """What the user should do after a save that failed, and where the run then goes on."""
+    mend = f"free space there, or mend {store.root}, and start the run again"
     if is_lost_rank(error):
-        return False
-    own = is_full(directory) or any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
+        mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
     try:
-        return any(gather_objects(own, group=group))
-    except RuntimeError:  # a rank is lost
-        return False
+        complete = store.complete()
+    except Exception:  # what hindered the save may hinder this, too
+        complete = []
+    return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
 
 
 def is_full(directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A step: read a global batch, accumulate its gradients, clip them, update the parameters."""
+"""The parts of a step: read a global batch, accumulate its gradients, clip them, read its figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.distributed import agree, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.torch_compat import float32_norms
-from fsdp2kit.train.throughput import PhaseMemory
 
 Parts = tuple[Tensor, Tensor | None]
 Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
@@ -171,66 +168,6 @@ def next_batch(
     return GlobalBatch(*counted, *(other > 0 for other in others), seconds=seconds)
 
 
-def train_step(
-    model: Any,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    batch: GlobalBatch,
-    *,
-    objective: Objective,
-    shard: Callable[[Any], dict[str, Any]],
-    config: TrainingConfig,
-    mesh: Mesh,
-    step: int,
-    before_update: Callable[[], None] = lambda: None,
-    memory: PhaseMemory,
-) -> dict[str, float]:
-    """One optimizer step on one global batch. Collective.
-
-    Args:
-        shard: from a micro-batch on the host to this rank's inputs of ``objective``, on the device.
-        before_update: called before the optimizer's step, which changes what a save may still be copying.
-        memory: its `end` is called after each phase of the step.
-
-    Returns:
-        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
-        that source's supervised tokens, if it has any in this batch; the objective's metrics, divided by the
-        items of the global batch.
-    """
-    memory.end(None)
-    local_loss = accumulate_gradients(
-        model,
-        batch,
-        objective=objective,
-        shard=shard,
-        fsdp=config.fsdp,
-        mesh=mesh,
-        end_phase=memory.end,
-    )
-    norm = gradient_norm(model)
-    if config.train.max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.max_grad_norm, norm)
-    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
-    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
-    # One copy to the host, so that it waits for the device once.
-    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
-    names = objective.names if isinstance(objective, Measured) else ()
-    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
-    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
-    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
-        if tokens:
-            record[f"loss/{name}"] = part * batch.num_items / tokens
-    if is_finite(record):
-        before_update()
-        optimizer.step()
-    elif config.train.on_nonfinite == "stop":
-        raise_nonfinite(local_loss, norm_value, step=step)
-    schedule.step()
-    optimizer.zero_grad(set_to_none=True)
-    memory.end("optimizer")
-    return record
-
-
 def accumulate_gradients(
     model: Any,
     batch: GlobalBatch,
@@ -275,6 +212,38 @@ def accumulate_gradients(
         total = found if total is None else total + found
     assert total is not None, "a data-parallel rank has at least one micro-batch"
     return total / batch.num_items
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (0: never); returns `gradient_norm`."""
+    norm = gradient_norm(model)
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def step_record(
+    local_loss: Tensor, norm: Tensor, lr: float, batch: GlobalBatch, *, names: Sequence[str], mesh: Mesh
+) -> dict[str, float]:
+    """Sum a step's loss over the ranks and read its figures, for which the host waits for the device once. Collective.
+
+    Args:
+        local_loss: what `accumulate_gradients` returned.
+        norm: of the gradients before clipping.
+        names: of the objective's metrics.
+
+    Returns:
+        ``loss``, ``grad_norm`` and ``lr``; the objective's metrics, divided by the items of the global batch; for a
+        mix also ``loss/NAME``, the mean over that source's supervised tokens, if it has any in this batch.
+    """
+    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
+    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
+    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
+    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
+        if tokens:
+            record[f"loss/{name}"] = part * batch.num_items / tokens
+    return record
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
