@@ -8,7 +8,6 @@ looks complete and is not.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ from fsdp2kit.checkpoint.identity import check_same_run, describe_resumed
 from fsdp2kit.checkpoint.manifest import (
     Manifest,
     check_shared,
+    holds_best,
     read_manifest,
     read_progress,
     record_files,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run and its export; see `build_checkpoints`.
 
-    Every public method is a collective over all ranks, unless it says otherwise. A context manager that `finish`es.
+    Every public method is a collective, unless it says otherwise. A context manager that `finish`es.
 
     Args:
         model: materialised (and sharded); so is what `optimizer` updates.
@@ -118,10 +118,8 @@ class Checkpoints:
         """The checkpoint that the export was made from."""
         self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
         self._tied = tied_names(model)
-        # The newest progress when an export was last due.
-        self._exporting: Progress | None = None
-        # The last step of ours that this run has behind it: complete checkpoints after it are of another history.
-        self._reached = 0
+        self._exporting: Progress | None = None  # the newest when an export was last due
+        self._reached = 0  # this run's last step: complete checkpoints after it are of another history
         self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
         self._sweep: Future[None] | None = None
         self._background = BackgroundSave() if section.async_save else None
@@ -178,7 +176,7 @@ class Checkpoints:
         with agreement():
             if rank() == 0:
                 self.store.recover()
-                self._start_sweeping()  # a run that was killed may not have come to it
+                self._sweep = self._sweeper.submit(self.store.sweep)  # a killed run may not have come to it
                 found = [path for _, path in reversed(self.store.published())]
         damage: UserError | None = None
         for path in gather_objects(found)[0]:
@@ -362,13 +360,9 @@ class Checkpoints:
                 write_manifest(directory, manifest)
                 self.store.publish(step, after=self._reached)
                 self.store.retain(section.keep, every=section.keep_every, best=progress.best_step)
-                self._start_sweeping()
+                self._sweep = self._sweeper.submit(self.store.sweep)
         self._reached = step
         return sum(record.size for record in records.values())
-
-    def _start_sweeping(self) -> None:
-        """Delete what was thrown away, beside whatever comes next. On one rank only; no collective."""
-        self._sweep = self._sweeper.submit(self.store.sweep)
 
     # Export
 
@@ -416,19 +410,11 @@ class Checkpoints:
         if not self.exports_best or progress.best_step in (None, progress.step):
             return newest
         self.finish_save()  # that of the best step may be under way
+        best = self.store.path(progress.best_step)
+        candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
+        found = next((one for one in candidates if holds_best(one, progress)), newest)
         # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
-        found = gather_objects(self._find_best(progress) if rank() == 0 else None)[0]
-        return found or newest
-
-    def _find_best(self, progress: Progress) -> Path | None:
-        """The checkpoint of this very history's best step, here or beside the one that was resumed from."""
-        path = self.store.path(progress.best_step or 0)
-        for candidate in (path, self.resumed.parent / path.name) if self.resumed else (path,):
-            # It is not there, or cannot be read: that must not hinder the save of the newest.
-            with contextlib.suppress(Exception):
-                if read_manifest(candidate).progress.get("best_eval_loss") == progress.best_eval_loss:
-                    return candidate
-        return None
+        return gather_objects(found)[0]
 
     def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:
         """What the run leaves behind: the newest checkpoint, the export, and how to try it. On one rank only.

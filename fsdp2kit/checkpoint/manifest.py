@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -113,6 +114,13 @@ def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
         what = f"records another kind of progress: {', '.join(differing)} is not in both"
         raise UserError(str(checkpoint), what, "use the fsdp2kit that it was written by")
     return Progress(**manifest.progress)
+
+
+def holds_best(checkpoint: Path, progress: Progress) -> bool:
+    """Whether a checkpoint is that of this very history's best step; False too where it is not there or unreadable."""
+    with contextlib.suppress(Exception):
+        return read_manifest(checkpoint).progress.get("best_eval_loss") == progress.best_eval_loss
+    return False
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:

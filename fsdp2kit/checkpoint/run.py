@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -20,13 +20,21 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement
-from fsdp2kit.job import Job
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.build import source_of
 from fsdp2kit.model.dtypes import kept_in_float32
 from fsdp2kit.model.names import own_class
 from fsdp2kit.model.tokenizer import new_tokens, turn_ends
+
+
+class RunJob(Protocol):
+    """What a run's checkpoints need of its job (`fsdp2kit.job.Job`)."""
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, mesh, …: kept with each checkpoint."""
+        ...
 
 
 class RunData(Protocol):
@@ -58,7 +66,7 @@ def build_checkpoints(
     model: PreTrainedModel,
     optimizer: Optimizer,
     *,
-    job: Job,
+    job: RunJob,
     data: RunData,
     tokenizer: PreTrainedTokenizerBase | None,
     contents: Mapping[str, Content] | None = None,
@@ -67,7 +75,6 @@ def build_checkpoints(
 
     Args:
         model: materialised (and sharded), its values still anything.
-        job: its environment is kept with each checkpoint.
         tokenizer: is part of an export; None: the export has none.
         contents: what else the run reads, by TOML key. A resumed run lists what changed.
 
