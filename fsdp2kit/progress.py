@@ -35,7 +35,7 @@ class Progress:
     stale_evaluations: int = 0
     """Evaluations since then."""
     nonfinite_steps: int = 0
-    """The last so many steps had a loss or gradient that was not finite, and were skipped."""
+    """How many of the last steps in a row were skipped, because loss or gradient was not finite."""
 
     def after_step(self, tokens: int, input_tokens: int, *, is_finite: bool = True) -> Progress:
         """The progress when one more global batch, of so many tokens, is done."""

@@ -37,9 +37,6 @@ def check_same_base(directory: Path, weights: str) -> None:
 
     Args:
         weights: as `run_identity` has the weights of the model at hand.
-
-    Raises:
-        UserError: they differ.
     """
     try:
         trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
@@ -65,9 +62,6 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
 
     Args:
         base: where it is now; None: where it was.
-
-    Raises:
-        UserError: it is not there, or other weights are.
     """
     name = json.loads((config_dir / CONFIG_NAME).read_text(encoding="utf-8"))["base_model_name_or_path"]
     if base is None and not name:

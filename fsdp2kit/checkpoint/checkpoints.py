@@ -2,8 +2,8 @@
 
 A save has three parts, kept apart: `stage` lists the tensors, `write` writes them to a directory of its own (all
 ranks), and `complete` adds assets and the manifest, publishes it and applies the retention (rank 0). The last two run
-at once or in a thread. A crash at any point leaves the complete checkpoints as they were, and never a new one that
-looks complete and is not.
+at once or in a thread. A crash at any point leaves complete checkpoints untouched, and no new one that only looks
+complete.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Checkpoints:
             out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
             self.export_directory = ExportDirectory(out)
             if section.export_hf != "never":
-                if not is_remote(out):  # written beside it; a store has answered, and is left as it is until then
+                if not is_remote(out):  # written beside it; a store is not touched before the export
                     check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
                 self.export_directory.check_replaceable(read=read)
         self.store = open_store(root)
@@ -134,7 +134,7 @@ class Checkpoints:
         except Exception as failure:
             if kind is None:
                 raise
-            logger.warning("%s", failure)  # what ended the run is the one to be raised
+            logger.warning("%s", failure)  # the run's own error is raised
 
     # Start
 
@@ -149,7 +149,7 @@ class Checkpoints:
         with agreement():
             if rank() == 0:
                 self.notes += self._check_room()
-        if self.resumed is None or adapter_of(self.model) is not None:  # checkpoints of adapters hold nothing else
+        if self.resumed is None or adapter_of(self.model) is not None:  # its checkpoints hold the adapter alone
             fill_weights(self.config.model, self.model, seed=self.config.run.seed)
         return self.restore(self.resumed) if self.resumed else Progress()
 
@@ -158,9 +158,6 @@ class Checkpoints:
 
         Args:
             resume: "auto": the newest checkpoint that is whole, None if there was never one; "never": None; or a path.
-
-        Raises:
-            UserError: the given checkpoint, or with "auto" every one there is, is unusable; the error names the file.
         """
         if resume == "never":
             return None
@@ -187,7 +184,7 @@ class Checkpoints:
                 if rank() == 0:
                     logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
                 damage = damage or error
-        if damage is not None:  # starting over in silence would give up what was trained
+        if damage is not None:  # starting over in silence would lose what was trained
             todo = "restore that file, or remove its directory, or start over in another run.dir"
             raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
         return None
@@ -205,10 +202,6 @@ class Checkpoints:
         """Load model and optimizer in place, at any world size, and return the progress.
 
         Hyper-parameters (learning rate, weight decay, …) stay those of the optimizer.
-
-        Raises:
-            UserError: the checkpoint is unusable, of another run, or of another model; the error names the difference.
-            RunFailure: a file cannot be read.
         """
         with in_use(path):
             with agreement():
@@ -228,7 +221,7 @@ class Checkpoints:
         return progress
 
     def describe(self) -> list[str]:
-        """What a start has to say: what exports add, what a disk has no room for, what changed since a checkpoint."""
+        """Lines for the start: what exports add, what a disk has no room for, what changed since a checkpoint."""
         if self.resumed is None:
             return [*self.notes]
         return [*self.notes, describe_resumed(self.resumed, self.config, self.environment)]
@@ -286,11 +279,7 @@ class Checkpoints:
         return self._background is not None and self._background.has_failed()
 
     def finish_save(self) -> None:
-        """Wait for a background save, if one is under way.
-
-        Raises:
-            RunFailure: it failed; on every rank, with the cause.
-        """
+        """Wait for a background save, if one is under way; a failure is raised on every rank."""
         if self._background is not None:
             self._background.finish()
 
@@ -310,7 +299,7 @@ class Checkpoints:
         try:
             self.write(tensors, progress.step)
             size = self.complete(progress)
-        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own error is no `Exception`
             # Every way to fail is agreed on, so no rank is still writing.
             what, todo = f"{path}: the checkpoint was not saved", what_to_do(error, self.store)
             failure = storage_failure(what, error, self.store.root, todo, group=self._group)
@@ -409,7 +398,7 @@ class Checkpoints:
         self._exporting = progress
         if not self.exports_best or progress.best_step in (None, progress.step):
             return newest
-        self.finish_save()  # that of the best step may be under way
+        self.finish_save()  # the best step's may be under way
         best = self.store.path(progress.best_step)
         candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
         found = next((one for one in candidates if holds_best(one, progress)), newest)

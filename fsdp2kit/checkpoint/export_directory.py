@@ -38,11 +38,7 @@ class ExportDirectory:
         return self.path if is_remote(self.path) else self.path.with_name(f".{self.path.name}.partial")
 
     def check_replaceable(self, *, read: Iterable[Path | None] = ()) -> None:
-        """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``.
-
-        Raises:
-            UserError: it holds something else; the error names it. Or what is exported is made from it.
-        """
+        """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``."""
         if not self.path.exists():
             return
         todo = "choose another directory, or move that away"

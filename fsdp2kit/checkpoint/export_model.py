@@ -1,8 +1,8 @@
-"""From a sharded model in memory to a Hugging Face directory: how a training loop of one's own saves.
+"""From a sharded model in memory to a Hugging Face directory: how your own training loop saves a model.
 
-Plan, packing, writing and publishing are those of an export of a checkpoint (`fsdp2kit.checkpoint.hf`); only the
-tensors come from elsewhere. The files are dealt out over the ranks, which write at the same time. For each file in
-turn all ranks gather the next tensors, cast on their shards, and its writer keeps them: so a rank holds no more than
+The plan, the files and their publication are those of a checkpoint's export (`fsdp2kit.checkpoint.hf`); only the
+tensors come from memory. Each rank writes some of the files, all ranks at the same time. For each file in turn, all
+ranks cast their shards and gather the next tensors, and the file's writer keeps them. So a rank holds no more than
 three tensors (or groups of tensors that transformers stores in other pieces) beside the model.
 """
 
@@ -167,9 +167,6 @@ def _gather(
 
     Args:
         turn: the files that are written at the same time. All ranks go through the groups of all of them together.
-
-    Raises:
-        Exception: a copy to the CPU failed; only after the last group, which the other ranks gather with this one.
     """
     problem: Exception | None = None
     for number in range(max(len(plan.files[file]) for file in turn)):

@@ -172,10 +172,10 @@ def ensure_export(
     dtype: str,
     check: bool = False,
 ) -> bool:
-    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
+    """Export a checkpoint as `dcp_to_hf` does, unless ``out`` holds that export; returns whether it did. Collective.
 
     Args:
-        check: as `dcp_to_hf`'s; needless for a checkpoint that was just written, or checked to resume from it.
+        check: as in `dcp_to_hf`; not needed for a checkpoint that was just written, or checked for a resume.
     """
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
@@ -200,11 +200,7 @@ def plan_export(
     config_dir: str | Path | None = None,
     merge: bool | str = False,
 ) -> ExportPlan:
-    """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
-
-    Raises:
-        UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
-    """
+    """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing."""
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out).absolute())
     manifest: Manifest | None = None
     if is_complete(checkpoint) or not checkpoint.is_dir():
@@ -255,10 +251,7 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
 
 
 def check_dtype(dtype: str) -> None:
-    """
-    Raises:
-        UserError: no export has this dtype.
-    """
+    """Refuse a dtype that no export has."""
     if dtype not in DTYPES:
         raise UserError("dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
 
@@ -324,12 +317,7 @@ def begin_export(plan: ExportPlan) -> None:
 
 
 def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
-    """Write every `world_size`-th file of the plan, beginning with number `rank`, into the staging directory.
-
-    Raises:
-        UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
-        RunFailure: a file of the checkpoint cannot be read.
-    """
+    """Write every `world_size`-th file of the plan, beginning with number `rank`, into the staging directory."""
     assert plan.checkpoint is not None, "a model in memory is written by `export_model`"
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as checked:
         if check and plan.manifest is not None:
@@ -372,12 +360,7 @@ def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[It
 
 
 def publish_export(plan: ExportPlan) -> None:
-    """Add assets, index and record to the written files, and publish the directory. On one rank only.
-
-    Raises:
-        UserError: `out` has meanwhile come to hold something else.
-        RunFailure: a file of the plan is missing or cut short.
-    """
+    """Add assets, index and record to the written files, and publish the directory. On one rank only."""
     for file in plan.files:
         path, size = plan.out.staging / file, file_size(plan.forms(file))
         if not path.is_file() or path.stat().st_size != size:

@@ -1,4 +1,4 @@
-"""What makes two starts the same run, and what of it may change in between."""
+"""What all starts of a run must share, and what may change between them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_identity(
 
 
 def _of_recipe(config: TrainingConfig, teacher: Path | None) -> dict[str, str]:
-    """What of a recipe's own sections decides a step's rows or what is minimised; rates and weights do not."""
+    """Fields of a recipe's own sections that decide a step's rows or what is minimised; rates may change."""
     parts = [(name, getattr(config, name.partition(".")[0], None)) for name in RECIPE_FIELDS]
     found = {name: getattr(part, name.partition(".")[2], None) for name, part in parts}
     if teacher is not None:
@@ -86,9 +86,6 @@ def check_same_run(
     Args:
         saved, current: what `run_identity` returned when the checkpoint was saved, and now.
         contents_saved, contents: what was read then and now (`fsdp2kit.data.contents`), to say which rows differ.
-
-    Raises:
-        UserError: a field differs.
     """
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)

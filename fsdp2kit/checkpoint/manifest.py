@@ -104,11 +104,7 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
 
 
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
-    """The progress that a checkpoint was saved at.
-
-    Raises:
-        UserError: another version recorded other fields.
-    """
+    """The progress that a checkpoint was saved at."""
     known = {field.name for field in fields(Progress)}
     if differing := sorted(known ^ manifest.progress.keys()):
         what = f"records another kind of progress: {', '.join(differing)} is not in both"
@@ -140,11 +136,7 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def check_shared(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that this rank sees what every rank wrote, before it writes a manifest that says so.
-
-    Raises:
-        RunFailure: it does not.
-    """
+    """Check that this rank sees what every rank wrote, before it writes a manifest that says so."""
     try:
         check_sizes(checkpoint, manifest)
     except UserError as error:
@@ -156,9 +148,6 @@ def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world
     """Check size and digest of every file; with `world_size` > 1, of this rank's share of them.
 
     A rank's share is what the rank of the same number wrote, and so on a resume mostly what it is about to read.
-
-    Raises:
-        UserError: a file is missing, cannot be read, or is not what was written.
     """
     share = {}
     for name, record in manifest.files.items():

@@ -1,4 +1,4 @@
-"""Room on the disk: whether a run's checkpoints fit, before it trains, and whether a write failed for want of it."""
+"""Room on the disk: whether a run's checkpoints fit, and how a failed save is reported."""
 
 from __future__ import annotations
 
@@ -33,18 +33,15 @@ def check_room(
     export_dtype: torch.dtype,
     make_room: Callable[[], object],
 ) -> list[str]:
-    """Refuse a disk without room for one checkpoint. On one rank; free bytes of a URL are unknown, and not asked for.
+    """Refuse a disk without room for one checkpoint. On one rank; a URL is not checked.
 
     Args:
         model: of the global shapes, sharded or not.
         out: where the export goes.
-        make_room: called before anything is said: it waits until what was thrown away is deleted.
+        make_room: called before a warning or an error; it waits until what was thrown away is deleted.
 
     Returns:
         A warning for each disk on which what the run will keep does not fit.
-
-    Raises:
-        UserError: not even one checkpoint fits.
     """
     section = config.checkpoint
     one, export = _sizes(config, model, export_dtype)

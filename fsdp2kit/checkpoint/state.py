@@ -160,12 +160,7 @@ def save_tensors(
 
 
 def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective.
-
-    Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype; the error names it.
-        RunFailure: a file cannot be read.
-    """
+    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective."""
     with agreement():
         reader = SafeReader(path)
         stored = reader.stored_tensors()
@@ -270,9 +265,6 @@ def find_weights(
         tensors: the model's, by name, a tied parameter under the first of its own.
         tied: every further name of a tied parameter → its first name.
         smaller: the shapes that tensors may have in the checkpoint in place of the model's, by name.
-
-    Raises:
-        UserError: a name has no key, a key of the model's part has no name, or a shape is another.
     """
     # Hugging Face names may begin with "model." themselves, so the prefix is told by how many names it explains.
     prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in tensors))

@@ -225,7 +225,7 @@ class _Loop:
         )
 
     def begin(self) -> None:
-        """What comes before the first step."""
+        """Compare, export and report before the first step."""
         self._compare_best()
         self.checkpoints.export_resumed(self.run.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
@@ -252,7 +252,7 @@ class _Loop:
     def next_batch(self, stop: StopRequest) -> GlobalBatch | None:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
         mesh, seconds, failed = self.run.mesh, self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
-        # Rank 0's clock is everybody's.
+        # Rank 0's clock decides for all.
         due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
         batch = next_batch(
             self.batches, self.run.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=due
@@ -268,7 +268,7 @@ class _Loop:
         return None
 
     def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
-        """Count a step; log it, evaluate and save, whatever of these is due. Collective."""
+        """Count a step; log, evaluate and save where that is due. Collective."""
         config, metrics, throughput = self.config, self.metrics, self.metrics.throughput
         good = is_finite(record)
         self.run.progress = self.run.progress.after_step(batch.supervised_tokens, batch.input_tokens, is_finite=good)
@@ -299,7 +299,7 @@ class _Loop:
             self._save()
 
     def end(self) -> None:
-        """What comes after the last step."""
+        """Report and save after the last step."""
         if self.is_over and self.first < self.run.progress.step < self.total:
             best, what = self.run.progress.best_step, "eval_loss was never finite"
             if best is not None:

@@ -147,11 +147,7 @@ def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null.
-
-    Raises:
-        StorageFailure: the disk is full, say.
-    """
+    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null."""
     lines = ""
     for record in records:
         finite = {

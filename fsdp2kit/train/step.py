@@ -35,7 +35,7 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
 class Measured:
     """An objective as the loop calls it: the sums of its metrics follow the parts, in the order of `names`.
 
-    So they are accumulated, reduced and copied to the host together with the loss.
+    This way they are accumulated, reduced and copied to the host together with the loss.
 
     Args:
         reserved: names that a metric may not have, nor begin with before a "/".
@@ -136,16 +136,13 @@ def next_batch(
         stop: whether this rank was asked to stop.
         save_failed: whether a save failed on this rank.
         save_due: whether this rank asks for a checkpoint.
-
-    Raises:
-        UserError: a rank could not read its rows, or the batch has no supervised token.
     """
     start = time.perf_counter()
     micro_batches: Sequence[Any] = []
     error: Exception | None = None
     try:
         micro_batches = batches.batch(index)
-    except torch.OutOfMemoryError:  # the others may be in a collective of their batch, not in the one below
+    except torch.OutOfMemoryError:  # other ranks may be in a collective of their batch
         raise
     except Exception as problem:
         error = problem
@@ -153,7 +150,7 @@ def next_batch(
     names = ("supervised_tokens", "input_tokens", "attention_pairs", "capacity")
     counts = [float(sum(getattr(batch, "num_items", batch.supervised_tokens) for batch in micro_batches))]
     counts += [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
-    # A rank whose batch failed sends as many numbers.
+    # A rank whose batch failed sends as many numbers as the others.
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
     flags = [error is not None, stop, save_failed, save_due]
@@ -190,8 +187,8 @@ def accumulate_gradients(
 
     Returns:
         This rank's summed loss ÷ the global batch's items, a float32 scalar on the device, to be summed
-        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. Of a `Measured` objective
-        with metrics, these follow.
+        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. The metrics of a
+        `Measured` objective follow.
     """
     keeps_units = reshards_after_forward(fsdp) is False
     scale = mesh.gradient_ranks / batch.num_items  # FSDP2 averages gradients over these ranks
@@ -278,11 +275,7 @@ def is_finite(record: Mapping[str, float]) -> bool:
 
 
 def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
-    """Name the step and the ranks with a non-finite loss.
-
-    Raises:
-        RunFailure: always, on every rank.
-    """
+    """Raise a `RunFailure`, on every rank, that names the step and the ranks with a non-finite loss."""
     ranks = [
         rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.flatten()[0].item()))) if not finite
     ]

@@ -343,7 +343,10 @@ def flip(path: Path) -> None:
         (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
         (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: is not a checkpoint's manifest"),
-        (lambda path: (path / "manifest.json").write_text('{"format": 2}'), "has format 2; this fsdp2kit reads format 1"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"format": 2}'),
+            "has format 2; this fsdp2kit reads format 1",
+        ),
         (lambda path: (path / "manifest.json").unlink(), r"step-000002: has no manifest\.json"),
     ],
 )

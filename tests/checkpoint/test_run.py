@@ -26,6 +26,7 @@ from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, DPOConfig, M
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
+from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import checkpoints_of
 
@@ -102,6 +103,15 @@ def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
         checkpoints._reached = 2
         checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
         assert exported_step(folder / "hf") == expected
+
+
+def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
+    """Of a run of rewards by the reward, which rises as ``eval_loss`` falls."""
+    checkpoints = checkpoints_of(tmp_path, export="best")
+    checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
+    for maximizes, said in ((None, "eval_loss -5"), (Rollouts.maximizes, "eval_reward 5")):
+        lines = checkpoints.describe_end(is_over=True, maximizes=maximizes)
+        assert f"model: {tmp_path / 'hf'}, of step-000002, the best ({said})" in lines
 
 
 def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

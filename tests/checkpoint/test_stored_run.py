@@ -1,6 +1,6 @@
 """The format on disk stays: a stored run (two ranks, commit b2be08b) is verified, resumed, started from and exported.
 
-``fixtures/run-of-format-1.tar.gz`` holds its TOML, its metrics, the checkpoints of steps 2 and 4 and the export of step 4.
+``fixtures/run-of-format-1.tar.gz`` holds its TOML, its metrics, the checkpoints of steps 2 and 4, and the export.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number:
     """`train_step` on what a recipe would build around the model."""
     run = Run(sharded.config, sharded.mesh, sharded.plan, Recorder(sharded), Progress(step=number - 1))
     objective = Measured(cross_entropy)
+    objective._is_first = False  # as in the middle of a run: the ranks have agreed on its metrics
     return train_step(run, sharded.model, optimizer, schedule, batch, objective=objective, shard=sharded.inputs)
 
 
