@@ -23,7 +23,6 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import (
     MAX_SHARD_BYTES,
     ExportPlan,
-    Group,
     begin_export,
     check_dtype,
     plan_adapter_file,
@@ -174,7 +173,9 @@ def _gather(
         for file in turn:
             if number < len(plan.files[file]):
                 group = plan.files[file][number]
-                whole = {key: _whole(tensors[key], _dtype_of(group)) for key in group.keys.values()}
+                dtypes = {form.dtype for form in group.forms.values()}
+                dtype = dtypes.pop() if len(dtypes) == 1 else None
+                whole = {key: _whole(tensors[key], dtype) for key in group.keys.values()}
                 if file == mine and problem is None:
                     try:
                         kept = {key: tensor.cpu() for key, tensor in whole.items()}
@@ -185,12 +186,6 @@ def _gather(
             yield kept
     if problem is not None:
         raise problem
-
-
-def _dtype_of(group: Group) -> torch.dtype | None:
-    """The dtype of all that becomes of a group; None where there are several."""
-    dtypes = {form.dtype for form in group.forms.values()}
-    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -48,7 +48,8 @@ def check_room(
     export = 0 if section.export_hf == "never" else export  # an earlier one stays until this one is whole
     most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
     missing = max(1, most - len(store.complete()))
-    beside = export > 0 and not is_remote(out) and _is_same_disk(store.root, out.parent)
+    on_disks = not is_remote(out) and not is_remote(store.root)
+    beside = export > 0 and on_disks and store.root.stat().st_dev == out.parent.stat().st_dev
     needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
     if needed and _free(store.root) < needed:
         make_room()
@@ -121,7 +122,3 @@ def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) 
 
 def _free(directory: Path) -> int:
     return shutil.disk_usage(directory).free
-
-
-def _is_same_disk(one: Path, other: Path) -> bool:
-    return not is_remote(one) and one.stat().st_dev == other.stat().st_dev
