@@ -109,9 +109,6 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, so a killed job can be resumed at once. The file ``.lock``
     stays and names the process that had it last.
-
-    Raises:
-        UserError: another process has the run directory, or it cannot be created.
     """
     path = Path(path)
     with _writing(path):
@@ -139,9 +136,6 @@ def write_record(path: str | Path, *, config_text: str, environment: Mapping[str
     """Write ``config.toml`` and ``environment.json`` into a run directory.
 
     A different ``config.toml`` of an earlier start is kept as ``config.<n>.toml``, the oldest as 1.
-
-    Raises:
-        UserError: the directory cannot be created or written to, or is a file.
     """
     path = Path(path)
     with _writing(path):

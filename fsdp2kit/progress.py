@@ -31,11 +31,11 @@ class Progress:
     best_step: int | None = None
     """The step that it was measured after."""
     best_by: dict[str, str] | None = None
-    """What it was measured by (held-out rows, reward functions, …); None: not known, or nothing was measured."""
+    """What it was measured by (held-out rows, reward functions, …); None: nothing was measured."""
     stale_evaluations: int = 0
     """Evaluations since then."""
     nonfinite_steps: int = 0
-    """The last so many steps had a loss or gradient that was not finite, and were skipped."""
+    """How many of the last steps in a row were skipped, because loss or gradient was not finite."""
 
     def after_step(self, tokens: int, input_tokens: int, *, is_finite: bool = True) -> Progress:
         """The progress when one more global batch, of so many tokens, is done."""
@@ -45,7 +45,7 @@ class Progress:
             self, step=self.step + 1, tokens_total=total, input_tokens_total=input_total, nonfinite_steps=nonfinite
         )
 
-    def after_evaluation(self, eval_loss: float, *, min_delta: float, by: Mapping[str, str] | None = None) -> Progress:
+    def after_evaluation(self, eval_loss: float, *, min_delta: float, by: Mapping[str, str]) -> Progress:
         """The progress with an evaluation's loss: the best so far, or one more that was not.
 
         Args:
@@ -54,23 +54,32 @@ class Progress:
         """
         is_better = self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta
         if is_better and math.isfinite(eval_loss):
-            by = None if by is None else dict(by)
-            return replace(self, best_eval_loss=eval_loss, best_step=self.step, best_by=by, stale_evaluations=0)
+            return replace(self, best_eval_loss=eval_loss, best_step=self.step, best_by=dict(by), stale_evaluations=0)
         return replace(self, stale_evaluations=self.stale_evaluations + 1)
 
     def compared_by(self, by: Mapping[str, str]) -> tuple[Progress, list[str]]:
         """The progress of a run whose evaluations measure by ``by`` from here on, and what of that is new.
 
-        The best, and the count of evaluations since, begin again where it was measured by anything else. Where that is
-        not known (checkpoints of earlier versions) it is taken to be the same.
+        The best, and the count of evaluations since, begin again where it was measured by anything else.
         """
         if self.best_step is None:
             return self, []
-        before = by if self.best_by is None else self.best_by
+        before = self.best_by or {}
         differing = [name for name in dict.fromkeys([*by, *before]) if by.get(name) != before.get(name)]
         if not differing:
             return replace(self, best_by=dict(by)), []
         return replace(self, best_eval_loss=None, best_step=None, best_by=None, stale_evaluations=0), differing
+
+    def describe_best(self, maximizes: str | None = None) -> str:
+        """The best figure so far with its name, e.g. ``eval_loss 2.31``.
+
+        Args:
+            maximizes: a metric that is −``eval_loss``, e.g. ``eval_reward``, to be named in its place.
+        """
+        assert self.best_eval_loss is not None
+        return (
+            f"eval_loss {self.best_eval_loss:.6g}" if maximizes is None else f"{maximizes} {-self.best_eval_loss:.6g}"
+        )
 
     def is_over(self, total_steps: int, *, patience: int | None) -> bool:
         """Whether all steps are done, or the last ``patience`` evaluations (None: any number) did not improve."""

@@ -22,7 +22,7 @@ from fsdp2kit.rl.generation import build_engine, rest_until_asked
 from fsdp2kit.rl.prompts import build_prompts, check_rewards
 from fsdp2kit.rl.rewards import Rewards
 from fsdp2kit.rl.rollouts import Rollouts
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import build_metrics
 
 
@@ -63,19 +63,6 @@ def main(config: Config) -> None:
         say(*checkpoints.describe(), *objective.describe(), *rollouts.describe())
         steps = prompts.total_steps
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
-        train(
-            model,
-            optimizer,
-            schedule,
-            rollouts,
-            objective=objective,
-            config=config,
-            plan=plan,
-            mesh=job.mesh,
-            metrics=metrics,
-            memory=memory,
-            total_steps=steps,
-            progress=progress,
-            checkpoints=checkpoints,
-            evaluate=rollouts if prompts.held_out else None,
-        )
+        run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=steps, memory=memory)
+        evaluate = rollouts if prompts.held_out else None
+        train(run, model, optimizer, schedule, rollouts, objective=objective, evaluate=evaluate)

@@ -17,7 +17,7 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.train.evaluation import build_evaluation
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.step import cross_entropy
 
@@ -52,19 +52,5 @@ def main(config: Config) -> None:
         schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=data.total_steps, step=progress.step)
         evaluate = build_evaluation(config.eval, model, data.held_out, plan=plan, mesh=job.mesh, tokenizer=tokenizer)
         metrics = build_metrics(config, job=job, plan=plan, progress=progress, total_steps=data.total_steps)
-        train(
-            model,
-            optimizer,
-            schedule,
-            data.batches(progress),
-            objective=cross_entropy,
-            config=config,
-            plan=plan,
-            mesh=job.mesh,
-            metrics=metrics,
-            memory=memory,
-            total_steps=data.total_steps,
-            progress=progress,
-            checkpoints=checkpoints,
-            evaluate=evaluate,
-        )
+        run = Run(config, job.mesh, plan, metrics, progress, checkpoints, total_steps=data.total_steps, memory=memory)
+        train(run, model, optimizer, schedule, data.batches(progress), objective=cross_entropy, evaluate=evaluate)

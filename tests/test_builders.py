@@ -13,21 +13,21 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from fsdp2kit import distributed
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.export_model import export_model
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
-from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.config.optimization import AdamWConfig, PlainScheduleConfig
 from fsdp2kit.config.schema import (
     ActivationCheckpointingConfig,
     ChatDataConfig,
-    CheckpointConfig,
     FSDPConfig,
     MeshConfig,
     ModelConfig,
     ProfileConfig,
+    RunConfig,
     TrainingConfig,
 )
 from fsdp2kit.data.documents import build_documents
@@ -119,14 +119,15 @@ def test_optimizer_and_schedule() -> None:
     assert model(TOKENS).logits.square().mean() < before
 
 
-def test_checkpoint_manager_with_a_plain_model(tmp_path: Path) -> None:
+def test_checkpoints_with_a_plain_model(tmp_path: Path) -> None:
     model = real_model()
     optimizer = build_optimizer(AdamWConfig(), model)
-    manager = CheckpointManager(CheckpointConfig(), run_dir=tmp_path, identity={}, write_assets=lambda folder: None)
-    path = manager.save(model, optimizer, Progress(step=3))
+    config = TrainingConfig(recipe="mine", run=RunConfig(dir=str(tmp_path)))
+    checkpoints = Checkpoints(config, model, optimizer, identity={}, write_assets=lambda folder: None)
+    path = checkpoints.save(Progress(step=3))
     kept = copy.deepcopy(model.state_dict())
     initialize(model, seed=1)
-    assert manager.restore(path, model, optimizer).step == 3
+    assert checkpoints.restore(path).step == 3
     for name, value in model.state_dict().items():
         assert torch.equal(value, kept[name]), name
 
@@ -152,7 +153,6 @@ def test_path_arguments_take_text(tmp_path: Path) -> None:
     assert weights_digest(folder) == weights_digest(Path(folder))
     with lock_run_dir(str(tmp_path / "run")):
         write_record(str(tmp_path / "run"), config_text="", environment={})
-    CheckpointManager(CheckpointConfig(), run_dir=str(tmp_path), identity={}, write_assets=lambda folder: None)
     with pytest.raises(UserError, match="no trace"):
         build_report(str(tmp_path / "run"))
 

@@ -91,8 +91,8 @@ def run_and_record(toml: str, overrides: Sequence[str]) -> tuple[Seen, str]:
             seen[index] = (self._dp_rank, rows)
             return micro_batches
 
-    def recording(model, optimizer, schedule, batches, *, mesh, **others):
-        return train(model, optimizer, schedule, Recorded(batches, mesh.dp_rank), mesh=mesh, **others)
+    def recording(run, model, optimizer, schedule, batches, **others):
+        return train(run, model, optimizer, schedule, Recorded(batches, run.mesh.dp_rank), **others)
 
     recipe.train = recording
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit.checkpoint import manager
+from fsdp2kit.checkpoint import checkpoints
+from fsdp2kit.config import TrainingConfig
 from fsdp2kit.data.build import build_data
 from fsdp2kit.distributed import rank
 from fsdp2kit.model.tokenizer import build_tokenizer
@@ -78,11 +79,11 @@ def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, t
 def test_the_best_evaluation_is_remembered_and_patience_ends() -> None:
     progress = Progress()
     for step, (loss, best, stale) in enumerate([(3.0, 1, 0), (2.95, 1, 1), (2.8, 3, 0), (2.9, 3, 1)], 1):
-        progress = replace(progress, step=step).after_evaluation(loss, min_delta=0.1)
+        progress = replace(progress, step=step).after_evaluation(loss, min_delta=0.1, by={})
         assert (progress.best_step, progress.stale_evaluations) == (best, stale)
         assert not progress.is_over(9, patience=2)
-    assert progress.after_evaluation(5.0, min_delta=0.1).is_over(9, patience=2)
-    assert Progress().after_evaluation(math.nan, min_delta=0.0).best_step is None, "it would never be beaten"
+    assert progress.after_evaluation(5.0, min_delta=0.1, by={}).is_over(9, patience=2)
+    assert Progress().after_evaluation(math.nan, min_delta=0.0, by={}).best_step is None, "it would never be beaten"
     assert progress.is_over(4, patience=None)
 
 
@@ -93,10 +94,7 @@ def test_losses_by_other_rows_are_not_compared() -> None:
     anew, differing = progress.compared_by({"held-out rows": "b", "held-out rows code": "c"})
     assert differing == ["held-out rows", "held-out rows code"]
     assert (anew.best_step, anew.best_eval_loss, anew.stale_evaluations, anew.step) == (None, None, 0, 4)
-    assert anew.after_evaluation(2.5, min_delta=0.0).best_eval_loss == 2.5
-    # Where a checkpoint does not say it, it is taken to be the same, and known from then on.
-    known, differing = replace(progress, best_by=None).compared_by({"held-out rows": "b"})
-    assert (known.best_step, known.best_by, differing) == (3, {"held-out rows": "b"}, [])
+    assert anew.after_evaluation(2.5, min_delta=0.0, by={}).best_eval_loss == 2.5
 
 
 def _best_step(best_by: str) -> int | None:
@@ -104,9 +102,9 @@ def _best_step(best_by: str) -> int | None:
     evaluate: Any = SimpleNamespace(measured_by={"held-out rows": f"copy of rank {rank()}"})
     metrics: Any = SimpleNamespace(message=lambda _: None)
     progress = Progress(step=4, best_step=3, best_eval_loss=2.0, best_by={"held-out rows": best_by})
-    config: Any = None
-    run = loop._Run(config, 5, config, metrics, config, evaluate, progress)
-    run._compare_best()
+    nothing: Any = None
+    run = loop.Run(TrainingConfig(recipe="x"), nothing, nothing, metrics, progress, total_steps=5)
+    loop._Loop(run, nothing, evaluate)._compare_best()
     return run.progress.best_step
 
 
@@ -170,7 +168,7 @@ def _exported_step(directory: Path) -> int | None:
 def _killed_before_the_export(toml: str, overrides: Sequence[str]) -> None:
     """A run whose last checkpoint is written and whose export is not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "ensure_export", partial(_fail, "killed"))
+        patch.setattr(checkpoints, "ensure_export", partial(_fail, "killed"))
         with pytest.raises(RuntimeError, match="killed"):
             _run_recipe(toml, overrides)
 

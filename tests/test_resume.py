@@ -206,14 +206,14 @@ def test_the_optimizer_waits_for_the_copy_of_an_asynchronous_save(
 
 def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
     """What a run says whose second checkpoint finds the disk full, on rank 0 alone."""
-    from fsdp2kit.checkpoint import manager
+    from fsdp2kit.checkpoint import checkpoints
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        original = manager.write_manifest
-        patch.setattr(manager, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
+        original = checkpoints.write_manifest
+        patch.setattr(checkpoints, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
         try:
             _run_recipe(toml, overrides)
         except RunFailure as failure:

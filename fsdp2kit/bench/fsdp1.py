@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from transformers import PreTrainedModel
 
 from fsdp2kit.bench.handwritten import PlainLoop
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.checks import HYBRID, MeshSizes
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.distributed import World

@@ -16,7 +16,7 @@ from unittest import mock
 
 from fsdp2kit.bench.handwritten import PlainLoop
 from fsdp2kit.bench.harness import Side, run_sides, speed, spread
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.schema import ProfileConfig
 from fsdp2kit.data.build import build_data
@@ -25,7 +25,6 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.engine import Sharded
-from fsdp2kit.progress import Progress
 
 PAIR_BARS = {
     "supervised tokens/s": ["our_tokens_per_second", "its_tokens_per_second"],
@@ -53,7 +52,7 @@ class OurSide(Side):
         self._config, self._world, self._fill = config.model_copy(update={"profile": ProfileConfig()}), world, fill
         self._mesh = build_mesh(config.mesh, config.fsdp, world=world)
         self._batches, _ = read_data(config, dp_rank=self._mesh.dp_rank, dp_size=self._mesh.sizes.dp)
-        self._progress, self._folder = Progress(), tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory()
 
     def build(self) -> None:
         self._run = Sharded(self._config, world=self._world, mesh=self._mesh, fill=self._fill)
@@ -62,8 +61,7 @@ class OurSide(Side):
 
     def step(self) -> None:
         """All of `train` for one step: the batch and its collective, the step, throughput, and a record."""
-        until = self._progress.step + 1
-        self._progress = self._run.train(self._batches, total_steps=until, progress=self._progress)
+        self._run.train(self._batches, steps=1)
 
     def outcome(self) -> Work:
         record = self._run.records[-1]

@@ -33,10 +33,11 @@ from fsdp2kit.bench.harness import (
     task_rows,
 )
 from fsdp2kit.bench.sides import bench_config
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.manager import CheckpointManager
-from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.schema import CheckpointConfig, RunConfig
 from fsdp2kit.distributed import World, gather_objects
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import sync_tree
@@ -149,12 +150,18 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
 
     with tempfile.TemporaryDirectory(prefix="fsdp2kit-bench-") as own:
         folder = Path(gather_objects(own)[0])
-        managers = {
-            name: CheckpointManager(
-                CheckpointConfig(keep=1, async_save=name == "asynchronous", export_hf="never"),
-                run_dir=folder / name,
+        kinds = {
+            name: Checkpoints(
+                TrainingConfig(
+                    recipe="bench",
+                    run=RunConfig(dir=str(folder / name)),
+                    checkpoint=CheckpointConfig(keep=1, async_save=name == "asynchronous", export_hf="never"),
+                ),
+                model,
+                optimizer,
                 identity={},
                 write_assets=lambda _: None,
+                tell=lambda _: None,
             )
             for name in waited
         }
@@ -162,16 +169,16 @@ def bench_save(world: World, *, params: float = 0.5, rounds: int = 3, tokens: in
         def save(name: str) -> None:
             give_back_memory()
             gather_objects(None)  # all ranks begin together
-            manager, started = managers[name], time.perf_counter()
-            manager.save(model, optimizer, Progress(step=len(waited[name]) + 1))
+            checkpoints, started = kinds[name], time.perf_counter()
+            checkpoints.save(Progress(step=len(waited[name]) + 1))
             seconds = time.perf_counter() - started
             model.loss_sum(inputs, inputs.roll(-1), position_ids=positions).backward()
             started = time.perf_counter()
-            manager.wait_until_staged()
+            checkpoints.wait_until_staged()
             waited[name].append(max(gather_objects(seconds + time.perf_counter() - started)))
             optimizer.step()
             optimizer.zero_grad()
-            manager.finish()
+            checkpoints.finish()
 
         # The first of each does not count: buffers and state are made then.
         take_turns(waited, save, rounds + 1)

@@ -18,7 +18,7 @@ from fsdp2kit.checkpoint.reader import StoredTensors, in_blocks
 from fsdp2kit.checkpoint.state import MODEL_PREFIX
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
-from fsdp2kit.model.assets import find_hf_dir, same_weights, weights_digest
+from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
@@ -37,15 +37,12 @@ def check_same_base(directory: Path, weights: str) -> None:
 
     Args:
         weights: as `run_identity` has the weights of the model at hand.
-
-    Raises:
-        UserError: they differ.
     """
     try:
         trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")
     except (OSError, ValueError, AttributeError):
         trained_on = None  # not an export of ours; names and shapes are compared in any case
-    if trained_on is not None and not same_weights(trained_on, weights):
+    if trained_on is not None and trained_on != weights:
         what = f"{directory} was trained on another model than model.path is (its weights are {trained_on})"
         raise UserError("model.adapter", what, "give the model.path that it was trained on")
 
@@ -65,16 +62,13 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
 
     Args:
         base: where it is now; None: where it was.
-
-    Raises:
-        UserError: it is not there, or other weights are.
     """
     name = json.loads((config_dir / CONFIG_NAME).read_text(encoding="utf-8"))["base_model_name_or_path"]
     if base is None and not name:
         raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
     found = find_hf_dir(str(base or name), key="--merge", with_weights=True)
     trained_on = manifest.identity.get(_IDENTITY) if manifest else None
-    if trained_on is not None and not same_weights(trained_on, f"pretrained {weights_digest(found)}"):
+    if trained_on is not None and trained_on != f"pretrained {weights_digest(found)}":
         what = f"{found} holds other weights than the adapter was trained on ({name})"
         raise UserError("--merge", what, "give the directory of that model: --merge DIR")
     return found

@@ -1,8 +1,8 @@
-"""From a sharded model in memory to a Hugging Face directory: how a training loop of one's own saves.
+"""From a sharded model in memory to a Hugging Face directory: how your own training loop saves a model.
 
-Plan, packing, writing and publishing are those of an export of a checkpoint (`fsdp2kit.checkpoint.hf`); only the
-tensors come from elsewhere. The files are dealt out over the ranks, which write at the same time. For each file in
-turn all ranks gather the next tensors, cast on their shards, and its writer keeps them: so a rank holds no more than
+The plan, the files and their publication are those of a checkpoint's export (`fsdp2kit.checkpoint.hf`); only the
+tensors come from memory. Each rank writes some of the files, all ranks at the same time. For each file in turn, all
+ranks cast their shards and gather the next tensors, and the file's writer keeps them. So a rank holds no more than
 three tensors (or groups of tensors that transformers stores in other pieces) beside the model.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.export_record import check_replaceable
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import (
     MAX_SHARD_BYTES,
     ExportPlan,
-    Group,
     begin_export,
     check_dtype,
-    clear_failed,
     plan_adapter_file,
     plan_files,
     publish_export,
@@ -82,8 +79,8 @@ def export_model(
             tensors = model_tensors(model)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             plan = _plan(model, source, tensors, to_path(out), Path(folder), name, max_shard_bytes)
-            if not is_remote(plan.out):
-                check_writable(plan.out.parent, where="export_model")
+            if not is_remote(plan.out.path):
+                check_writable(plan.out.path.parent, where="export_model")
             if distributed.rank() == 0:
                 save_assets(
                     Path(folder),
@@ -95,7 +92,7 @@ def export_model(
                     adapter=adapter_of(model),
                 )
         if distributed.rank() == 0:
-            stack.push(partial(clear_failed, plan))
+            stack.enter_context(plan.out.cleared_on_failure())
         with agreement():
             if distributed.rank() == 0:
                 begin_export(plan)
@@ -126,8 +123,8 @@ def _plan(
     """What goes into which file; the same on every rank."""
     dtype = dtype or source.dtype
     check_dtype(dtype)
-    out, adapter = out.absolute(), adapter_of(model)
-    check_replaceable(out, read=[source.directory, adapter.directory if adapter is not None else None])
+    directory, adapter = ExportDirectory(out.absolute()), adapter_of(model)
+    directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
     metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
     shapes = {name: (name, meta) for name, meta in metas.items()}
     skeleton = build_skeleton(model) if adapter is None else None
@@ -135,11 +132,11 @@ def _plan(
         files = plan_adapter_file(shapes, dtype)
     else:
         files = plan_files(shapes, skeleton, dtype, max_shard_bytes)
-    return ExportPlan(None, out, config_dir, dtype, files, manifest=None, model=skeleton)
+    return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton)
 
 
 def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Write every file of the plan into ``plan.staging``, each on one rank. Collective."""
+    """Write every file of the plan into ``plan.out.staging``, each on one rank. Collective."""
     rank, world_size = distributed.rank(), distributed.world_size()
     files, problem = list(plan.files), None
     size = sum(file_size(plan.forms(file)) for file in files[rank::world_size])
@@ -151,7 +148,7 @@ def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:
             try:
                 if mine is not None:
                     blocks = tensors_of(plan, mine, _Gathered(gathered))
-                    write_safetensors(plan.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
+                    write_safetensors(plan.out.staging / mine, plan.forms(mine), blocks, advance=bar.advance)
             except Exception as error:  # a full disk, say
                 problem = error
             try:
@@ -169,9 +166,6 @@ def _gather(
 
     Args:
         turn: the files that are written at the same time. All ranks go through the groups of all of them together.
-
-    Raises:
-        Exception: a copy to the CPU failed; only after the last group, which the other ranks gather with this one.
     """
     problem: Exception | None = None
     for number in range(max(len(plan.files[file]) for file in turn)):
@@ -179,7 +173,9 @@ def _gather(
         for file in turn:
             if number < len(plan.files[file]):
                 group = plan.files[file][number]
-                whole = {key: _whole(tensors[key], _dtype_of(group)) for key in group.keys.values()}
+                dtypes = {form.dtype for form in group.forms.values()}
+                dtype = dtypes.pop() if len(dtypes) == 1 else None
+                whole = {key: _whole(tensors[key], dtype) for key in group.keys.values()}
                 if file == mine and problem is None:
                     try:
                         kept = {key: tensor.cpu() for key, tensor in whole.items()}
@@ -190,12 +186,6 @@ def _gather(
             yield kept
     if problem is not None:
         raise problem
-
-
-def _dtype_of(group: Group) -> torch.dtype | None:
-    """The dtype of all that becomes of a group; None where there are several."""
-    dtypes = {form.dtype for form in group.forms.values()}
-    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

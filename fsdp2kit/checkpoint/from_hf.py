@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp2kit.checkpoint.export_record import copy_assets
+from fsdp2kit.checkpoint.export_directory import copy_assets
 from fsdp2kit.checkpoint.manifest import Manifest, write_manifest
 from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, load_weights, save_tensors

@@ -1,22 +1,16 @@
 """From a distributed checkpoint to a Hugging Face directory, a block at a time, on one process or many.
 
-`plan_export` decides on every rank alike what goes into which file. Then `begin_export` on one rank, `write_shards` on
-each, `publish_export` on one once all have written. On a disk everything is written beside the destination and moved
-there, whole. An object store has no renames: there the record, written last, is what completes an export.
-
-That record, ``.fsdp2kit-export.json``, names the checkpoint, its step, a digest of its manifest (and through it of
-every byte that was exported), the dtype, and the files that the export wrote: only those may be replaced by another.
+`plan_export` decides on every rank alike what goes into which file. Then `begin_export` runs on one rank,
+`write_files` on each, and `publish_export` on one once all have written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +22,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
 from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter
-from fsdp2kit.checkpoint.export_record import (
-    check_replaceable,
-    copy_assets,
-    read_record,
-    recorded_files,
-    write_json,
-    write_record,
-)
+from fsdp2kit.checkpoint.export_directory import ExportDirectory, copy_assets, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
@@ -43,7 +30,7 @@ from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
 from fsdp2kit.console import progress_bar
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.files import sha256, sync, sync_tree
+from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
@@ -78,7 +65,7 @@ class ExportPlan:
 
     checkpoint: Path | None
     """What is exported; None: a model in memory, by `fsdp2kit.checkpoint.export_model`."""
-    out: Path
+    out: ExportDirectory
     config_dir: Path
     dtype: str
     files: dict[str, list[Group]]
@@ -95,14 +82,31 @@ class ExportPlan:
         """Whether an adapter is exported, without the model that it belongs to."""
         return self.base is None and holds_adapter(self.config_dir)
 
-    @property
-    def staging(self) -> Path:
-        """Where the directory is written: beside `out`, to be moved there; on an object store, `out` itself."""
-        return self.out if is_remote(self.out) else self.out.with_name(f".{self.out.name}.partial")
-
     def forms(self, file: str) -> dict[str, Tensor]:
         """The tensors of a file by name, in the order of their bytes."""
         return {name: form for group in self.files[file] for name, form in group.forms.items()}
+
+    def write_assets(self, folder: Path) -> None:
+        """Write config, tokenizer, …; the config names the weights' dtype. Add an index if there are several files."""
+        copy_assets(self.config_dir, folder)
+        if self.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
+            (folder / "config.json").unlink(missing_ok=True)
+            return
+        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # A model of several parts has configs within its config.
+        parts = [value for value in config.values() if isinstance(value, dict) and "model_type" in value]
+        for part in (config, *parts):
+            part.pop("torch_dtype", None)  # what transformers 4 called it
+            part["dtype"] = self.dtype
+        if self.model is not None:  # a config that never was a model's lacks it
+            config.setdefault("architectures", [type(self.model).__name__])
+        write_json(folder / "config.json", config)
+        if len(self.files) > 1:
+            weight_map = {name: file for file in self.files for name in self.forms(file)}
+            total = sum(group.size for groups in self.files.values() for group in groups)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(folder / INDEX_NAME, index)
 
 
 def dcp_to_hf(
@@ -139,24 +143,23 @@ def dcp_to_hf(
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
     rank, world_size = distributed.rank(), distributed.world_size()
-    settle = partial(distributed.agreement, group)
     checkpoint, out = to_path(checkpoint), to_path(out)
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
-        with settle():
+        with distributed.agreement(group):
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
                 checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
         if rank == 0:
-            stack.push(partial(clear_failed, plan))
-        with settle():
+            stack.enter_context(plan.out.cleared_on_failure())
+        with distributed.agreement(group):
             if rank == 0:
                 begin_export(plan)
-        with settle():
-            write_shards(plan, rank=rank, world_size=world_size, check=check)
-        with settle():
+        with distributed.agreement(group):
+            write_files(plan, rank=rank, world_size=world_size, check=check)
+        with distributed.agreement(group):
             if rank == 0:
                 publish_export(plan)
 
@@ -169,22 +172,22 @@ def ensure_export(
     dtype: str,
     check: bool = False,
 ) -> bool:
-    """Export a checkpoint as `dcp_to_hf` does unless ``out`` holds that very export; whether it had to. Collective.
+    """Export a checkpoint as `dcp_to_hf` does, unless ``out`` holds that export; returns whether it did. Collective.
 
     Args:
-        check: as `dcp_to_hf`'s; needless for a checkpoint that was just written, or checked to resume from it.
+        check: as in `dcp_to_hf`; not needed for a checkpoint that was just written, or checked for a resume.
     """
-    checkpoint, out = to_path(checkpoint), to_path(out)
+    checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
     with distributed.agreement(group):
         if distributed.rank() == 0:
-            record, digest = read_record(out), _manifest_digest(checkpoint)
+            record, digest = directory.record(), _manifest_digest(checkpoint)
             if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
-                stale = not all((out / name).is_file() for name in record["files"])
+                stale = not all((directory.path / name).is_file() for name in record["files"])
     stale = bool(distributed.gather_objects(stale, group=group)[0])
     if stale:
-        dcp_to_hf(checkpoint, out, dtype=dtype, group=group, check=check)
+        dcp_to_hf(checkpoint, directory.path, dtype=dtype, group=group, check=check)
     return stale
 
 
@@ -197,12 +200,8 @@ def plan_export(
     config_dir: str | Path | None = None,
     merge: bool | str = False,
 ) -> ExportPlan:
-    """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing.
-
-    Raises:
-        UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
-    """
-    checkpoint, out = to_path(checkpoint), to_path(out)
+    """Decide what goes into which file; see `dcp_to_hf`. Reads metadata only, and writes nothing."""
+    checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out).absolute())
     manifest: Manifest | None = None
     if is_complete(checkpoint) or not checkpoint.is_dir():
         manifest = read_manifest(checkpoint)
@@ -218,11 +217,10 @@ def plan_export(
         dtype = dtype or json.loads((config_dir / "config.json").read_text(encoding="utf-8")).get("dtype")
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
-    out = out.absolute()
-    check_replaceable(out, read=[base])
+    directory.check_replaceable(read=[base])
     if holds_adapter(config_dir) and not merge:
         files = plan_adapter_file(_shapes(checkpoint, None, None), dtype)
-        return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model=None)
+        return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model=None)
     model = model_on_meta(config_dir)
     if model is None and merge:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
@@ -232,7 +230,7 @@ def plan_export(
         raise UserError(str(config_dir), what, "export from a checkpoint that fsdp2kit wrote")
     kept = manifest.kept_in_float32.get(dtype, ()) if manifest else ()
     files = plan_files(_shapes(checkpoint, model, base), model, dtype, max_shard_bytes, kept=kept)
-    return ExportPlan(checkpoint, out, config_dir, dtype, files, manifest, model, base)
+    return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model, base)
 
 
 def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) -> dict[str, tuple[str, Tensor]]:
@@ -253,10 +251,7 @@ def _shapes(checkpoint: Path, model: PreTrainedModel | None, base: Path | None) 
 
 
 def check_dtype(dtype: str) -> None:
-    """
-    Raises:
-        UserError: no export has this dtype.
-    """
+    """Refuse a dtype that no export has."""
     if dtype not in DTYPES:
         raise UserError("dtype", f"{dtype!r} is not a dtype for exports", f"use one of {', '.join(DTYPES)}")
 
@@ -315,39 +310,19 @@ def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
     return files
 
 
-def clear_failed(plan: ExportPlan, kind: type[BaseException] | None, *_: object) -> None:
-    """Delete the unfinished files of a failed export."""
-    if kind is not None and not is_remote(plan.staging):
-        shutil.rmtree(plan.staging, ignore_errors=True)
-
-
 def begin_export(plan: ExportPlan) -> None:
-    """Make an empty directory to write to; on an object store, take back the record of the export that is replaced.
-
-    On one rank only, before any rank writes.
-    """
-    if is_remote(plan.staging):
-        assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
-        plan.out.mkdir(parents=True, exist_ok=True)
-        # Not yet an export of anything, but all of it is ours and may be replaced.
-        write_record(plan.out, {*plan.files, INDEX_NAME, *assets, *recorded_files(plan.out)}, {})
-        return
-    shutil.rmtree(plan.staging, ignore_errors=True)  # of an export that was cut short
-    plan.staging.mkdir(parents=True)
+    """Make an empty directory to write to. On one rank only, before any rank writes."""
+    assets = {path.relative_to(plan.config_dir).as_posix() for path in plan.config_dir.rglob("*")}
+    plan.out.begin({*plan.files, INDEX_NAME, *assets})
 
 
-def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
-    """Write every `world_size`-th file of the plan, beginning with number `rank`, into ``plan.staging``.
-
-    Raises:
-        UserError: with `check`, a file of this rank's share of the checkpoint is not what was written.
-        RunFailure: a file of the checkpoint cannot be read.
-    """
+def write_files(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check: bool = True) -> None:
+    """Write every `world_size`-th file of the plan, beginning with number `rank`, into the staging directory."""
     assert plan.checkpoint is not None, "a model in memory is written by `export_model`"
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as checked:
         if check and plan.manifest is not None:
             share = beside.submit(check_contents, plan.checkpoint, plan.manifest, rank=rank, world_size=world_size)
-            # Said in any case: a damaged file may well be why it cannot be read.
+            # Always report checksum errors: they explain read failures.
             checked.callback(share.result)
             if is_remote(plan.checkpoint):  # not every store's files can be read in two threads
                 share.result()
@@ -358,7 +333,7 @@ def write_shards(plan: ExportPlan, *, rank: int = 0, world_size: int = 1, check:
         forms = {file: plan.forms(file) for file in list(plan.files)[rank::world_size]}
         with progress_bar("converting", total=sum(map(file_size, forms.values()))) as bar:
             for file, tensors in forms.items():
-                path, blocks = plan.staging / file, tensors_of(plan, file, reader)
+                path, blocks = plan.out.staging / file, tensors_of(plan, file, reader)
                 write_safetensors(path, tensors, blocks, advance=bar.advance)
 
 
@@ -385,63 +360,22 @@ def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[It
 
 
 def publish_export(plan: ExportPlan) -> None:
-    """Add assets, index and record to the written files, and move the directory to ``plan.out``. On one rank only.
-
-    Raises:
-        UserError: `out` has meanwhile come to hold something else.
-        RunFailure: a file of the plan is missing or cut short.
-    """
+    """Add assets, index and record to the written files, and publish the directory. On one rank only."""
     for file in plan.files:
-        path, size = plan.staging / file, file_size(plan.forms(file))
+        path, size = plan.out.staging / file, file_size(plan.forms(file))
         if not path.is_file() or path.stat().st_size != size:
             raise RunFailure(f"{path}: was not written, or not whole ({size} bytes are expected)")
-    check_replaceable(plan.out)
-    written = {*plan.files, *fill(plan.staging, partial(_write_assets, plan))}
+    plan.out.check_replaceable()
+    written = {*plan.files, *fill(plan.out.staging, plan.write_assets)}
     facts = {
         "checkpoint": plan.checkpoint and str(plan.checkpoint),
         "step": plan.manifest.step if plan.manifest else None,
         "manifest": _manifest_digest(plan.checkpoint),
         "dtype": plan.dtype,
-        # Told by which an adapter knows its model again.
+        # By this an adapter recognises its model.
         **({"base": plan.manifest.identity.get("model.weights")} if plan.is_adapter and plan.manifest else {}),
     }
-    if is_remote(plan.out):
-        for stale in recorded_files(plan.out) - written:
-            (plan.out / stale).unlink(missing_ok=True)
-        write_record(plan.out, written, facts)
-        return
-    write_record(plan.staging, written, facts)
-    sync_tree(plan.staging)
-    old = plan.out.with_name(f".{plan.out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if plan.out.exists():
-        plan.out.rename(old)
-    plan.staging.rename(plan.out)
-    sync(plan.out.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_assets(plan: ExportPlan, folder: Path) -> None:
-    """Config, tokenizer, …, where the config says what the weights are; and the index where they are several files."""
-    copy_assets(plan.config_dir, folder)
-    if plan.is_adapter:  # as peft writes it: the model's own config would pass it off as a model
-        (folder / "config.json").unlink(missing_ok=True)
-        return
-    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # A model of several parts has configs within its config.
-    for part in (config, *(value for value in config.values() if isinstance(value, dict) and "model_type" in value)):
-        part.pop("torch_dtype", None)  # what transformers 4 called it
-        part["dtype"] = plan.dtype
-    if plan.model is not None:  # a config that never was a model's lacks it
-        config.setdefault("architectures", [type(plan.model).__name__])
-    write_json(folder / "config.json", config)
-    if len(plan.files) > 1:
-        weight_map = {name: file for file in plan.files for name in plan.forms(file)}
-        total = sum(group.size for groups in plan.files.values() for group in groups)
-        write_json(
-            folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
+    plan.out.publish(written, facts)
 
 
 def _manifest_digest(checkpoint: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What makes two starts the same run, and what of it may change in between."""
+"""What all starts of a run must share, and what may change between them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import tomli
 
-from fsdp2kit.checkpoint.manifest import MANIFEST, Manifest
-from fsdp2kit.checkpoint.store import is_complete, to_path
+from fsdp2kit.checkpoint.manifest import read_manifest
+from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError, tool_command
@@ -75,9 +75,6 @@ def check_same_run(
     Args:
         saved, current: what `run_identity` returned when the checkpoint was saved, and now.
         contents_saved, contents: what was read then and now (`fsdp2kit.data.contents`), to say which rows differ.
-
-    Raises:
-        UserError: a field differs.
     """
     for field in [*current, *(field for field in saved if field not in current)]:
         before, now = saved.get(field), current.get(field)
@@ -94,13 +91,14 @@ def check_same_run(
             raise UserError(str(path), what, f"undo that, or choose another run.dir, or {anew}")
 
 
-def describe_changes(manifest: Manifest, settings: dict[str, Any], config: TrainingConfig, environment: Any) -> str:
-    """What has changed since a checkpoint was saved, of what may change; "nothing" where nothing has.
+def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict[str, Any]) -> str:
+    """One line: the step that a run resumes from, and what changed since of what may change.
 
     Args:
-        settings: the TOML that it was saved with; empty where there is none.
         config, environment: those of this start.
     """
+    manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
+    settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}
@@ -110,7 +108,7 @@ def describe_changes(manifest: Manifest, settings: dict[str, Any], config: Train
         if before.get(name) != now.get(name) and name not in ("run.dir", "run.resume")
     ]
     changed += changes(manifest.environment.get("contents", {}), environment.get("contents", {}))
-    return ", ".join(changed) or "nothing"
+    return f"resumed from step {manifest.step}; changed since: {', '.join(changed) or 'nothing'}"
 
 
 def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -11,8 +12,9 @@ from typing import Any
 
 from fsdp2kit.checkpoint.store import MANIFEST, in_use, to_path
 from fsdp2kit.console import progress_bar
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import replace_file, sha256, sync_tree
+from fsdp2kit.progress import Progress
 
 FORMAT = 1
 USE_ANOTHER = 'use another checkpoint, or let run.resume = "auto" find the newest complete one'
@@ -88,8 +90,7 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
         if raw["format"] != FORMAT:
             what = f"has format {raw['format']}; this fsdp2kit reads format {FORMAT}"
             raise UserError(str(path), what, "use the fsdp2kit that it was written by")
-        optional = ("environment", "kept_in_float32")  # not in checkpoints of earlier versions
-        known = {one.name: raw[one.name] for one in fields(Manifest) if one.name in raw or one.name not in optional}
+        known = {one.name: raw[one.name] for one in fields(Manifest)}
         known["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
         return Manifest(**known)
     except FileNotFoundError:
@@ -100,6 +101,22 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not a checkpoint's manifest ({type(error).__name__}: {error})"
         raise UserError(str(path), what, USE_ANOTHER) from error
+
+
+def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
+    """The progress that a checkpoint was saved at."""
+    known = {field.name for field in fields(Progress)}
+    if differing := sorted(known ^ manifest.progress.keys()):
+        what = f"records another kind of progress: {', '.join(differing)} is not in both"
+        raise UserError(str(checkpoint), what, "use the fsdp2kit that it was written by")
+    return Progress(**manifest.progress)
+
+
+def holds_best(checkpoint: Path, progress: Progress) -> bool:
+    """Whether a checkpoint is that of this very history's best step; False too where it is not there or unreadable."""
+    with contextlib.suppress(Exception):
+        return read_manifest(checkpoint).progress.get("best_eval_loss") == progress.best_eval_loss
+    return False
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
@@ -118,13 +135,19 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
             raise UserError(str(path), f"has {size} bytes instead of {record.size}", USE_ANOTHER)
 
 
+def check_shared(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that this rank sees what every rank wrote, before it writes a manifest that says so."""
+    try:
+        check_sizes(checkpoint, manifest)
+    except UserError as error:
+        reason = "checkpoints must be on a filesystem that all nodes share"
+        raise RunFailure(f"{error.where}: {error.what}: {reason}") from error
+
+
 def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
     """Check size and digest of every file; with `world_size` > 1, of this rank's share of them.
 
     A rank's share is what the rank of the same number wrote, and so on a resume mostly what it is about to read.
-
-    Raises:
-        UserError: a file is missing, cannot be read, or is not what was written.
     """
     share = {}
     for name, record in manifest.files.items():

@@ -101,11 +101,7 @@ class SafeReader(dcp.FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata.
-
-        Raises:
-            UserError: it is missing, damaged, or holds something that does not belong there.
-        """
+        """The checkpoint's metadata."""
         if self._metadata is None:
             self._metadata = _read_metadata(self.directory / ".metadata")
         return self._metadata
@@ -134,11 +130,8 @@ class TensorsOnlyPlanner(dcp.DefaultLoadPlanner):
 def load_tensors(reader: SafeReader, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
     """Fill `tensors`, keyed as in the checkpoint, in place; DTensors read their own shards.
 
-    Collective over the default process group, if there is one, unless `alone`. Names and shapes are the caller's to
-    check beforehand.
-
-    Raises:
-        RunFailure: a file cannot be read; on every rank.
+    Collective over the default process group, if there is one, unless `alone`. The caller
+    has checked names and shapes.
     """
     size = sum(local_part(one).nbytes for one in tensors.values() if isinstance(one, Tensor))
     alone = alone or not torch.distributed.is_initialized()
@@ -200,9 +193,6 @@ class StoredTensors:
         """The elements of a tensor in order, as flat tensors of at most 16 MiB.
 
         A block is valid until the next is asked for. Only a tensor whose pieces are no ranges of rows is held whole.
-
-        Raises:
-            RunFailure: a file cannot be read, or does not hold what the metadata says.
         """
         dtype = self._stored[key].properties.dtype
         pieces = self._row_ranges(key)
@@ -218,7 +208,7 @@ class StoredTensors:
                     yield block.view(dtype)
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor. Raises as `blocks`."""
+        """A whole tensor."""
         stored = self._stored[key]
         if self._row_ranges(key) is None:
             return self._assembled(key)

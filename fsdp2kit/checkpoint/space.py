@@ -1,7 +1,8 @@
-"""Room on the disk: whether a run's checkpoints fit, before it trains, and whether a write failed for want of it."""
+"""Room on the disk: whether a run's checkpoints fit, and how a failed save is reported."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 from collections.abc import Callable
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2kit.checkpoint.reader import first_failure
 from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.checkpoint.store import CheckpointStore, is_remote
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import counted, size_text
 from fsdp2kit.distributed import gather_objects, is_lost_rank
-from fsdp2kit.errors import UserError, causes
+from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
 from fsdp2kit.optim.build import state_sizes
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -31,25 +33,23 @@ def check_room(
     export_dtype: torch.dtype,
     make_room: Callable[[], object],
 ) -> list[str]:
-    """Refuse a disk without room for one checkpoint. On one rank; free bytes of a URL are unknown, and not asked for.
+    """Refuse a disk without room for one checkpoint. On one rank; a URL is not checked.
 
     Args:
         model: of the global shapes, sharded or not.
         out: where the export goes.
-        make_room: called before anything is said: it waits until what was thrown away is deleted.
+        make_room: called before a warning or an error; it waits until what was thrown away is deleted.
 
     Returns:
         A warning for each disk on which what the run will keep does not fit.
-
-    Raises:
-        UserError: not even one checkpoint fits.
     """
     section = config.checkpoint
     one, export = _sizes(config, model, export_dtype)
     export = 0 if section.export_hf == "never" else export  # an earlier one stays until this one is whole
     most = section.most_at_once(config.train.steps, keeps_best=config.eval.keeps_best)
     missing = max(1, most - len(store.complete()))
-    beside = export > 0 and not is_remote(out) and _is_same_disk(store.root, out.parent)
+    on_disks = not is_remote(out) and not is_remote(store.root)
+    beside = export > 0 and on_disks and store.root.stat().st_dev == out.parent.stat().st_dev
     needed = 0 if is_remote(store.root) else missing * one + (export if beside else 0)
     if needed and _free(store.root) < needed:
         make_room()
@@ -72,19 +72,34 @@ def check_room(
     return warnings
 
 
-def is_storage_failure(error: BaseException, directory: Path, *, group: dist.ProcessGroup | None) -> bool:
-    """Whether on any rank the disk is full, or has refused access or failed: no traceback is needed then. Collective.
+def storage_failure(
+    what: str, error: BaseException, disk: Path, todo: str, *, group: dist.ProcessGroup | None
+) -> RunFailure:
+    """The error of a save or an export that failed on every rank. Collective, before rank 0 frees its files.
 
-    Every rank has failed in the same save. Free space is looked at, because torch's writers do not say that a disk is
-    full. Any other `OSError` (a missing file, a lost connection) may be a mistake in the code, and is no such failure.
+    It is a `StorageFailure`, which needs no traceback, if on any rank the disk is full, or has refused access or
+    failed. Free space is looked at, because torch's writers do not say that a disk is full. Any other `OSError` (a
+    missing file, a lost connection) may be a mistake in the code, and is no such failure.
     """
+    is_storages = False
+    if not is_lost_rank(error):
+        of_disk = any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
+        with contextlib.suppress(RuntimeError):  # a rank is lost
+            is_storages = any(gather_objects(is_full(disk) or of_disk, group=group))
+    kind = StorageFailure if is_storages else RunFailure
+    return kind(f"{what}: {first_failure(error)}{' (its disk is full)' if is_full(disk) else ''}; {todo}")
+
+
+def what_to_do(error: BaseException, store: CheckpointStore) -> str:
+    """What the user should do after a save that failed, and where the run then goes on."""
+    mend = f"free space there, or mend {store.root}, and start the run again"
     if is_lost_rank(error):
-        return False
-    own = is_full(directory) or any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
+        mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
     try:
-        return any(gather_objects(own, group=group))
-    except RuntimeError:  # a rank is lost
-        return False
+        complete = store.complete()
+    except Exception:  # what hindered the save may hinder this, too
+        complete = []
+    return f"{mend}: it resumes from {complete[-1][1].name}" if complete else mend
 
 
 def is_full(directory: Path) -> bool:
@@ -107,7 +122,3 @@ def _sizes(config: TrainingConfig, model: nn.Module, export_dtype: torch.dtype) 
 
 def _free(directory: Path) -> int:
     return shutil.disk_usage(directory).free
-
-
-def _is_same_disk(one: Path, other: Path) -> bool:
-    return not is_remote(one) and one.stat().st_dev == other.stat().st_dev

@@ -18,16 +18,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
+from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.adapters import adapter_of
-from fsdp2kit.model.build import tied_names
+from fsdp2kit.model.build import source_of, tied_names
 from fsdp2kit.model.names import base_name
-from fsdp2kit.model.weights import fill_vocabulary, grown_tensors
+from fsdp2kit.model.weights import fill_adapter, fill_vocabulary, grown_tensors, initialize, load_pretrained
 from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.torch_compat import FsspecWriter
 
@@ -158,12 +160,7 @@ def save_tensors(
 
 
 def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective.
-
-    Raises:
-        UserError: a tensor is missing, left over, or of another shape or dtype; the error names it.
-        RunFailure: a file cannot be read.
-    """
+    """Fill `wanted`, in place, from a checkpoint that holds exactly these tensors; collective."""
     with agreement():
         reader = SafeReader(path)
         stored = reader.stored_tensors()
@@ -179,6 +176,33 @@ def load_all(path: Path, wanted: Mapping[str, Tensor]) -> None:
                     f"as they were when that was saved, or {_start_anew(path)}",
                 )
     load_tensors(reader, wanted)
+
+
+def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> None:
+    """Give a materialised (sharded) model the values that ``model.weights`` names, and its adapters theirs.
+
+    Collective.
+
+    Args:
+        seed: for "random".
+
+    Raises:
+        UserError: the weights cannot be read, or are another model's.
+    """
+    if section.weights == "random":
+        initialize(model, seed=seed)
+    elif section.weights == "pretrained":
+        directory = source_of(model).directory
+        assert directory is not None, "check_config refuses pretrained weights without a path"
+        with agreement():
+            # A model that was made shallower than its source leaves some of the source's tensors over.
+            load_pretrained(model, directory, allow_unexpected="num_hidden_layers" in section.config)
+    else:
+        with agreement():
+            path = to_path(section.weights)
+        load_weights(path, model)
+    with agreement():
+        fill_adapter(model, seed=seed)
 
 
 def load_weights(path: str | Path, model: Any) -> None:
@@ -241,9 +265,6 @@ def find_weights(
         tensors: the model's, by name, a tied parameter under the first of its own.
         tied: every further name of a tied parameter → its first name.
         smaller: the shapes that tensors may have in the checkpoint in place of the model's, by name.
-
-    Raises:
-        UserError: a name has no key, a key of the model's part has no name, or a shape is another.
     """
     # Hugging Face names may begin with "model." themselves, so the prefix is told by how many names it explains.
     prefix = max((MODEL_PREFIX, ""), key=lambda candidate: sum(candidate + name in stored for name in tensors))

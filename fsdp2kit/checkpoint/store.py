@@ -1,9 +1,9 @@
-"""Where checkpoints are kept, on a disk or an object store, and the one protocol by which they come and go.
+"""Where checkpoints are kept, on a disk or an object store, and how they are written, published and deleted.
 
-A save `begin`s a directory of its own, its files are written there, its manifest last, and `publish` makes it the
-step's checkpoint: a checkpoint is complete if and only if it has a manifest, and whatever a crash leaves half done is
-known as ours by its name or mark, and cleared by the next save. What is not known as ours is set aside, never deleted.
-One that is not kept any more is thrown away in one move, and `sweep` deletes it when nobody waits for that.
+A save `begin`s a directory of its own. Its files are written there, its manifest last, and `publish` makes it the
+step's checkpoint: a checkpoint is complete if and only if it has a manifest. The next save recognises by name or mark
+what a crash left unfinished, and clears it. What no save of ours left is set aside, never deleted. A checkpoint that
+is no longer kept is moved to the trash, and `sweep` deletes it in the background.
 
 Everything here is file work of one rank. No torch.
 """
@@ -103,7 +103,7 @@ class CheckpointStore:
         self.temporary(step).mkdir(parents=True)
 
     def abandon(self, step: int) -> None:
-        """Free what a failed save took of the disk; what cannot be deleted now, the next save clears."""
+        """Delete the files of a failed save; the next save clears what cannot be deleted now."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def publish(self, step: int, *, after: int) -> None:
@@ -125,12 +125,12 @@ class CheckpointStore:
             self._throw_away(old)
 
     def retain(self, keep: int, *, every: int = 0, best: int | None = None) -> None:
-        """Throw away all complete checkpoints but those that are kept. One that cannot be is reported, no more.
+        """Throw away all complete checkpoints but those that are kept. A failure is only reported.
 
         Args:
-            keep: so many of the newest stay.
-            every: those whose step is a multiple of this stay; 0: none for that reason.
-            best: that of this step stays.
+            keep: the number of newest checkpoints that stay.
+            every: checkpoints whose step is a multiple of this stay, too; 0: no such rule.
+            best: the checkpoint of this step stays, too.
         """
         for step, path in self.complete()[:-keep]:
             if step == best or (every and step % every == 0):
@@ -145,7 +145,7 @@ class CheckpointStore:
                 logger.warning("%s: an old checkpoint was not deleted: %s", path, error)
 
     def sweep(self) -> None:
-        """Delete what was thrown away. It may take long, and may be cut short: the next sweep goes on with it."""
+        """Delete what was thrown away. If it is cut short, the next sweep goes on."""
         for path in self._trash():
             try:
                 self._delete(path)
@@ -195,8 +195,8 @@ class ObjectStore(CheckpointStore):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        # Judged once, by their marks, and then listed here: a store that hides a manifest for a moment must not
-        # make a complete checkpoint look thrown away.
+        # They are recognised once, by their marks, and then listed here: a store may hide a manifest for a moment, and
+        # a complete checkpoint must not look thrown away.
         self._thrown_away: list[Path] = []
 
     def temporary(self, step: int) -> Path:
@@ -208,10 +208,9 @@ class ObjectStore(CheckpointStore):
         self._thrown_away += [p for _, p in self.published() if not is_complete(p) and (p / BEGUN).is_file()]
 
     def begin(self, step: int, *, after: int = 0) -> None:
-        """Leave our mark in an empty ``temporary(step)``; complete checkpoints of steps later than `after` go first.
+        """Leave our mark in an empty ``temporary(step)``; complete checkpoints of later steps than `after` go first.
 
-        Raises:
-            RunFailure: there is something that no save of ours left.
+        It fails if something is there that no save of ours left.
         """
         self._set_superseded_aside(after)
         directory = self.path(step)
@@ -257,9 +256,9 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def to_path(text: str | Path) -> Path:
-    """A path, ``~`` expanded, or for ``s3://…`` and any other URL that fsspec knows, what behaves like one.
+    """A path, ``~`` expanded; for ``s3://…`` and any other URL that fsspec knows, an object with a path's methods.
 
-    What is a path, or behaves like one, is returned as it is.
+    A path, or such an object, is returned as it is.
 
     Raises:
         UserError: fsspec does not know the URL's scheme, or its package is not installed.
@@ -285,7 +284,7 @@ def to_path(text: str | Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether it is an object store's, without renames, locks and syncs."""
+    """Whether it lies in an object store, which has no renames, locks or syncs."""
     return not isinstance(path, Path)
 
 
@@ -294,9 +293,6 @@ def check_writable(directory: Path, *, where: str) -> None:
 
     Args:
         where: what the user would mend, e.g. a TOML key.
-
-    Raises:
-        UserError: one of them cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -340,7 +336,7 @@ def fill(folder: Path, write: Callable[[Path], object]) -> set[str]:
 def in_use(checkpoint: Path) -> Iterator[None]:
     """While this lasts, `deletable` says no, to whatever process asks; on a file system without locks, no promise.
 
-    The lock is of the open manifest (flock), so that it is the kernel's to let go of, and several may hold it at once.
+    The open manifest is locked (flock): the kernel releases the lock when the process ends, and several may hold it.
     """
     with contextlib.ExitStack() as stack:
         if not is_remote(checkpoint):  # an object store has no locks
@@ -352,7 +348,7 @@ def in_use(checkpoint: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deletable(checkpoint: Path) -> Iterator[bool]:
-    """Whether nobody has the checkpoint `in_use`; while this lasts, nobody begins to."""
+    """Whether no process has the checkpoint `in_use`; while this lasts, none can begin to."""
     if is_remote(checkpoint):
         yield True
         return

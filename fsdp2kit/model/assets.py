@@ -122,8 +122,8 @@ _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 
 
 def weights_digest(directory: str | Path) -> str:
-    """Two digests of which safetensors a model directory holds: of their sizes, headers and last bytes, as checkpoints
-    of earlier versions have it alone (`same_weights`), and of samples of every tensor.
+    """Two digests of which safetensors a model directory holds: of their sizes, headers and last bytes, and of samples
+    of every tensor.
 
     Wherever the directory lies, the same files give the same digests; reading them whole would take minutes.
     """
@@ -153,9 +153,3 @@ def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
         return [(8 + length + start, 8 + length + end) for start, end in places]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
         return []
-
-
-def same_weights(one: str, other: str) -> bool:
-    """Whether two records of weights are of the same ones, as far as both go: earlier versions recorded less."""
-    shorter, longer = sorted((one, other), key=len)
-    return shorter == longer or longer.startswith(f"{shorter} ")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.distributed import local_part
 from fsdp2kit.model.adapters import adapter_of, without_adapter

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.distributed import World, gather_objects
@@ -25,8 +25,7 @@ from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.parity.reference import Curves, Rows, gradient_of, hidden_states, named_layers
-from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import train
+from fsdp2kit.train.loop import Run, train
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
@@ -101,23 +100,12 @@ class Sharded:
         self._optimizer = build_optimizer(config.optimizer, self.model, state_on_host=on_host)
         self._schedule = build_lr_schedule(config.lr_schedule, self._optimizer, total_steps=total_steps)
         throughput = Throughput(self.plan.flops, device=mesh.device, world_size=mesh.sizes.world_size)
-        self._metrics = Metrics(throughput, path=metrics, records=self.records)
+        self._run = Run(config, mesh, self.plan, Metrics(throughput, path=metrics, records=self.records))
 
-    def train(self, batches: Any, *, total_steps: int | None = None, progress: Progress | None = None) -> Progress:
-        """Our loop, after `start`; to the step ``total_steps``, or to the config's last."""
-        return train(
-            self.model,
-            self._optimizer,
-            self._schedule,
-            batches,
-            objective=cross_entropy,
-            config=self.config,
-            plan=self.plan,
-            mesh=self.mesh,
-            metrics=self._metrics,
-            total_steps=total_steps,
-            progress=progress,
-        )
+    def train(self, batches: Any, *, steps: int | None = None) -> None:
+        """Our loop, after `start`: so many steps more, or to the config's last."""
+        self._run.total_steps = None if steps is None else self._run.progress.step + steps
+        train(self._run, self.model, self._optimizer, self._schedule, batches, objective=cross_entropy)
 
     def curves(self, batches: Sequence[Rows]) -> Curves:
         """The first batch's gradients before clipping, and the curves of the whole run. Rank 0 keeps the gradients."""

@@ -76,6 +76,9 @@ class Rollouts:
             self.resume(progress.data)
         metrics.sources += [self.figures, objective.figures]
 
+    maximizes = "eval_reward"
+    """The metric that is −``eval_loss``, by which the best is shown."""
+
     @property
     def steps_per_epoch(self) -> float:
         """Steps that ask every prompt once."""

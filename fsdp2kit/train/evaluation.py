@@ -76,7 +76,7 @@ class Evaluation:
     tokenizer: Any
     objective: Measured | None = None
     measured_by: Mapping[str, str] = field(default_factory=dict)
-    """What an evaluation's loss depends on besides the weights: losses by the same are comparable."""
+    """What a loss depends on besides the weights; losses with the same values are comparable."""
 
     def __call__(self) -> dict[str, float]:
         """Mean loss over the supervised tokens of the held-out sets, and its exponential, the perplexity. Collective.
@@ -187,9 +187,6 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], *, where: str
     Args:
         prompt: a text, which is a user's message, or messages.
         where: names it in errors.
-
-    Raises:
-        UserError: the template refuses the messages or leaves them out, or there is none; they end in an answer.
     """
     if isinstance(prompt, str) and tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]

@@ -120,7 +120,12 @@ class Metrics:
 
         A prompt is a text or a list of messages, which the console and the table have as text.
         """
-        as_text = [{**sample, "prompt": _prompt_text(sample["prompt"])} for sample in samples]
+        as_text = []
+        for sample in samples:
+            prompt = sample["prompt"]
+            if not isinstance(prompt, str):
+                prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+            as_text.append({**sample, "prompt": prompt})
         for sample in as_text:
             self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
@@ -142,16 +147,8 @@ class Metrics:
         self._console = self._path = self._wandb = None
 
 
-def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
-
-
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null.
-
-    Raises:
-        StorageFailure: the disk is full, say.
-    """
+    """Append a line of JSON for each record; a number that JSON does not have (NaN, infinity) becomes null."""
     lines = ""
     for record in records:
         finite = {

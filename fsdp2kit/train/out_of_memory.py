@@ -49,9 +49,6 @@ def explain_out_of_memory(
 
     ``trace/oom-00000.pickle`` in the run directory opens in https://docs.pytorch.org/memory_viz; with
     ``profile.memory`` it has the history of the traced steps as well.
-
-    Raises:
-        RunFailure: instead of `torch.OutOfMemoryError`.
     """
     trace_dir = Path(config.run.dir) / "trace"
     try:

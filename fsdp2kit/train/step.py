@@ -1,4 +1,4 @@
-"""A step: read a global batch, accumulate its gradients, clip them, update the parameters."""
+"""The parts of a step: read a global batch, accumulate its gradients, clip them, read its figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.distributed import agree, gather_objects
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.torch_compat import float32_norms
-from fsdp2kit.train.throughput import PhaseMemory
 
 Parts = tuple[Tensor, Tensor | None]
 Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
@@ -38,7 +35,7 @@ def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
 class Measured:
     """An objective as the loop calls it: the sums of its metrics follow the parts, in the order of `names`.
 
-    So they are accumulated, reduced and copied to the host together with the loss.
+    This way they are accumulated, reduced and copied to the host together with the loss.
 
     Args:
         reserved: names that a metric may not have, nor begin with before a "/".
@@ -139,16 +136,13 @@ def next_batch(
         stop: whether this rank was asked to stop.
         save_failed: whether a save failed on this rank.
         save_due: whether this rank asks for a checkpoint.
-
-    Raises:
-        UserError: a rank could not read its rows, or the batch has no supervised token.
     """
     start = time.perf_counter()
     micro_batches: Sequence[Any] = []
     error: Exception | None = None
     try:
         micro_batches = batches.batch(index)
-    except torch.OutOfMemoryError:  # the others may be in a collective of their batch, not in the one below
+    except torch.OutOfMemoryError:  # other ranks may be in a collective of their batch
         raise
     except Exception as problem:
         error = problem
@@ -156,7 +150,7 @@ def next_batch(
     names = ("supervised_tokens", "input_tokens", "attention_pairs", "capacity")
     counts = [float(sum(getattr(batch, "num_items", batch.supervised_tokens) for batch in micro_batches))]
     counts += [float(sum(getattr(batch, name) for batch in micro_batches)) for name in names]
-    # A rank whose batch failed sends as many numbers.
+    # A rank whose batch failed sends as many numbers as the others.
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
     flags = [error is not None, stop, save_failed, save_due]
@@ -169,66 +163,6 @@ def next_batch(
     named = dict(zip(batches.source_names, by_source, strict=True))
     counted = micro_batches, items, supervised, inputs, pairs, capacity, named
     return GlobalBatch(*counted, *(other > 0 for other in others), seconds=seconds)
-
-
-def train_step(
-    model: Any,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    batch: GlobalBatch,
-    *,
-    objective: Objective,
-    shard: Callable[[Any], dict[str, Any]],
-    config: TrainingConfig,
-    mesh: Mesh,
-    step: int,
-    before_update: Callable[[], None] = lambda: None,
-    memory: PhaseMemory,
-) -> dict[str, float]:
-    """One optimizer step on one global batch. Collective.
-
-    Args:
-        shard: from a micro-batch on the host to this rank's inputs of ``objective``, on the device.
-        before_update: called before the optimizer's step, which changes what a save may still be copying.
-        memory: its `end` is called after each phase of the step.
-
-    Returns:
-        ``loss``, ``grad_norm`` (before clipping) and ``lr`` of this step; for a mix also ``loss/NAME``, the mean over
-        that source's supervised tokens, if it has any in this batch; the objective's metrics, divided by the
-        items of the global batch.
-    """
-    memory.end(None)
-    local_loss = accumulate_gradients(
-        model,
-        batch,
-        objective=objective,
-        shard=shard,
-        fsdp=config.fsdp,
-        mesh=mesh,
-        end_phase=memory.end,
-    )
-    norm = gradient_norm(model)
-    if config.train.max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.train.max_grad_norm, norm)
-    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimizers
-    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
-    # One copy to the host, so that it waits for the device once.
-    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
-    names = objective.names if isinstance(objective, Measured) else ()
-    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
-    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
-    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
-        if tokens:
-            record[f"loss/{name}"] = part * batch.num_items / tokens
-    if is_finite(record):
-        before_update()
-        optimizer.step()
-    elif config.train.on_nonfinite == "stop":
-        raise_nonfinite(local_loss, norm_value, step=step)
-    schedule.step()
-    optimizer.zero_grad(set_to_none=True)
-    memory.end("optimizer")
-    return record
 
 
 def accumulate_gradients(
@@ -253,8 +187,8 @@ def accumulate_gradients(
 
     Returns:
         This rank's summed loss ÷ the global batch's items, a float32 scalar on the device, to be summed
-        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. Of a `Measured` objective
-        with metrics, these follow.
+        over all ranks. For a mix, float32 ``[1 + G]``: that, and each source's part of it. The metrics of a
+        `Measured` objective follow.
     """
     keeps_units = reshards_after_forward(fsdp) is False
     scale = mesh.gradient_ranks / batch.num_items  # FSDP2 averages gradients over these ranks
@@ -275,6 +209,38 @@ def accumulate_gradients(
         total = found if total is None else total + found
     assert total is not None, "a data-parallel rank has at least one micro-batch"
     return total / batch.num_items
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (0: never); returns `gradient_norm`."""
+    norm = gradient_norm(model)
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def step_record(
+    local_loss: Tensor, norm: Tensor, lr: float, batch: GlobalBatch, *, names: Sequence[str], mesh: Mesh
+) -> dict[str, float]:
+    """Sum a step's loss over the ranks and read its figures, for which the host waits for the device once. Collective.
+
+    Args:
+        local_loss: what `accumulate_gradients` returned.
+        norm: of the gradients before clipping.
+        names: of the objective's metrics.
+
+    Returns:
+        ``loss``, ``grad_norm`` and ``lr``; the objective's metrics, divided by the items of the global batch; for a
+        mix also ``loss/NAME``, the mean over that source's supervised tokens, if it has any in this batch.
+    """
+    figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
+    parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
+    record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
+    for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
+        if tokens:
+            record[f"loss/{name}"] = part * batch.num_items / tokens
+    return record
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
@@ -309,11 +275,7 @@ def is_finite(record: Mapping[str, float]) -> bool:
 
 
 def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
-    """Name the step and the ranks with a non-finite loss.
-
-    Raises:
-        RunFailure: always, on every rank.
-    """
+    """Raise a `RunFailure`, on every rank, that names the step and the ranks with a non-finite loss."""
     ranks = [
         rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.flatten()[0].item()))) if not finite
     ]

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 import fsdp2kit.train.loop
 from fsdp2kit.checkpoint import hf
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.background import BackgroundSave
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import MANIFEST, CheckpointStore
 from fsdp2kit.rl.rollouts import Rollouts
@@ -38,10 +39,10 @@ from tests.workers import FORKS
 # What is marked while it runs: (phase, where the function is kept, its name).
 MARKS: tuple[tuple[str, Any, str], ...] = (
     ("step", fsdp2kit.train.loop, "train_step"),
-    ("staging", CheckpointManager, "stage"),
-    ("staging", CheckpointManager, "collect"),
-    ("writing", CheckpointManager, "write"),
-    ("completing", CheckpointManager, "complete"),
+    ("staging", Checkpoints, "stage"),
+    ("staging", BackgroundSave, "collect"),
+    ("writing", Checkpoints, "write"),
+    ("completing", Checkpoints, "complete"),
     ("rename", CheckpointStore, "publish"),
     ("retention", CheckpointStore, "retain"),
     ("retention", CheckpointStore, "sweep"),
@@ -121,14 +122,14 @@ def serve_rank(rank: int, size: int, folder: Path, toml: str, overrides: Sequenc
         _kill_later(board, doom)
     for mark in MARKS:
         _watch(mark, rank, board, doom)
-    restore = CheckpointManager.restore
+    restore = Checkpoints.restore
 
     def restored(self: Any, *args: Any) -> Any:
         progress = restore(self, *args)
         board.note_resume(rank, progress.step)
         return progress
 
-    CheckpointManager.restore = restored
+    Checkpoints.restore = restored
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     recipe, config = load(toml, overrides)
     recipe.main(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit.checkpoint import hf
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.checkpoint.run import Checkpoints
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import CheckpointConfig
+from fsdp2kit.config.schema import CheckpointConfig, RunConfig
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.progress import Progress
 
@@ -51,7 +51,8 @@ def sharded(model: LlamaForCausalLM, *, replicate: int = 1) -> LlamaForCausalLM:
         mesh = init_device_mesh("cpu", (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def adamw(model: nn.Module, *, lr: float = 1e-2) -> torch.optim.AdamW:
@@ -81,19 +82,29 @@ def write_assets(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def manager_of(run_dir: Path, *, identity: dict[str, str] | None = None, **section: Any) -> CheckpointManager:
-    return CheckpointManager(
-        CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
-        run_dir=run_dir,
-        identity=identity or IDENTITY,
-        write_assets=write_assets,
+def disk_is_full(directory: Path) -> None:
+    """Assets that cannot be written."""
+    raise OSError(28, "No space left on device")
+
+
+def checkpoints_of(
+    run_dir: Path,
+    model: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    identity: dict[str, str] | None = None,
+    write_assets: Callable[[Path], None] = write_assets,
+    **section: Any,
+) -> Checkpoints:
+    """The checkpoints of a run, by default of an untrained model with AdamW."""
+    model = tiny_llama() if model is None else model
+    config = TrainingConfig(
+        recipe="test",
+        run=RunConfig(dir=str(run_dir)),
+        checkpoint=CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
     )
-
-
-def checkpoints_of(run_dir: Path, model: LlamaForCausalLM, **section: Any) -> Checkpoints:
-    """The checkpoints of a run with `manager_of`'s settings."""
-    config = TrainingConfig(recipe="test", checkpoint=CheckpointConfig(**section))
-    return Checkpoints(manager_of(run_dir, **section), config, model, adamw(model))
+    optimizer = optimizer or adamw(model)
+    return Checkpoints(config, model, optimizer, identity=identity or IDENTITY, write_assets=write_assets)
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
@@ -113,7 +124,7 @@ def train_and_save(run_dir: Path, *, tied: bool, replicate: int) -> dict[str, np
     model = sharded(tiny_llama(tied=tied), replicate=replicate)
     optimizer = adamw(model)
     train(model, optimizer, range(2))
-    manager_of(run_dir).save(model, optimizer, progress_at(2))
+    checkpoints_of(run_dir, model, optimizer).save(progress_at(2))
     return full_state(model, optimizer)
 
 
@@ -121,10 +132,10 @@ def restore(run_dir: Path, *, tied: bool, replicate: int = 1) -> tuple[dict[str,
     """A fresh model of another seed, restored; its state, the progress, and the learning rate it trains on with."""
     model = sharded(tiny_llama(seed=1, tied=tied), replicate=replicate)
     optimizer = adamw(model, lr=0.5)
-    manager = manager_of(run_dir)
-    path = manager.resolve("auto")
+    checkpoints = checkpoints_of(run_dir, model, optimizer)
+    path = checkpoints.resolve("auto")
     assert path is not None
-    progress = manager.restore(path, model, optimizer)
+    progress = checkpoints.restore(path)
     return full_state(model, optimizer), progress, optimizer.param_groups[0]["lr"]
 
 
@@ -140,12 +151,11 @@ def train_with_and_without_interruption(run_dir: Path) -> tuple[dict[str, np.nda
     train(model, optimizer, range(2))
     with torch.no_grad():  # leaves the root unsharded, which a save has to cope with
         model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
-    manager = manager_of(run_dir)
-    path = manager.save(model, optimizer, progress_at(2))
+    path = checkpoints_of(run_dir, model, optimizer).save(progress_at(2))
 
     model = sharded(tiny_llama(seed=1))
     optimizer = adamw(model)
-    progress = manager_of(run_dir).restore(path, model, optimizer)
+    progress = checkpoints_of(run_dir, model, optimizer).restore(path)
     train(model, optimizer, range(progress.step, 4))
     return in_one_go, full_state(model, optimizer)
 
@@ -161,15 +171,13 @@ def load_weights_sharded(path: Path) -> dict[str, np.ndarray]:
 
 def save_on_full_disk(run_dir: Path, *, is_async: bool) -> tuple[str, str, list[str]]:
     """Save, fill the disk, save again: the second save's error, a check of the first, and what is left."""
-    model = sharded(tiny_llama())
-    optimizer = adamw(model)
-    manager = manager_of(run_dir, keep=1, async_save=is_async)
-    first = manager.save(model, optimizer, progress_at(1))
-    manager.finish()
+    checkpoints = checkpoints_of(run_dir, sharded(tiny_llama()), keep=1, async_save=is_async)
+    first = checkpoints.save(progress_at(1))
+    checkpoints.finish()
     fill_disk(run_dir)
     try:
-        manager.save(model, optimizer, progress_at(2))
-        manager.finish()
+        checkpoints.save(progress_at(2))
+        checkpoints.finish()
         message = "saved"
     except StorageFailure as failure:
         message = str(failure)
@@ -179,12 +187,11 @@ def save_on_full_disk(run_dir: Path, *, is_async: bool) -> tuple[str, str, list[
 
 def export_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
     """Save, fill the disk, export: the error, its kind, and what is left beside the checkpoints."""
-    model = sharded(tiny_llama())
-    manager = manager_of(run_dir, export_dtype="float32")
-    path = manager.save(model, adamw(model), progress_at(1))
+    checkpoints = checkpoints_of(run_dir, sharded(tiny_llama()), export_dtype="float32")
+    path = checkpoints.save(progress_at(1))
     fill_disk(run_dir)
     try:
-        manager.export(path)
+        checkpoints.export(path)
         message, kind = "exported", ""
     except RunFailure as failure:
         message, kind = str(failure), type(failure).__name__
@@ -194,9 +201,8 @@ def export_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
 
 def export_of_unreadable_manifest(run_dir: Path) -> list[str]:
     """Rank 0 cannot tell whether the export is there already: the error on this rank, and that of what comes next."""
-    model = sharded(tiny_llama())
-    manager = manager_of(run_dir)
-    path = manager.save(model, adamw(model), progress_at(1))
+    checkpoints = checkpoints_of(run_dir, sharded(tiny_llama()))
+    path = checkpoints.save(progress_at(1))
 
     def fail(checkpoint: Path) -> str:
         raise OSError(5, "Input/output error")
@@ -205,7 +211,7 @@ def export_of_unreadable_manifest(run_dir: Path) -> list[str]:
     for read in (fail, digest):
         hf._manifest_digest = read
         try:
-            manager.export(path)
+            checkpoints.export(path)
             lines.append("exported")
         except RunFailure as failure:
             lines.append(str(failure))
@@ -223,14 +229,8 @@ def fill_disk(folder: Path) -> None:
 
 def disagreeing_assets(run_dir: Path) -> str:
     """Assets that cannot be written on rank 0: the error on this rank."""
-
-    def fail(directory: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    model = sharded(tiny_llama())
-    manager = CheckpointManager(CheckpointConfig(), run_dir=run_dir, identity=IDENTITY, write_assets=fail)
     try:
-        manager.save(model, adamw(model), progress_at(1))
+        checkpoints_of(run_dir, sharded(tiny_llama()), write_assets=disk_is_full).save(progress_at(1))
     except RunFailure as failure:
         return str(failure)
     return "saved"
@@ -238,7 +238,7 @@ def disagreeing_assets(run_dir: Path) -> str:
 
 def unwritable_run_dir(run_dir: Path) -> str:
     try:
-        manager_of(run_dir)
+        checkpoints_of(run_dir)
     except UserError as error:
         return str(error)
     return "built"
@@ -246,6 +246,6 @@ def unwritable_run_dir(run_dir: Path) -> str:
 
 def resolve(run_dir: Path, resume: str) -> str:
     try:
-        return str(manager_of(run_dir).resolve(resume))
+        return str(checkpoints_of(run_dir).resolve(resume))
     except UserError as error:
         return str(error)

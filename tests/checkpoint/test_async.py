@@ -6,31 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.background import BackgroundSave
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.store import CheckpointStore
-from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.distributed import work_on_this_device
 from fsdp2kit.errors import RunFailure
 from tests.checkpoint import jobs
-from tests.checkpoint.test_manager import assert_same, names
+from tests.checkpoint.test_checkpoints import assert_same, names
 from tests.workers import WorkerPool
-
-
-def asynchronous(run_dir: Path, **section: Any) -> CheckpointManager:
-    return CheckpointManager(
-        CheckpointConfig(async_save=True, **section),
-        run_dir=run_dir,
-        identity=jobs.IDENTITY,
-        write_assets=jobs.write_assets,
-    )
 
 
 def slow_staging() -> Callable[[], None]:
@@ -53,18 +42,18 @@ def step_while_saving(run_dir: Path, *, waits: bool) -> tuple[dict, dict, float]
     at_the_save = jobs.full_state(model, optimizer)
     undo = slow_staging()
     try:
-        with asynchronous(run_dir) as manager:
+        with jobs.checkpoints_of(run_dir, model, optimizer, async_save=True) as checkpoints:
             start = time.perf_counter()
-            path = manager.save(model, optimizer, jobs.progress_at(2))
+            path = checkpoints.save(jobs.progress_at(2))
             blocked = time.perf_counter() - start
             if waits:
-                optimizer.register_step_pre_hook(lambda *_: manager.wait_until_staged())
+                optimizer.register_step_pre_hook(lambda *_: checkpoints.wait_until_staged())
             jobs.train(model, optimizer, range(2, 4))
     finally:
         undo()
     resumed = jobs.sharded(jobs.tiny_llama(seed=1))
     after = jobs.adamw(resumed)
-    manager.restore(path, resumed, after)
+    jobs.checkpoints_of(run_dir, resumed, after).restore(path)
     return at_the_save, jobs.full_state(resumed, after), blocked
 
 
@@ -80,11 +69,11 @@ def test_what_is_saved_are_the_values_of_the_step(pool: WorkerPool, tmp_path: Pa
 def two_saves(run_dir: Path) -> tuple[str, list[bool]]:
     model = jobs.sharded(jobs.tiny_llama())
     optimizer = jobs.adamw(model)
-    with asynchronous(run_dir, keep=1) as manager:
-        first = manager.save(model, optimizer, jobs.progress_at(1))
-        manager.wait_until_staged()
+    with jobs.checkpoints_of(run_dir, model, optimizer, keep=1, async_save=True) as checkpoints:
+        first = checkpoints.save(jobs.progress_at(1))
+        checkpoints.wait_until_staged()
         jobs.train(model, optimizer, range(1))
-        manager.save(model, optimizer, jobs.progress_at(2))  # waits for the first
+        checkpoints.save(jobs.progress_at(2))  # waits for the first
         dist.barrier()
         was_there = (first / "manifest.json").exists() or not (first.with_name(".tmp-step-000001")).exists()
     return verify(run_dir / "checkpoints" / "step-000002"), [was_there, first.exists()]
@@ -99,21 +88,15 @@ def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(pool: WorkerPo
 
 def failing_save(run_dir: Path) -> tuple[str, str, bool]:
     """A save that only rank 0 can know to fail: what finish says, what the context says, whether it was noticed."""
-
-    def fail(directory: Path) -> None:
-        raise OSError(28, "No space left on device")
-
     model = jobs.sharded(jobs.tiny_llama())
-    optimizer = jobs.adamw(model)
-    section = CheckpointConfig(async_save=True)
-    manager = CheckpointManager(section, run_dir=run_dir, identity={}, write_assets=fail)
+    checkpoints = jobs.checkpoints_of(run_dir, model, async_save=True, write_assets=jobs.disk_is_full)
     said = []
-    for finish in (manager.finish_save, manager.finish):
-        manager.save(model, optimizer, jobs.progress_at(1))
+    for finish in (checkpoints.finish_save, checkpoints.finish):
+        checkpoints.save(jobs.progress_at(1))
         deadline = time.monotonic() + 30
-        while not manager.has_failed() and time.monotonic() < deadline:
+        while not checkpoints.has_failed() and time.monotonic() < deadline:
             time.sleep(0.01)
-        noticed = manager.has_failed()
+        noticed = checkpoints.has_failed()
         with pytest.raises(RunFailure) as failure:
             finish()
         said.append(str(failure.value))
@@ -130,16 +113,11 @@ def test_a_failure_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path) -> No
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_a_save(tmp_path: Path, caplog) -> None:
-    def fail(directory: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    model = jobs.tiny_llama()
-    section = CheckpointConfig(async_save=True)
-    manager = CheckpointManager(section, run_dir=tmp_path, identity={}, write_assets=fail)
+    checkpoints = jobs.checkpoints_of(tmp_path, async_save=True, write_assets=jobs.disk_is_full)
 
     def run() -> None:
-        with manager:
-            manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+        with checkpoints:
+            checkpoints.save(jobs.progress_at(1))
             raise ValueError("of the run")
 
     with pytest.raises(ValueError, match="of the run"):
@@ -151,12 +129,12 @@ def test_deletion_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     may_delete = threading.Event()
     sweep = CheckpointStore.sweep
     monkeypatch.setattr(CheckpointStore, "sweep", lambda self: may_delete.wait(30) and sweep(self))
-    manager, model = jobs.manager_of(tmp_path, keep=1), jobs.tiny_llama()
+    checkpoints = jobs.checkpoints_of(tmp_path, keep=1)
     for step in (1, 2, 3):
-        manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+        checkpoints.save(jobs.progress_at(step))
     assert names(tmp_path) == [".trash-step-000001", ".trash-step-000002", "step-000003"]
     may_delete.set()
-    manager.finish()
+    checkpoints.finish()
     assert names(tmp_path) == ["step-000003"]
 
 
@@ -169,8 +147,5 @@ def test_the_saving_thread_works_on_the_ranks_own_device(tmp_path: Path, monkeyp
     with monkeypatch.context() as has_device:
         has_device.setattr(torch.cuda, "is_available", lambda: True)
         begin = work_on_this_device()
-    monkeypatch.setattr("fsdp2kit.checkpoint.manager.work_on_this_device", lambda: begin)
-
-    manager = jobs.manager_of(tmp_path, async_save=True)
-
-    assert manager._saver.submit(torch.cuda.current_device).result() == 3
+    monkeypatch.setattr("fsdp2kit.checkpoint.background.work_on_this_device", lambda: begin)
+    assert BackgroundSave()._writer.submit(torch.cuda.current_device).result() == 3

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 
 from fsdp2kit.checkpoint import safetensors_file
 from fsdp2kit.checkpoint.from_hf import compare_logits, hf_to_dcp
-from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_shards
+from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.errors import RunFailure, UserError
@@ -29,7 +29,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, model: PreTrainedModel) -> Path:
-    return jobs.manager_of(tmp_path / "run").save(model, jobs.adamw(model), jobs.progress_at(3))
+    return jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
@@ -70,14 +70,14 @@ def test_files_are_of_bounded_size_and_shared_between_ranks(
 ) -> None:
     plan = plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000)
     assert str(plan) == str(plan_export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=8000))
-    plan.staging.mkdir()
-    (plan.staging / "leftover").write_text("of an export that was cut short")
+    plan.out.staging.mkdir()
+    (plan.out.staging / "leftover").write_text("of an export that was cut short")
     begin_export(plan)
-    write_shards(plan, rank=1, world_size=2)
+    write_files(plan, rank=1, world_size=2)
     with pytest.raises(RunFailure, match=r"model-00001-of-\d+\.safetensors: was not written"):
         publish_export(plan)
     assert not (tmp_path / "out").exists()
-    write_shards(plan, rank=0, world_size=2)
+    write_files(plan, rank=0, world_size=2)
     publish_export(plan)
 
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -165,7 +165,7 @@ def test_an_export_is_made_again_only_where_it_is_not_of_this_checkpoint_and_dty
 
     with torch.no_grad():  # the same step, of another training
         model.lm_head.weight.add_(1)
-    again = jobs.manager_of(tmp_path / "run").save(model, jobs.adamw(model), jobs.progress_at(3))
+    again = jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
     assert again == checkpoint
     assert ensure_export(checkpoint, out=out, dtype="float32")
     assert torch.equal(exported(out)["model.embed_tokens.weight"], model.lm_head.weight)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from fsdp2kit.checkpoint import manager as checkpoint_manager
+from fsdp2kit.checkpoint import checkpoints as module
 from fsdp2kit.checkpoint.hf import dcp_to_hf
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.test_chaos import TOML
-from tests.checkpoint.test_manager import flip, names, saved_alone, truncate
+from tests.checkpoint.test_checkpoints import flip, names, saved_alone, truncate
 from tests.workers import WorkerPool, ending, start_ranks
 
 
@@ -85,23 +85,21 @@ def test_a_run_whose_disk_fills_ends_in_one_line(small_disk: Path, tmp_path_fact
 
 
 def test_a_disk_that_turns_read_only_damages_nothing(small_disk: Path) -> None:
-    manager, path = saved_alone(small_disk, 1)
-    model = jobs.tiny_llama()
+    checkpoints, path = saved_alone(small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(RunFailure, match=r"step-000002: .* Read-only file system: .*; .* resumes from step-000001"):
-        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+        checkpoints.save(jobs.progress_at(2))
     assert "whole" in verify(path)
     with pytest.raises(UserError, match=r"run\.dir: .*checkpoints cannot be written \(Read-only file system, EROFS\)"):
-        jobs.manager_of(small_disk)
+        jobs.checkpoints_of(small_disk)
 
 
 def test_checkpoints_deleted_between_two_saves_are_missed_aloud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     shutil.rmtree(tmp_path)
-    model = jobs.tiny_llama()
-    path = manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    path = checkpoints.save(jobs.progress_at(2))
     assert f"{path.parent}: was deleted during the run" in caplog.text
     assert "whole" in verify(path)
 
@@ -110,26 +108,25 @@ def test_checkpoints_deleted_between_two_saves_are_missed_aloud(
 def test_a_directory_deleted_during_a_save_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     gone = path.with_name(".tmp-step-000002") if level == "the new checkpoint" else path.parent
-    original = checkpoint_manager.record_files
+    original = module.record_files
 
     def delete_first(*arguments):
         shutil.rmtree(gone)
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_manager, "record_files", delete_first)
-        model = jobs.tiny_llama()
+        patch.setattr(module, "record_files", delete_first)
         with pytest.raises(RunFailure, match=r"step-000002: .*No such file or directory: '.*tmp-step-000002.*; free"):
-            manager.save(model, jobs.adamw(model), jobs.progress_at(2))
-    resumed = jobs.manager_of(tmp_path)
+            checkpoints.save(jobs.progress_at(2))
+    resumed = jobs.checkpoints_of(tmp_path)
     if level == "the new checkpoint":
         assert "whole" in verify(path)
         assert resumed.resolve("auto") == path
     else:
         assert resumed.resolve("auto") is None
-    assert "whole" in verify(resumed.save(model, jobs.adamw(model), jobs.progress_at(2)))
+    assert "whole" in verify(resumed.save(jobs.progress_at(2)))
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, lambda path: (path / "__0_0.distcp").unlink()])

@@ -128,9 +128,10 @@ def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> 
     model = OwnForCausalLM(config)
     model.save_pretrained(tmp_path / "source")
     vars(model)["_fsdp2kit_source"] = ModelSource(str(tmp_path / "source"), tmp_path / "source", config)
-    job = SimpleNamespace(run_dir=tmp_path, environment={})
-    settings = TrainingConfig(recipe="sft", checkpoint={"export_dtype": dtype})  # pyright: ignore[reportArgumentType]
-    data = SimpleNamespace(fingerprint="of the data")
+    job: Any = SimpleNamespace(environment={})
+    run, section = {"dir": str(tmp_path)}, {"export_dtype": dtype}
+    settings = TrainingConfig.model_validate({"recipe": "sft", "run": run, "checkpoint": section})
+    data: Any = SimpleNamespace(fingerprint="of the data", total_steps=1, endings=(), contents={})
     with build_checkpoints(settings, model, jobs.adamw(model), job=job, data=data, tokenizer=None) as checkpoints:
         checkpoints.save(jobs.progress_at(1), is_over=True)
     loaded = OwnForCausalLM.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype))

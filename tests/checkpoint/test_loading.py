@@ -30,7 +30,7 @@ def weights_equal(left: torch.nn.Module, right: torch.nn.Module) -> bool:
 
 def test_plain_torch_reads_our_checkpoints(tmp_path: Path) -> None:
     model = jobs.tiny_llama()
-    path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
 
     state = jobs.tiny_llama(seed=1).state_dict()
     del state["lm_head.weight"]  # tied, so it is stored once
@@ -51,7 +51,7 @@ def test_plain_torch_reads_our_checkpoints(tmp_path: Path) -> None:
 def test_weights_are_found_however_they_were_saved(pool: WorkerPool, tmp_path: Path, form: str) -> None:
     model, path = jobs.tiny_llama(), tmp_path / "weights"
     if form == "ours":
-        path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+        path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     else:
         state: dict = dict(model.state_dict())
         if form == "head only":
@@ -91,7 +91,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_weights_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
     model = jobs.tiny_llama()
-    path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"__0_0\.distcp: does not have the checksum"):

@@ -18,15 +18,15 @@ from upath import UPath
 
 from fsdp2kit.checkpoint import store
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_shards
-from fsdp2kit.checkpoint.manager import CheckpointManager
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
+from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
+from tests.checkpoint.test_checkpoints import assert_same
 from tests.checkpoint.test_convert import exported, tool
-from tests.checkpoint.test_manager import assert_same
 from tests.workers import WorkerPool
 
 
@@ -38,12 +38,12 @@ def url() -> str:
     return "memory://bucket/run"
 
 
-def saved(run_dir: Path, url: str, *steps: int, **section: Any) -> tuple[CheckpointManager, Path]:
-    model, manager, path = jobs.tiny_llama(), jobs.manager_of(run_dir, dir=url, **section), run_dir
+def saved(run_dir: Path, url: str, *steps: int, **section: Any) -> tuple[Checkpoints, Path]:
+    checkpoints, path = jobs.checkpoints_of(run_dir, dir=url, **section), run_dir
     for step in steps:
-        path = manager.save(model, jobs.adamw(model), jobs.progress_at(step))
-    manager.finish()
-    return manager, path
+        path = checkpoints.save(jobs.progress_at(step))
+    checkpoints.finish()
+    return checkpoints, path
 
 
 def names(url: str) -> list[str]:
@@ -55,10 +55,11 @@ def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) ->
     _, path = saved(tmp_path, url, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async)
     assert names(url) == ["step-000002", "step-000004"]
     assert not (tmp_path / "checkpoints").exists()
-    resumed, model = jobs.manager_of(tmp_path, dir=url), jobs.tiny_llama(seed=1)
-    assert resumed.resolve("auto") == path == resumed.resolve(f"{url}/step-000004")
+    model = jobs.tiny_llama(seed=1)
     optimizer = jobs.adamw(model)
-    assert resumed.restore(path, model, optimizer) == jobs.progress_at(4)
+    resumed = jobs.checkpoints_of(tmp_path, model, optimizer, dir=url)
+    assert resumed.resolve("auto") == path == resumed.resolve(f"{url}/step-000004")
+    assert resumed.restore(path) == jobs.progress_at(4)
     reference = jobs.tiny_llama()
     assert_same(jobs.full_state(model, optimizer), jobs.full_state(reference, jobs.adamw(reference)))
 
@@ -108,7 +109,7 @@ def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url
     assert not ensure_export(path, out=out, dtype="float32")
     plan = plan_export(path, out, dtype="float32", max_shard_bytes=8000, config_dir=_assets(tmp_path / "assets"))
     begin_export(plan)
-    write_shards(plan, rank=0, world_size=2)
+    write_files(plan, rank=0, world_size=2)
     with pytest.raises(RunFailure, match=r"model-00002-of-.*: was not written, or not whole"):
         publish_export(plan)
     assert len(names(f"{url}/hf")) > 6  # the first export's files, and half of the second's
@@ -146,22 +147,22 @@ def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
     _, path = saved(tmp_path, url, 1, 2)
     (path / "manifest.json").unlink()  # as a kill leaves it
-    resumed, model = jobs.manager_of(tmp_path, dir=url), jobs.tiny_llama()
+    resumed = jobs.checkpoints_of(tmp_path, dir=url)
     assert str(resumed.resolve("auto")).endswith("step-000001")
     resumed.finish()
     assert names(url) == ["step-000001"]
     (UPath(url) / "step-000003").mkdir()
     (UPath(url) / "step-000003" / "mine.txt").write_text("mine")
     with pytest.raises(RunFailure, match="step-000003: holds files that no save left there"):
-        resumed.save(model, jobs.adamw(model), jobs.progress_at(3))
+        resumed.save(jobs.progress_at(3))
     assert (UPath(url) / "step-000003" / "mine.txt").read_text() == "mine"
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path, url: str) -> None:
     _, path = saved(tmp_path, url, 1, 2, keep=5)
-    manager, model = jobs.manager_of(tmp_path, dir=url, keep=5), jobs.tiny_llama()
-    manager.restore(path.parent / "step-000001", model, jobs.adamw(model))
-    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    checkpoints = jobs.checkpoints_of(tmp_path, dir=url, keep=5)
+    checkpoints.restore(path.parent / "step-000001")
+    checkpoints.save(jobs.progress_at(2))
     assert names(url) == ["step-000001", "step-000002", "superseded-step-000002"]
     assert main(["verify", f"{url}/superseded-step-000002"]) == 0
     assert main(["verify", f"{url}/step-000002"]) == 0
@@ -201,15 +202,15 @@ def save_and_resume(bucket: Path) -> tuple[dict[str, np.ndarray], dict[str, np.n
     model = jobs.sharded(jobs.tiny_llama())
     optimizer = jobs.adamw(model)
     jobs.train(model, optimizer, range(2))
-    with jobs.manager_of(bucket / "local", dir="bucket://run", async_save=True) as manager:
-        path = manager.save(model, optimizer, jobs.progress_at(2))
+    with jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run", async_save=True) as checkpoints:
+        path = checkpoints.save(jobs.progress_at(2))
     before = jobs.full_state(model, optimizer)
     dist.barrier()
     model = jobs.sharded(jobs.tiny_llama(seed=1))
     optimizer = jobs.adamw(model)
-    manager = jobs.manager_of(bucket / "local", dir="bucket://run")
-    assert manager.resolve("auto") == path
-    manager.restore(path, model, optimizer)
+    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run")
+    assert checkpoints.resolve("auto") == path
+    checkpoints.restore(path)
     return before, jobs.full_state(model, optimizer)
 
 

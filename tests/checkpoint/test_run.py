@@ -15,10 +15,11 @@ from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 
 from fsdp2kit.checkpoint.adapter import describe_base
-from fsdp2kit.checkpoint.hf import check_replaceable
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
-from fsdp2kit.checkpoint.run import Checkpoints, build_checkpoints
+from fsdp2kit.checkpoint.run import build_checkpoints
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
@@ -26,11 +27,9 @@ from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig,
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
+from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import jobs
-
-
-def checkpoints_of(run_dir: Path, **section: Any) -> Checkpoints:
-    return jobs.checkpoints_of(run_dir, jobs.tiny_llama(), **section)
+from tests.checkpoint.jobs import checkpoints_of
 
 
 def exported_step(out: Path) -> int | None:
@@ -102,20 +101,30 @@ def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
         earlier = checkpoints_of(folder)
         earlier.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
         checkpoints = checkpoints_of(folder, export="best", keep=9)
-        checkpoints.manager._reached = 2
+        checkpoints._reached = 2
         checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
         assert exported_step(folder / "hf") == expected
+
+
+def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
+    """Of a run of rewards by the reward, which rises as ``eval_loss`` falls."""
+    checkpoints = checkpoints_of(tmp_path, export="best")
+    checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
+    for maximizes, said in ((None, "eval_loss -5"), (Rollouts.maximizes, "eval_reward 5")):
+        lines = checkpoints.describe_end(is_over=True, maximizes=maximizes)
+        assert f"model: {tmp_path / 'hf'}, of step-000002, the best ({said})" in lines
 
 
 def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A source, a fresh start from its weights, a save, and a resume that says what has changed."""
     source = jobs.tiny_llama().bfloat16()
     source.save_pretrained(tmp_path / "source")
-    job = SimpleNamespace(run_dir=tmp_path / "run", environment={"world_size": 1, "versions": {"torch": "1"}})
-    data = SimpleNamespace(fingerprint="of the data")
+    job: Any = SimpleNamespace(environment={"world_size": 1, "versions": {"torch": "1"}})
+    data: Any = SimpleNamespace(fingerprint="of the data", total_steps=5, endings=(), contents={})
 
-    def built(model: torch.nn.Module, **settings: Any) -> Checkpoints:
-        config = TrainingConfig(recipe="sft", model=ModelConfig(path=str(tmp_path / "source")), **settings)
+    def built(model: Any, resume: str = "auto", **settings: Any) -> Checkpoints:
+        run = RunConfig(dir=str(tmp_path / "run"), resume=resume)
+        config = TrainingConfig(recipe="sft", model=ModelConfig(path=str(tmp_path / "source")), run=run, **settings)
         (tmp_path / "run").mkdir(exist_ok=True)
         vars(model)["_fsdp2kit_source"] = source_of(build_model(config.model))
         return build_checkpoints(config, model, jobs.adamw(model), job=job, data=data, tokenizer=None)
@@ -146,8 +155,7 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
         assert checkpoints.start() == jobs.progress_at(1)
         assert checkpoints.describe() == ["resumed from step 1; changed since: world_size 1 → 2"]
         assert torch.equal(again.model.norm.weight, fresh.model.norm.weight)
-    never = RunConfig(resume="never")
-    with built(again, run=never, checkpoint=CheckpointConfig(export_hf="never")) as checkpoints:
+    with built(again, resume="never", checkpoint=CheckpointConfig(export_hf="never")) as checkpoints:
         assert checkpoints.start() == Progress()
 
 
@@ -235,9 +243,9 @@ def test_an_export_does_not_replace_what_the_run_reads(tmp_path: Path) -> None:
     """Which may be an export of ours, so its files alone do not tell."""
     checkpoints_of(tmp_path / "run").save(jobs.progress_at(3), is_over=True)
     out = tmp_path / "run" / "hf"
-    check_replaceable(out)
+    ExportDirectory(out).check_replaceable()
     with pytest.raises(UserError, match="is read here, and the export would replace it; choose another directory"):
-        check_replaceable(tmp_path / "run" / "." / "hf", read=[None, out])
+        ExportDirectory(tmp_path / "run" / "." / "hf").check_replaceable(read=[None, out])
 
 
 def test_an_adapter_that_names_another_model_is_warned_of(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fsdp2kit.checkpoint import space
-from fsdp2kit.checkpoint.space import check_room, is_storage_failure
+from fsdp2kit.checkpoint.space import check_room, storage_failure
 from fsdp2kit.checkpoint.store import CheckpointStore
 from fsdp2kit.config.schema import TrainConfig, TrainingConfig
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import StorageFailure, UserError
 from fsdp2kit.optim.build import build_optimizer
 from tests.checkpoint import jobs
 
@@ -52,7 +52,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..., list[str]], name: str) -> None:
     model = jobs.tiny_llama(hidden=256)
     optimizer = build_optimizer(config_of(name=name).optimizer, model)
-    one = tensor_bytes(jobs.manager_of(tmp_path / "real").save(model, optimizer, jobs.progress_at(1)))
+    one = tensor_bytes(jobs.checkpoints_of(tmp_path / "real", model, optimizer).save(jobs.progress_at(1)))
     with pytest.raises(UserError, match=r"run\.dir: a checkpoint takes .* and .*checkpoints has .* free; free space"):
         room(int(one * 0.8), name=name)
     assert len(room(one, name=name)) == 1
@@ -62,7 +62,7 @@ def test_the_size_is_that_of_a_real_checkpoint(tmp_path: Path, room: Callable[..
 def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> None:
     """Two that are kept and the one being written; with what is there already, fewer are to come."""
     model = jobs.tiny_llama(hidden=256)
-    path = jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     one = tensor_bytes(path)
     shutil.rmtree(tmp_path / "checkpoints")
     options = {"every": 10, "export_hf": "never"}
@@ -73,14 +73,14 @@ def test_what_is_kept_counts(tmp_path: Path, room: Callable[..., list[str]]) -> 
     assert room(one, steps=5, **options) == [], "only the one at the end is written"
     [warning] = room(3 * one, every=10)
     assert " and an export of " in warning
-    jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     assert room(2 * one, **options) == []
 
 
 def test_an_export_that_is_replaced_needs_room_as_well(tmp_path: Path, room: Callable[..., list[str]]) -> None:
     """The new one is written whole beside it."""
     model = jobs.tiny_llama(hidden=256)
-    one = tensor_bytes(jobs.manager_of(tmp_path / "real").save(model, jobs.adamw(model), jobs.progress_at(1)))
+    one = tensor_bytes(jobs.checkpoints_of(tmp_path / "real", model).save(jobs.progress_at(1)))
     (tmp_path / "hf").mkdir()
     [warning] = room(one, every=10, steps=5)
     assert " and an export of " in warning
@@ -104,7 +104,8 @@ def test_where_nothing_is_exported_no_folder_is_looked_for(tmp_path: Path, room:
 def test_a_bug_is_no_failure_of_a_disk(tmp_path: Path, error: OSError, is_one: bool) -> None:
     failure = RuntimeError("the save failed")
     failure.__cause__ = error
-    assert is_storage_failure(failure, tmp_path, group=None) is is_one
+    raised = storage_failure("x: was not saved", failure, tmp_path, "mend that", group=None)
+    assert isinstance(raised, StorageFailure) is is_one
 
 
 def test_what_is_being_deleted_is_waited_for(room: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +120,9 @@ def test_a_start_frees_what_a_killed_save_left(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".tmp-step-000003"
     left.mkdir(parents=True)
     (left / "__0_0.distcp").write_bytes(bytes(1000))
-    manager = jobs.manager_of(tmp_path)
-    assert manager.resolve("auto") is None
-    manager.finish_sweep()
+    checkpoints = jobs.checkpoints_of(tmp_path)
+    assert checkpoints.resolve("auto") is None
+    checkpoints.finish_sweep()
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -139,7 +140,7 @@ def test_a_refused_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_over_its_epochs_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again only to export, and only its data know that it is over."""
     model = jobs.tiny_llama()
-    jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(3))
+    jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(3))
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     checkpoints = jobs.checkpoints_of(tmp_path, model)
     checkpoints.config = config_of().model_copy(update={"train": TrainConfig(epochs=2)})

@@ -14,8 +14,7 @@ from tests.checkpoint import jobs
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    model = jobs.tiny_llama()
-    return jobs.manager_of(tmp_path).save(model, jobs.adamw(model), jobs.progress_at(1))
+    return jobs.checkpoints_of(tmp_path).save(jobs.progress_at(1))
 
 
 def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.model.assets import config_digest, find_hf_dir, same_weights, save_assets, weights_digest
+from fsdp2kit.model.assets import config_digest, find_hf_dir, save_assets, weights_digest
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.model.tokenizer import build_tokenizer
 from tests.data.templates import CHATML, make_tokenizer
@@ -124,8 +124,6 @@ def test_a_weights_digest_is_of_every_tensor(tmp_path: Path) -> None:
         tensors["b"] = tensors["b"] + 1e-3
     (first, sampled), (same, others) = (weights_digest(folder).split() for folder in (one, other))
     assert (first == same, sampled == others) == (True, False)
-    assert same_weights(f"pretrained {first}", f"pretrained {first} {sampled}"), "as earlier versions recorded it"
-    assert not same_weights(f"pretrained {first} {sampled}", f"pretrained {first} {others}")
     (other / "model.safetensors").write_bytes(b"no safetensors")
     assert weights_digest(other) != weights_digest(one)
 

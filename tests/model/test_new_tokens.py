@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from fsdp2kit.checkpoint import reader
 from fsdp2kit.checkpoint.from_hf import hf_to_dcp
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError

@@ -18,7 +18,7 @@ from fsdp2kit.errors import RunFailure
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
-from tests.checkpoint.jobs import full_state, manager_of, progress_at, sharded, tiny_llama, train
+from tests.checkpoint.jobs import checkpoints_of, full_state, progress_at, sharded, tiny_llama, train
 
 STEPS = 3
 
@@ -85,14 +85,14 @@ def interrupted(run_dir: Path, section: OptimizerConfig) -> tuple[dict[str, np.n
     model = _llama()
     optimizer = build_optimizer(section, model)
     train(model, optimizer, range(2))
-    with manager_of(run_dir, async_save=True, export_hf="never") as manager:
-        saved = manager.save(model, optimizer, progress_at(2))
-        manager.wait_until_staged()
+    with checkpoints_of(run_dir, model, optimizer, async_save=True, export_hf="never") as checkpoints:
+        saved = checkpoints.save(progress_at(2))
+        checkpoints.wait_until_staged()
         train(model, optimizer, range(2, 3))  # what is saved must not change with it
 
     model = _llama(seed=1)
     optimizer = build_optimizer(section, model)
-    progress = manager_of(run_dir).restore(saved, model, optimizer)
+    progress = checkpoints_of(run_dir, model, optimizer).restore(saved)
     train(model, optimizer, range(progress.step, 4))
     return in_one_go, full_state(model, optimizer)
 
@@ -101,10 +101,10 @@ def restored(run_dir: Path, section: OptimizerConfig) -> dict[str, np.ndarray]:
     """The state that the newest checkpoint gives on this many ranks."""
     model = _llama(seed=1)
     optimizer = build_optimizer(section, model)
-    manager = manager_of(run_dir)
-    path = manager.resolve("auto")
+    checkpoints = checkpoints_of(run_dir, model, optimizer)
+    path = checkpoints.resolve("auto")
     assert path is not None
-    manager.restore(path, model, optimizer)
+    checkpoints.restore(path)
     return full_state(model, optimizer)
 
 

@@ -11,12 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.manager import CheckpointManager
-from fsdp2kit.config.schema import CheckpointConfig, Float8Config, TrainingConfig
+from fsdp2kit.config.schema import Float8Config, TrainingConfig
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
-from tests.checkpoint.jobs import IDENTITY, full_state, manager_of, progress_at
+from tests.checkpoint.jobs import checkpoints_of, full_state, progress_at
 from tests.parallel.jobs import Case, accumulate
 from tests.reference import VOCABULARY, make_batches
 
@@ -65,11 +64,11 @@ class Run:
             self.optimizer.zero_grad()
 
     def save(self, run_dir: Path, step: int, **section: Any) -> Path:
-        with manager_of(run_dir, **section) as manager:
-            return manager.save(self.sharded.model, self.optimizer, progress_at(step))
+        with checkpoints_of(run_dir, self.sharded.model, self.optimizer, **section) as checkpoints:
+            return checkpoints.save(progress_at(step))
 
     def restore(self, run_dir: Path, path: Path) -> None:
-        manager_of(run_dir).restore(path, self.sharded.model, self.optimizer)
+        checkpoints_of(run_dir, self.sharded.model, self.optimizer).restore(path)
 
     def state(self) -> dict[str, np.ndarray]:
         return full_state(self.sharded.model, self.optimizer)
@@ -94,21 +93,19 @@ def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps
     """Train, save and export; the state that was saved."""
     run = Run(folder, case, float8)
     run.train(range(steps))
-    manager = CheckpointManager(
-        CheckpointConfig(export_hf="every", export_dtype="bfloat16"),
-        run_dir=run_dir,
-        identity=IDENTITY,
-        write_assets=run.sharded.model.config.save_pretrained,
+    model, section = (
+        run.sharded.model,
+        {"export_hf": "every", "write_assets": run.sharded.model.config.save_pretrained},
     )
-    with manager:
-        manager.save(run.sharded.model, run.optimizer, progress_at(2), exported=manager.store.path(2))
+    with checkpoints_of(run_dir, model, run.optimizer, **section) as checkpoints:
+        checkpoints.save(progress_at(2))
     return run.state()
 
 
 def resumed(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any]) -> dict[str, np.ndarray]:
     """The state that the newest checkpoint gives; one more step must be possible from there."""
     run = Run(folder, case, float8)
-    path = manager_of(run_dir).resolve("auto")
+    path = checkpoints_of(run_dir).resolve("auto")
     assert path is not None
     run.restore(run_dir, path)
     state = run.state()

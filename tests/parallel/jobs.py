@@ -23,10 +23,10 @@ from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.progress import Progress
-from fsdp2kit.train.loop import NoCheckpoints, train
+from fsdp2kit.train.loop import NoCheckpoints, Run, train, train_step
 from fsdp2kit.train.metrics import Metrics
-from fsdp2kit.train.step import GlobalBatch, accumulate_gradients, cross_entropy, train_step
-from fsdp2kit.train.throughput import PhaseMemory, Throughput
+from fsdp2kit.train.step import GlobalBatch, Measured, accumulate_gradients, cross_entropy
+from fsdp2kit.train.throughput import Throughput
 from tests.reference import LENGTH, STEPS, make_batches, plain_batches
 
 
@@ -147,38 +147,22 @@ class Saves(NoCheckpoints):
 
 
 def run_loop(sharded: Sharded, batches: Any, *, metrics: Metrics, **options: Any) -> Progress:
-    """`train` on what a recipe would build around the model; ``options`` are `train`'s."""
+    """`train` on what a recipe would build around the model; ``options`` are those of `train` and `Run`."""
     config = sharded.config
     optimizer = build_optimizer(config.optimizer, sharded.model)
-    step = options["progress"].step if options.get("progress") else 0
-    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=config.train.steps or 0, step=step)
-    return train(
-        sharded.model,
-        optimizer,
-        schedule,
-        batches,
-        config=config,
-        plan=sharded.plan,
-        mesh=sharded.mesh,
-        metrics=metrics,
-        **{"objective": cross_entropy, **options},
-    )
+    progress, checkpoints = options.pop("progress", None) or Progress(), options.pop("checkpoints", None)
+    steps = config.train.steps or 0
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, total_steps=steps, step=progress.step)
+    run = Run(config, sharded.mesh, sharded.plan, metrics, progress, checkpoints)
+    return train(run, sharded.model, optimizer, schedule, batches, **{"objective": cross_entropy, **options})
 
 
 def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number: int = 1) -> dict[str, float]:
     """`train_step` on what a recipe would build around the model."""
-    return train_step(
-        sharded.model,
-        optimizer,
-        schedule,
-        batch,
-        objective=cross_entropy,
-        shard=sharded.inputs,
-        config=sharded.config,
-        mesh=sharded.mesh,
-        step=number,
-        memory=PhaseMemory(sharded.mesh.device, by_phase=False),
-    )
+    run = Run(sharded.config, sharded.mesh, sharded.plan, Recorder(sharded), Progress(step=number - 1))
+    objective = Measured(cross_entropy)
+    objective._is_first = False  # as in the middle of a run: the ranks have agreed on its metrics
+    return train_step(run, sharded.model, optimizer, schedule, batch, objective=objective, shard=sharded.inputs)
 
 
 def global_batch(rows: Rows, micro_batches: Sequence[Rows] | None = None) -> GlobalBatch:

@@ -18,7 +18,7 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parity.engine import Sharded
-from tests.checkpoint.jobs import manager_of, progress_at
+from tests.checkpoint.jobs import checkpoints_of, progress_at
 from tests.checkpoint.test_kept_dtypes import assert_same_files
 from tests.kept import kept_model
 from tests.parallel.jobs import Case, accumulate
@@ -40,8 +40,7 @@ def step_and_save(folder: Path, case: Case, out: Path) -> dict[str, Any]:
     with assert_ledger(sharded.plan.ledger, sharded.model, optimizer):
         accumulate(sharded, batch, [batch, batch])
         optimizer.step()
-    manager = manager_of(out, identity={"case": str(case)})
-    checkpoint = manager.save(sharded.model, optimizer, progress_at(1))
+    checkpoint = checkpoints_of(out, sharded.model, optimizer, identity={"case": str(case)}).save(progress_at(1))
     return {"logits": logits, "plan": sharded.plan, "checkpoint": checkpoint}
 
 

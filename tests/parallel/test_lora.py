@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.run import fill_weights
+from fsdp2kit.checkpoint.state import fill_weights
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.names import base_name, nf4_layers

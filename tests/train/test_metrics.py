@@ -260,15 +260,6 @@ def test_resuming_at_the_same_step_again_overwrites_nothing(tmp_path: Path) -> N
     assert steps_in(tmp_path / "metrics.after-step-000120.3.jsonl") == [121, 122, 123, 124]
 
 
-def test_a_torn_last_line_is_moved_too(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 6), tail='{"step": 6, "lo')
-    aside = move_aside(path, resume_step=5)
-    assert steps_in(path) == [1, 2, 3, 4, 5]
-    assert aside is not None
-    assert aside.read_text() == '{"step": 6, "lo'
-
-
 def test_a_whole_last_line_without_its_newline_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 3), tail='{"step": 3}')
@@ -278,23 +269,21 @@ def test_a_whole_last_line_without_its_newline_stays_whole(tmp_path: Path) -> No
     assert steps_in(path) == [1, 2, 3, 4]
 
 
-def test_no_line_is_lost_whatever_it_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "moved"),
+    [
+        ([b'{"step": 1}\n', b'{"step": 5}\n'], [b'{"step": 6, "lo']),
+        ([b'{"step": 1}\n'], [b"my note\n", b"\xff\xfe\n", b"[1]\n", b'{"note": 2}\n', b'{"step": 9}\n']),
+        ([], [b'{"step": 0, "eval_loss": 3.0}\n', b'{"step": 1}\n']),
+    ],
+    ids=["torn", "anything", "a fresh start"],
+)
+def test_no_line_is_lost_whatever_it_holds(tmp_path: Path, kept: list[bytes], moved: list[bytes]) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [b'{"step": 1}\n', b"my note\n", b"\xff\xfe\n", b"[1]\n", b'{"note": 2}\n', b'{"step": 9}\n']
-    path.write_bytes(b"".join(lines))
-    aside = move_aside(path, resume_step=5)
+    path.write_bytes(b"".join(kept + moved))
+    aside = move_aside(path, resume_step=5 if kept else 0)
     assert aside is not None
-    assert path.read_bytes() == lines[0]
-    assert aside.read_bytes() == b"".join(lines[1:])
-
-
-def test_a_fresh_start_begins_a_fresh_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "eval_loss": 3.0}\n{"step": 1}\n')
-    metrics = build(tmp_path, resume_step=0)
-    metrics.close(ok=True)
-    assert path.read_text() == ""
-    assert steps_in(tmp_path / "metrics.after-step-000000.jsonl") == [0, 1]
+    assert (path.read_bytes(), aside.read_bytes()) == (b"".join(kept), b"".join(moved))
 
 
 def test_nothing_to_move_leaves_the_file_alone(tmp_path: Path) -> None:

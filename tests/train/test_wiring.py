@@ -193,6 +193,24 @@ def test_the_console_shows_an_objectives_metrics_also_where_nothing_is_trained(p
     assert pool.run(1, shown_where_nothing_is_trained, models) == [[["accuracy"]]]
 
 
+def said_at_an_early_stop(folder: Path) -> list[str]:
+    """What a run says whose evaluations are of rewards, which only fall."""
+    sharded = build(config_of(folder, Case("smollm2"), steps=5, eval={"every": 1, "patience": 1}))
+    left, metrics = [-5.0, -4.0], Recorder(sharded)
+
+    def evaluate() -> dict[str, float]:
+        return {"eval_loss": left.pop(0)}
+
+    evaluate.answers, evaluate.maximizes = list, "eval_reward"  # pyright: ignore[reportFunctionMemberAccess]
+    run_loop(sharded, DealtOut(make_batches(5), 1), metrics=metrics, evaluate=evaluate)
+    return metrics.messages
+
+
+def test_an_early_stop_names_what_was_measured(pool: WorkerPool, models: Path) -> None:
+    (messages,) = pool.run(1, said_at_an_early_stop, models)
+    assert "stopped early: step 1 was the best (eval_reward 5)" in messages
+
+
 # Random streams
 
 

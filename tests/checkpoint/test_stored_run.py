@@ -1,6 +1,6 @@
-"""A run that an earlier version wrote (two ranks, commit 971095b) is verified, resumed, started from and exported.
+"""The format on disk stays: a stored run (two ranks, commit b2be08b) is verified, resumed, started from and exported.
 
-``fixtures/run-of-0.1.tar.gz`` holds its TOML, its metrics, the checkpoints of steps 2 and 4 and the export of step 4.
+``fixtures/run-of-format-1.tar.gz`` holds its TOML, its metrics, the checkpoints of steps 2 and 4, and the export.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp2kit.model.assets import config_digest
 from fsdp2kit.run import load
 from tests.workers import WorkerPool
 
-FIXTURE = Path(__file__).parent / "fixtures" / "run-of-0.1.tar.gz"
+FIXTURE = Path(__file__).parent / "fixtures" / "run-of-format-1.tar.gz"
 
 
 @pytest.fixture

@@ -18,12 +18,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import dcp_to_hf
-from fsdp2kit.checkpoint.manager import CheckpointManager
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, read_manifest, verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.checkpoint.store import in_use
-from fsdp2kit.config.schema import CheckpointConfig
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import tied_names
 from tests.checkpoint import jobs
@@ -36,14 +35,13 @@ def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> No
     assert not different
 
 
-def saved_alone(run_dir: Path, *steps: int, keep: int = 2) -> tuple[CheckpointManager, Path]:
-    """Checkpoints of an untrained model, written without a process group; the manager and the newest."""
-    model = jobs.tiny_llama()
-    manager, path = jobs.manager_of(run_dir, keep=keep), run_dir
+def saved_alone(run_dir: Path, *steps: int, keep: int = 2) -> tuple[Checkpoints, Path]:
+    """Checkpoints of an untrained model, written without a process group, and the newest one's path."""
+    checkpoints, path = jobs.checkpoints_of(run_dir, keep=keep), run_dir
     for step in steps:
-        path = manager.save(model, jobs.adamw(model), jobs.progress_at(step))
-    manager.finish()
-    return manager, path
+        path = checkpoints.save(jobs.progress_at(step))
+    checkpoints.finish()
+    return checkpoints, path
 
 
 def names(run_dir: Path) -> list[str]:
@@ -61,10 +59,12 @@ def test_state_survives_any_change_of_world_size(pool: WorkerPool, tmp_path: Pat
             assert rate == 0.5  # the config's, not the checkpoint's
 
     model = jobs.tiny_llama(seed=1, tied=tied)  # and without a process group, unsharded
-    optimizer, manager = jobs.adamw(model), jobs.manager_of(tmp_path)
-    path = manager.resolve("auto")
+    optimizer = jobs.adamw(model)
+    checkpoints = jobs.checkpoints_of(tmp_path, model, optimizer)
+    path = checkpoints.resolve("auto")
+    assert path is not None
     assert path == tmp_path / "checkpoints" / "step-000002"
-    manager.restore(path, model, optimizer)
+    checkpoints.restore(path)
     assert_same(saved, jobs.full_state(model, optimizer))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
@@ -116,9 +116,9 @@ def test_other_optimizers_resume_as_if_never_interrupted(tmp_path: Path, optimiz
     for first in (0, 2):  # saved before the first step, and after two
         half, before = fresh(0)
         jobs.train(half, before, range(first))
-        path = jobs.manager_of(tmp_path).save(half, before, jobs.progress_at(first))
+        path = jobs.checkpoints_of(tmp_path, half, before).save(jobs.progress_at(first))
         resumed, after = fresh(1)
-        jobs.manager_of(tmp_path).restore(path, resumed, after)
+        jobs.checkpoints_of(tmp_path, resumed, after).restore(path)
         jobs.train(resumed, after, range(first, 4))
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True)), first
 
@@ -143,12 +143,10 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_every_so_many_steps_and_the_best_stay_for_good(tmp_path: Path) -> None:
-    manager = jobs.manager_of(tmp_path, keep=1, keep_every=4)
-    model = jobs.tiny_llama()
+    checkpoints = jobs.checkpoints_of(tmp_path, keep=1, keep_every=4)
     for step in range(1, 11):
-        progress = replace(jobs.progress_at(step), best_step=min(step, 3))
-        manager.save(model, jobs.adamw(model), progress)
-    manager.finish()
+        checkpoints.save(replace(jobs.progress_at(step), best_step=min(step, 3)))
+    checkpoints.finish()
     assert names(tmp_path) == ["step-000003", "step-000004", "step-000008", "step-000010"]
 
 
@@ -159,20 +157,19 @@ def read_for_a_while(path: Path, ready: Path) -> None:
 
 
 def test_what_another_process_is_reading_is_kept_until_it_is_done(tmp_path: Path) -> None:
-    manager, path = saved_alone(tmp_path, 1, keep=1)
-    model = jobs.tiny_llama()
+    checkpoints, path = saved_alone(tmp_path, 1, keep=1)
     reader = mp.get_context("fork").Process(target=read_for_a_while, args=(path, tmp_path / "ready"))
     reader.start()
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
-    manager.finish()
+    checkpoints.save(jobs.progress_at(2))
+    checkpoints.finish()
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert "whole" in verify(path)
     reader.kill()
     reader.join()
-    manager.save(model, jobs.adamw(model), jobs.progress_at(3))
-    manager.finish()
+    checkpoints.save(jobs.progress_at(3))
+    checkpoints.finish()
     assert names(tmp_path) == ["step-000003"]
 
 
@@ -180,9 +177,9 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     _, path = saved_alone(tmp_path, 1, 1)
     assert names(tmp_path) == ["step-000001"]
     assert "step 1" in verify(path)
-    resumed, model = jobs.manager_of(tmp_path), jobs.tiny_llama()
-    resumed.restore(path, model, jobs.adamw(model))
-    resumed.save(model, jobs.adamw(model), jobs.progress_at(1))
+    resumed = jobs.checkpoints_of(tmp_path)
+    resumed.restore(path)
+    resumed.save(jobs.progress_at(1))
     resumed.finish()
     assert names(tmp_path) == ["step-000001"]
 
@@ -190,20 +187,19 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
 def test_our_leftovers_are_removed_and_strange_directories_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     shutil.copytree(path, path.with_name("step-000002"))
     (path.with_name("step-000002") / "manifest.json").unlink()
     shutil.copytree(path, path.with_name(".tmp-step-000003"))
-    assert manager.resolve("auto") == path
+    assert checkpoints.resolve("auto") == path
     assert "step-000002: skipped" in caplog.text
     aside = []
     for step in (4, 5, 6, 7):
         (path.with_name("step-000002")).mkdir(exist_ok=True)
-        model = jobs.tiny_llama()
-        manager.save(model, jobs.adamw(model), jobs.progress_at(step))
+        checkpoints.save(jobs.progress_at(step))
         aside.append("step-000002.incomplete" + (f"-{len(aside) + 1}" if aside else ""))
         assert "set aside as " + aside[-1] in caplog.text
-    manager.finish()
+    checkpoints.finish()
     assert names(tmp_path) == [*aside, "step-000006", "step-000007"]
     assert (path.with_name(aside[0]) / "__0_0.distcp").is_file()
 
@@ -211,41 +207,40 @@ def test_our_leftovers_are_removed_and_strange_directories_set_aside(
 def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, _ = saved_alone(tmp_path, 1, keep=1)
-    model = jobs.tiny_llama()
+    checkpoints, _ = saved_alone(tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr("fsdp2kit.checkpoint.store.shutil.rmtree", lambda path, **_: (path / "manifest.json").unlink())
-        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
-        manager.finish()
+        checkpoints.save(jobs.progress_at(2))
+        checkpoints.finish()
     assert names(tmp_path) == [".trash-step-000001", "step-000002"]
-    resumed = jobs.manager_of(tmp_path)
+    resumed = jobs.checkpoints_of(tmp_path)
     assert resumed.resolve("auto") == tmp_path / "checkpoints" / "step-000002"
     resumed.finish()
     assert names(tmp_path) == ["step-000002"]
 
 
 def test_auto_starts_over_only_where_nothing_was_ever_completed(tmp_path: Path) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     (path / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"step-000001: has no manifest\.json.*; .*in another run\.dir"):
-        manager.resolve("auto")
+        checkpoints.resolve("auto")
     path.rename(path.with_name(".tmp-step-000001"))  # as a kill during the very first save leaves it
-    assert manager.resolve("auto") is None
+    assert checkpoints.resolve("auto") is None
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     _, path = saved_alone(tmp_path, 1, 2, 3, keep=5)
-    manager, model = jobs.manager_of(tmp_path, keep=5), jobs.tiny_llama()
-    manager.restore(path.with_name("step-000001"), model, jobs.adamw(model))
-    manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+    checkpoints = jobs.checkpoints_of(tmp_path, keep=5)
+    checkpoints.restore(path.with_name("step-000001"))
+    checkpoints.save(jobs.progress_at(2))
     assert names(tmp_path) == ["step-000001", "step-000002", "superseded-step-000002", "superseded-step-000003"]
-    assert manager.resolve("auto") == path.with_name("step-000002")
+    assert checkpoints.resolve("auto") == path.with_name("step-000002")
 
 
 def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     path.rename(path.with_name(".old-step-000001"))
-    assert manager.resolve("auto") == path
+    assert checkpoints.resolve("auto") == path
     assert "whole" in verify(path)
 
 
@@ -275,18 +270,18 @@ def test_a_kill_after_any_move_leaves_only_whole_checkpoints(tmp_path: Path) -> 
         run_dir = tmp_path / str(fatal)
         shutil.copytree(tmp_path / "before", run_dir)
         path = run_dir / "checkpoints" / "step-000002"
-        manager, model, was_killed = jobs.manager_of(run_dir, keep=1), jobs.tiny_llama(), False
-        manager.restore(path, model, jobs.adamw(model))
+        checkpoints, was_killed = jobs.checkpoints_of(run_dir, keep=1), False
+        checkpoints.restore(path)
         with pytest.MonkeyPatch.context() as patch:
             moved = die_after(fatal, patch)
             try:
-                manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+                checkpoints.save(jobs.progress_at(2))
             except (Killed, RunFailure):  # DCP makes its own exception of whatever it meets
                 was_killed = True
-        manager.finish()
+        checkpoints.finish()
         steps = [one for one in path.parent.iterdir() if re.fullmatch(r"step-\d{6}", one.name)]
         assert all("whole" in verify(one) for one in steps)
-        resumed = jobs.manager_of(run_dir)
+        resumed = jobs.checkpoints_of(run_dir)
         assert resumed.resolve("auto") == path
         resumed.finish()
         if not was_killed:
@@ -319,13 +314,13 @@ def test_the_shares_of_the_ranks_are_all_files(tmp_path: Path) -> None:
 
 
 def test_resolve(tmp_path: Path) -> None:
-    manager = jobs.manager_of(tmp_path)
-    assert manager.resolve("auto") is None
+    checkpoints = jobs.checkpoints_of(tmp_path)
+    assert checkpoints.resolve("auto") is None
     _, path = saved_alone(tmp_path, 1)
-    assert manager.resolve("never") is None
-    assert manager.resolve(str(path)) == path
+    assert checkpoints.resolve("never") is None
+    assert checkpoints.resolve(str(path)) == path
     with pytest.raises(UserError, match="no such checkpoint directory"):
-        manager.resolve(str(tmp_path / "nothing"))
+        checkpoints.resolve(str(tmp_path / "nothing"))
 
 
 def truncate(path: Path) -> None:
@@ -348,17 +343,21 @@ def flip(path: Path) -> None:
         (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), r"manifest\.json: is not a checkpoint's manifest"),
         (lambda path: (path / "manifest.json").write_text("[]"), r"manifest\.json: is not a checkpoint's manifest"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"format": 2}'),
+            "has format 2; this fsdp2kit reads format 1",
+        ),
         (lambda path: (path / "manifest.json").unlink(), r"step-000002: has no manifest\.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(
     tmp_path: Path, damage, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, path = saved_alone(tmp_path, 1, 2)
+    checkpoints, path = saved_alone(tmp_path, 1, 2)
     damage(path)
     with pytest.raises(UserError, match=message):
-        manager.resolve(str(path))
-    assert manager.resolve("auto") == path.with_name("step-000001")
+        checkpoints.resolve(str(path))
+    assert checkpoints.resolve("auto") == path.with_name("step-000001")
     assert re.search(rf"step-000002: skipped: .*{message}", caplog.text)
 
 
@@ -388,10 +387,10 @@ def test_ranks_check_their_shares_and_agree(pool: WorkerPool, tmp_path: Path, fl
 
 
 def test_auto_does_not_start_over_when_all_that_was_trained_is_damaged(tmp_path: Path) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     truncate(path)
     with pytest.raises(UserError, match="bytes instead of"):
-        manager.resolve("auto")
+        checkpoints.resolve("auto")
 
 
 @pytest.mark.parametrize(("field", "value"), [("data.seq_len", "'24'"), ("extra", "'1'"), ("run.seed", "None")])
@@ -400,19 +399,17 @@ def test_another_run_is_refused(tmp_path: Path, field: str, value: str) -> None:
     identity = {**jobs.IDENTITY, field: value.strip("'")}
     if value == "None":
         del identity[field]
-    model = jobs.tiny_llama()
     with pytest.raises(UserError, match=rf"{field} = .*{field} = {value}; .*another run\.dir.*model\.weights"):
-        jobs.manager_of(tmp_path, identity=identity).restore(path, model, jobs.adamw(model))
+        jobs.checkpoints_of(tmp_path, identity=identity).restore(path)
 
 
 def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["progress"]["tokens_total"]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    model = jobs.tiny_llama()
     with pytest.raises(UserError, match="another kind of progress: tokens_total"):
-        manager.restore(path, model, jobs.adamw(model))
+        checkpoints.restore(path)
 
 
 @pytest.mark.parametrize(
@@ -423,10 +420,9 @@ def test_another_versions_progress_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, other: dict, message: str) -> None:
-    manager, path = saved_alone(tmp_path, 1)
-    model = jobs.tiny_llama(**other)
+    _, path = saved_alone(tmp_path, 1)
     with pytest.raises(UserError, match=message):
-        manager.restore(path, model, jobs.adamw(model))
+        jobs.checkpoints_of(tmp_path, jobs.tiny_llama(**other)).restore(path)
 
 
 def test_an_unwritable_run_dir_is_a_users_mistake_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
@@ -440,10 +436,8 @@ def test_an_export_directory_with_the_users_own_files_is_refused_at_the_start(tm
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"hf: holds notes\.txt, which no export of fsdp2kit wrote there; .* move"):
-        jobs.manager_of(tmp_path)
-    CheckpointManager(
-        CheckpointConfig(export_hf="never"), run_dir=tmp_path, identity={}, write_assets=jobs.write_assets
-    )
+        jobs.checkpoints_of(tmp_path)
+    jobs.checkpoints_of(tmp_path, export_hf="never")
 
 
 @pytest.mark.parametrize("export_dir", ["/proc/x", "{file}/x", "{file}/x/y"])
@@ -451,12 +445,12 @@ def test_an_export_directory_that_cannot_be_made_is_refused_at_the_start(tmp_pat
     (tmp_path / "file").write_text("")
     export_dir = export_dir.format(file=tmp_path / "file")
     with pytest.raises(UserError, match=r"^checkpoint\.export_dir: .* cannot be written \(.*; choose a directory"):
-        jobs.manager_of(tmp_path / "run", export_dir=export_dir)
-    jobs.manager_of(tmp_path / "run", export_dir=export_dir, export_hf="never")
+        jobs.checkpoints_of(tmp_path / "run", export_dir=export_dir)
+    jobs.checkpoints_of(tmp_path / "run", export_dir=export_dir, export_hf="never")
 
 
 def test_an_export_directory_is_not_made_before_the_export(tmp_path: Path) -> None:
-    jobs.manager_of(tmp_path / "run", export_dir=str(tmp_path / "new" / "hf"))
+    jobs.checkpoints_of(tmp_path / "run", export_dir=str(tmp_path / "new" / "hf"))
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -470,26 +464,25 @@ def adamw_of_some(model: LlamaForCausalLM) -> torch.optim.AdamW:
 def test_other_frozen_parameters_are_refused_by_their_key(tmp_path: Path, is_frozen: bool) -> None:
     before, after = (jobs.adamw, adamw_of_some) if is_frozen else (adamw_of_some, jobs.adamw)
     model, other = jobs.tiny_llama(), jobs.tiny_llama(seed=1)
-    manager = jobs.manager_of(tmp_path)
-    path = manager.save(model, before(model), jobs.progress_at(1))
+    path = jobs.checkpoints_of(tmp_path, model, before(model)).save(jobs.progress_at(1))
     where = "the checkpoint and not in this run" if is_frozen else "this run and not in the checkpoint"
     way = rf"set model\.freeze .*run\.dir .*model\.weights = '{path}'"
     with pytest.raises(UserError, match=rf"embed_tokens\.weight\.exp_avg is in {where}: .*\(3 such .*; {way}"):
-        manager.restore(path, other, after(other))
+        jobs.checkpoints_of(tmp_path, other, after(other)).restore(path)
     load_weights(path, other)  # the way that is named
     assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 def test_another_optimizer_is_refused_by_what_it_keeps(tmp_path: Path) -> None:
-    model, other, manager = jobs.tiny_llama(), jobs.tiny_llama(seed=1), jobs.manager_of(tmp_path)
-    path = manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+    model, other = jobs.tiny_llama(), jobs.tiny_llama(seed=1)
+    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
     kept = r"exp_avg, exp_avg_sq, step and momentum_buffer of model\.embed_tokens\.weight"
     with pytest.raises(UserError, match=rf"optimizers differ, which keep {kept} .*; use the optimizer .*run\.dir"):
-        manager.restore(path, other, sgd)
-    path = manager.save(model, torch.optim.SGD(model.parameters()), jobs.progress_at(1))
+        jobs.checkpoints_of(tmp_path, other, sgd).restore(path)
+    path = jobs.checkpoints_of(tmp_path, model, torch.optim.SGD(model.parameters())).save(jobs.progress_at(1))
     with pytest.raises(UserError, match=r"\.exp_avg is in this run .*: the other keeps no optimizer state at all"):
-        manager.restore(path, other, jobs.adamw(other))
+        jobs.checkpoints_of(tmp_path, other).restore(path)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -499,13 +492,12 @@ def test_another_storage_dtype_is_refused_by_its_key(tmp_path: Path, stored: tor
     for one, dtype in ((model, stored), (other, current)):
         for parameter in one.parameters():
             parameter.data = parameter.data.to(dtype)
-    manager = jobs.manager_of(tmp_path)
-    path = manager.save(model, jobs.adamw(model), jobs.progress_at(1))
+    path = jobs.checkpoints_of(tmp_path, model).save(jobs.progress_at(1))
     keys = (
         r"fsdp\.storage_dtype, fsdp\.ignored_modules and \(for those\) fsdp\.param_dtype .*run\.dir .*model\.weights"
     )
     with pytest.raises(UserError, match=rf"is {stored} in the checkpoint and {current} in the run; set {keys}"):
-        manager.restore(path, other, jobs.adamw(other))
+        jobs.checkpoints_of(tmp_path, other).restore(path)
     load_weights(path, other)  # the way that is named
     assert torch.equal(other.model.norm.weight, model.model.norm.weight.to(current))
 
@@ -519,15 +511,14 @@ def test_a_failed_save_fails_on_every_rank(pool: WorkerPool, tmp_path: Path) -> 
 
 def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The full disk again, where no disk can be mounted: the storage writer fails in the middle."""
-    manager, path = saved_alone(tmp_path, 1)
+    checkpoints, path = saved_alone(tmp_path, 1)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
-    model = jobs.tiny_llama()
     with pytest.raises(RunFailure, match=r"step-000002: the checkpoint was not saved: rank 0: OSError.*No space left"):
-        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+        checkpoints.save(jobs.progress_at(2))
     assert names(tmp_path) == ["step-000001"]
     assert "whole" in verify(path)
 
@@ -535,13 +526,12 @@ def test_a_save_that_dcp_cannot_write_is_a_run_failure(tmp_path: Path, monkeypat
 def test_a_save_that_waited_for_a_lost_rank_does_not_blame_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, _ = saved_alone(tmp_path, 1)
+    checkpoints, _ = saved_alone(tmp_path, 1)
 
     def fail(*_: object) -> None:
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms")
 
-    monkeypatch.setattr("fsdp2kit.checkpoint.manager.record_files", fail)
-    model = jobs.tiny_llama()
+    monkeypatch.setattr("fsdp2kit.checkpoint.checkpoints.record_files", fail)
     with pytest.raises(RunFailure, match=r"see why a rank ended .* it resumes from step-000001") as failure:
-        manager.save(model, jobs.adamw(model), jobs.progress_at(2))
+        checkpoints.save(jobs.progress_at(2))
     assert "free space" not in str(failure.value)

@@ -1,0 +1,438 @@
+"""A run's checkpoints and its Hugging Face export: what a run resumes from, saves, keeps and exports.
+
+A save has three parts, kept apart: `stage` lists the tensors, `write` writes them to a directory of its own (all
+ranks), and `complete` adds assets and the manifest, publishes it and applies the retention (rank 0). The last two run
+at once or in a thread. A crash at any point leaves complete checkpoints untouched, and no new one that only looks
+complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
+from fsdp2kit.checkpoint.export_directory import ExportDirectory
+from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
+from fsdp2kit.checkpoint.identity import check_same_run, describe_resumed
+from fsdp2kit.checkpoint.manifest import (
+    Manifest,
+    check_shared,
+    holds_best,
+    read_manifest,
+    read_progress,
+    record_files,
+    write_manifest,
+)
+from fsdp2kit.checkpoint.space import check_room, storage_failure, what_to_do
+from fsdp2kit.checkpoint.state import (
+    check_together,
+    fill_weights,
+    load_all,
+    model_tensors,
+    optimizer_tensors,
+    persistent_buffers,
+    save_tensors,
+)
+from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.console import say, size_text
+from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.build import tied_names
+from fsdp2kit.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run and its export; see `build_checkpoints`.
+
+    Every public method is a collective, unless it says otherwise. A context manager that `finish`es.
+
+    Args:
+        model: materialised (and sharded); so is what `optimizer` updates.
+        identity: what may not change when the run is resumed, by name, e.g. ``{"data.seq_len": "512"}``.
+        write_assets: writes config, tokenizer, chat template and generation config of an export into a directory.
+            Called on rank 0 alone, so it must not contain a collective.
+        environment: versions, mesh, …, kept in the manifest so that a resumed run can tell what changed.
+        source_dtype: dtype of an export where ``checkpoint.export_dtype`` names none.
+        kept_in_float32: as in the manifest.
+        read: directories that the run reads models from, which an export must not replace.
+        notes: what an export has that its source lacks, a line each.
+        can_answer: whether an export has a tokenizer.
+        total_steps: of the whole run. Default: ``train.steps``; under ``train.epochs`` only the data tell.
+        tell: called on every rank with a line for each checkpoint and each export that was written.
+
+    Raises:
+        UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        *,
+        identity: dict[str, str],
+        write_assets: Callable[[Path], None],
+        environment: dict[str, Any] | None = None,
+        source_dtype: str | None = None,
+        kept_in_float32: dict[str, list[str]] | None = None,
+        read: Iterable[Path | None] = (),
+        notes: Sequence[str] = (),
+        can_answer: bool = False,
+        total_steps: int | None = None,
+        tell: Callable[[str], object] = say,
+    ) -> None:
+        section, run_dir = config.checkpoint, Path(config.run.dir)
+        with agreement():
+            root = to_path(section.dir) if section.dir else run_dir / "checkpoints"
+            check_writable(root, where="checkpoint.dir" if section.dir else "run.dir")
+            out = to_path(section.export_dir) if section.export_dir else run_dir / "hf"
+            self.export_directory = ExportDirectory(out)
+            if section.export_hf != "never":
+                if not is_remote(out):  # written beside it; a store is not touched before the export
+                    check_writable(out.parent, where="checkpoint.export_dir" if section.export_dir else "run.dir")
+                self.export_directory.check_replaceable(read=read)
+        self.store = open_store(root)
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.identity, self.environment, self.notes = identity, environment or {}, [*notes]
+        self.can_answer, self.total_steps = can_answer, total_steps
+        self.export_dtype = section.export_dtype or source_dtype
+        self.resumed: Path | None = None
+        """The checkpoint that `start` resumed from."""
+        self.saved: Path | None = None
+        """The checkpoint that was written last."""
+        self.exported: Path | None = None
+        """The checkpoint that the export was made from."""
+        self._write_assets, self._kept_in_float32, self._tell = write_assets, kept_in_float32 or {}, tell
+        self._tied = tied_names(model)
+        self._exporting: Progress | None = None  # the newest when an export was last due
+        self._reached = 0  # this run's last step: complete checkpoints after it are of another history
+        self._sweeper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2kit-sweep")
+        self._sweep: Future[None] | None = None
+        self._background = BackgroundSave() if section.async_save else None
+        self._group = self._background.group if self._background else None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish()
+        except Exception as failure:
+            if kind is None:
+                raise
+            logger.warning("%s", failure)  # the run's own error is raised
+
+    # Start
+
+    def start(self) -> Progress:
+        """Fill model and optimizer from what ``run.resume`` means, else the model with what ``model.weights`` names.
+
+        Raises:
+            UserError: the checkpoint or the weights cannot be used; the error says what differs. Or the disk has no
+                room for one checkpoint.
+        """
+        self.resumed = self.resolve(self.config.run.resume)
+        with agreement():
+            if rank() == 0:
+                self.notes += self._check_room()
+        if self.resumed is None or adapter_of(self.model) is not None:  # its checkpoints hold the adapter alone
+            fill_weights(self.config.model, self.model, seed=self.config.run.seed)
+        return self.restore(self.resumed) if self.resumed else Progress()
+
+    def resolve(self, resume: str) -> Path | None:
+        """The checkpoint that `run.resume` means, every byte of it checked; the same on all ranks.
+
+        Args:
+            resume: "auto": the newest checkpoint that is whole, None if there was never one; "never": None; or a path.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return self._newest_usable()
+        with agreement():
+            path = to_path(resume)
+        check_together(path)
+        return path
+
+    def _newest_usable(self) -> Path | None:
+        found: list[Path] = []
+        with agreement():
+            if rank() == 0:
+                self.store.recover()
+                self._sweep = self._sweeper.submit(self.store.sweep)  # a killed run may not have come to it
+                found = [path for _, path in reversed(self.store.published())]
+        damage: UserError | None = None
+        for path in gather_objects(found)[0]:
+            try:
+                check_together(path)
+                return path
+            except UserError as error:
+                if rank() == 0:
+                    logger.warning("%s: skipped: %s: %s", path.name, error.where, error.what)
+                damage = damage or error
+        if damage is not None:  # starting over in silence would lose what was trained
+            todo = "restore that file, or remove its directory, or start over in another run.dir"
+            raise UserError(damage.where, f"{damage.what}, and no older checkpoint is whole", todo)
+        return None
+
+    def _check_room(self) -> list[str]:
+        """`check_room`, unless nothing will be saved."""
+        done = read_manifest(self.resumed).step if self.resumed else 0
+        total = self.config.train.steps if self.total_steps is None else self.total_steps
+        if total is not None and done >= total:
+            return []
+        out, dtype = self.export_directory.path, DTYPES[self.export_dtype or "float32"]
+        return check_room(self.config, self.model, self.store, out, export_dtype=dtype, make_room=self.finish_sweep)
+
+    def restore(self, path: Path) -> Progress:
+        """Load model and optimizer in place, at any world size, and return the progress.
+
+        Hyper-parameters (learning rate, weight decay, …) stay those of the optimizer.
+        """
+        with in_use(path):
+            with agreement():
+                manifest = read_manifest(path)
+                check_same_run(
+                    path,
+                    saved=manifest.identity,
+                    current=self.identity,
+                    contents_saved=manifest.environment.get("contents"),
+                    contents=self.environment.get("contents"),
+                )
+                progress = read_progress(path, manifest)
+            parts = self.stage().items()
+            load_all(path, {f"{part}.{name}": tensor for part, named in parts for name, tensor in named.items()})
+        if path.resolve().parent == self.store.root.resolve():
+            self._reached = manifest.step
+        return progress
+
+    def describe(self) -> list[str]:
+        """Lines for the start: what exports add, what a disk has no room for, what changed since a checkpoint."""
+        if self.resumed is None:
+            return [*self.notes]
+        return [*self.notes, describe_resumed(self.resumed, self.config, self.environment)]
+
+    # Save
+
+    def save(self, progress: Progress, *, is_over: bool = False) -> Path:
+        """Save the run as it stands, throw away the checkpoints that are not kept, and export what is due.
+
+        With ``checkpoint.async_save`` it returns before that: the next `save`, or `finish`, waits for it, and
+        `wait_until_staged` must be called before parameters or optimizer state change.
+
+        Args:
+            progress: with wandb's id and the state of the data, if there are any.
+            is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
+
+        Raises:
+            RunFailure: this one, or an asynchronous one before it, could not be written; on every rank, with the
+                cause. Complete checkpoints are untouched.
+        """
+        path = self.store.path(progress.step)
+        exported = self._to_export(progress, path, is_over=is_over)
+        self.finish_save()
+        tensors = self.stage()
+        if self._background is None:
+            self._write_and_publish(tensors, progress, exported)
+        else:
+            # A forward pass may change buffers, and the next one begins before the copy is made.
+            buffers = persistent_buffers(self.model)
+            tensors["model"].update({name: buffer.clone() for name, buffer in buffers.items()})
+            self._background.begin(tensors, self._write_and_publish, progress, exported)
+        return path
+
+    def stage(self) -> Tensors:
+        """The tensors to save, nested as DCP flattens them to ``model.…`` and ``optimizer.…``.
+
+        They share the live storage, so they must be copied or written before the next optimizer step.
+        """
+        with agreement():
+            # The model first: that also frees units that a forward left gathered.
+            tensors = {"model": model_tensors(self.model)}
+            tensors["optimizer"] = optimizer_tensors(self.model, self.optimizer)
+        return tensors
+
+    def wait_until_staged(self) -> None:
+        """Return when parameters and optimizer state may change. Call it before each optimizer step; no collective.
+
+        `finish_save` reports what went wrong.
+        """
+        if self._background is not None:
+            self._background.wait_until_staged()
+
+    def has_failed(self) -> bool:
+        """Whether a background save is over and failed, as far as this rank knows; `finish_save` then raises."""
+        return self._background is not None and self._background.has_failed()
+
+    def finish_save(self) -> None:
+        """Wait for a background save, if one is under way; a failure is raised on every rank."""
+        if self._background is not None:
+            self._background.finish()
+
+    def finish(self) -> None:
+        """Wait for all that is under way: a save, and the deletion of old checkpoints. Raises as `finish_save`."""
+        self.finish_save()
+        self.finish_sweep()
+
+    def finish_sweep(self) -> None:
+        """Wait until what was thrown away is deleted. On any rank; no collective."""
+        if self._sweep is not None:
+            self._sweep.result()
+
+    def _write_and_publish(self, tensors: Tensors, progress: Progress, exported: Path | None) -> None:
+        """Write and publish a checkpoint, throw away what is not kept, and export what is due."""
+        path, began = self.store.path(progress.step), time.monotonic()
+        try:
+            self.write(tensors, progress.step)
+            size = self.complete(progress)
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own error is no `Exception`
+            # Every way to fail is agreed on, so no rank is still writing.
+            what, todo = f"{path}: the checkpoint was not saved", what_to_do(error, self.store)
+            failure = storage_failure(what, error, self.store.root, todo, group=self._group)
+            if rank() == 0:
+                self.store.abandon(progress.step)
+            raise failure from error
+        self.saved = path
+        self._tell(f"saved {path} ({size_text(size)} in {time.monotonic() - began:.1f} s)")
+        if exported is not None:
+            self.export(exported, check=exported != path)
+
+    def write(self, tensors: Tensors, step: int) -> None:
+        """Write tensors, synced, to the step's temporary directory; every rank its own file."""
+        with agreement(self._group):
+            if rank() == 0:
+                self.store.begin(step, after=self._reached)
+        save_tensors(tensors, self.store.temporary(step), group=self._group)
+
+    def complete(self, progress: Progress) -> int:
+        """Complete the temporary directory with assets and, last, the manifest; publish it; apply the retention.
+
+        Returns:
+            Bytes of the checkpoint's tensors.
+        """
+        step, section = progress.step, self.config.checkpoint
+        directory, settings = self.store.temporary(step), Path(self.config.run.dir, "config.toml")
+        with agreement(self._group):
+            own = record_files(directory, directory.glob(f"__{rank()}_*.distcp"))
+        records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
+        with agreement(self._group):
+            if rank() == 0:
+                if settings.is_file():
+                    (directory / settings.name).write_bytes(settings.read_bytes())
+                (directory / "hf").mkdir()
+                fill(directory / "hf", self._write_assets)
+                manifest = Manifest(
+                    step=step,
+                    progress=asdict(progress),
+                    identity=self.identity,
+                    tied=self._tied,
+                    export_dtype=self.export_dtype,
+                    files=records,
+                    environment=self.environment,
+                    kept_in_float32=self._kept_in_float32,
+                )
+                check_shared(directory, manifest)
+                write_manifest(directory, manifest)
+                self.store.publish(step, after=self._reached)
+                self.store.retain(section.keep, every=section.keep_every, best=progress.best_step)
+                self._sweep = self._sweeper.submit(self.store.sweep)
+        self._reached = step
+        return sum(record.size for record in records.values())
+
+    # Export
+
+    def export(self, checkpoint: Path, *, check: bool = False) -> None:
+        """Make a checkpoint the run's Hugging Face directory, unless it is that already.
+
+        Args:
+            check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
+        """
+        out, dtype = self.export_directory.path, self.export_dtype or "float32"
+        try:
+            is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check)
+        except UserError:
+            raise
+        except Exception as error:
+            todo = f"free space there, and start the run again: it exports {checkpoint}, which is whole"
+            raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
+        if is_new:
+            self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
+        self.exported = checkpoint
+
+    def export_resumed(self, progress: Progress, *, is_over: bool) -> None:
+        """Export what is due of a run that was resumed, where that was not done.
+
+        This completes a run that was killed between a checkpoint and its export, or that now asks for another dtype.
+
+        Args:
+            progress: as `start` returned it.
+        """
+        if self.resumed and (exported := self._to_export(progress, self.resumed, is_over=is_over)):
+            self.export(exported, check=exported != self.resumed)
+
+    @property
+    def exports_best(self) -> bool:
+        """``checkpoint.export``, or its default."""
+        which = self.config.checkpoint.export
+        return self.config.eval.keeps_best if which is None else which == "best"
+
+    def _to_export(self, progress: Progress, newest: Path, *, is_over: bool) -> Path | None:
+        """The checkpoint to export once the newest is written; None if none is due. Collective."""
+        when = self.config.checkpoint.export_hf
+        if when == "never" or (when == "final" and not is_over):
+            return None
+        self._exporting = progress
+        if not self.exports_best or progress.best_step in (None, progress.step):
+            return newest
+        self.finish_save()  # the best step's may be under way
+        best = self.store.path(progress.best_step)
+        candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
+        found = next((one for one in candidates if holds_best(one, progress)), newest)
+        # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+        return gather_objects(found)[0]
+
+    def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:
+        """What the run leaves behind: the newest checkpoint, the export, and how to try it. On one rank only.
+
+        Where ``checkpoint.push_to_hub`` asks for it, the export of a run that is over is uploaded first.
+
+        Args:
+            maximizes: as in `Progress.describe_best`.
+        """
+        newest, lines = self.saved or self.resumed, []
+        if newest:
+            lines.append(f"checkpoint: {newest}")
+        if self.exported:
+            kind = "model" if adapter_of(self.model) is None else "adapter"
+            out = self.export_directory.path
+            lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
+            if self.can_answer:
+                lines.append(f'try it: {tool_command("generate")} {out} "…"')
+            if is_over and (repository := self.config.checkpoint.push_to_hub):
+                lines.append(self.export_directory.upload(repository))
+        return lines
+
+    def _describe_step(self, exported: Path, maximizes: str | None) -> str:
+        """The step of an export, and where evaluations were compared, whether it is the best."""
+        progress = self._exporting
+        if progress is None or progress.best_step is None:
+            return exported.name
+        name = self.store.path(progress.best_step).name
+        best = f"{name}, the best ({progress.describe_best(maximizes)})"
+        if name == exported.name:
+            return best
+        return f"{exported.name}, the last; {'no checkpoint was kept' if self.exports_best else 'not'} of {best}"

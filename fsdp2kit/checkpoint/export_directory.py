@@ -1,0 +1,148 @@
+"""The directory of a Hugging Face export: which of its files an export may replace, and how it comes and goes.
+
+A store of one export, as `fsdp2kit.checkpoint.store` is one of checkpoints. The record, ``.fsdp2kit-export.json``,
+names the checkpoint, its step, a digest of its manifest (and through it of every byte that was exported), the dtype,
+and the files that the export wrote: only those may be replaced by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp2kit.checkpoint.adapter import RECORD
+from fsdp2kit.checkpoint.store import is_remote
+from fsdp2kit.errors import UserError
+from fsdp2kit.files import replace_file, sync, sync_tree
+
+ASSET_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+
+
+@dataclass(frozen=True)
+class ExportDirectory:
+    """An export on a disk, which is written beside its place and moved there whole, or on an object store.
+
+    An object store has no renames. There the record, written last, is what completes an export.
+    """
+
+    path: Path
+
+    @property
+    def staging(self) -> Path:
+        """Where the files are written: beside `path`; on an object store, `path` itself."""
+        return self.path if is_remote(self.path) else self.path.with_name(f".{self.path.name}.partial")
+
+    def check_replaceable(self, *, read: Iterable[Path | None] = ()) -> None:
+        """Check that it is absent, empty, or holds nothing but an earlier export of ours, and is none of ``read``."""
+        if not self.path.exists():
+            return
+        todo = "choose another directory, or move that away"
+        if any(path is not None and path.resolve() == self.path.resolve() for path in read):
+            what = "is read here, and the export would replace it"
+            raise UserError(str(self.path), what, "choose another directory")
+        if not self.path.is_dir():
+            raise UserError(str(self.path), "is not a directory", todo)
+        present = {path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if not path.is_dir()}
+        if others := sorted(present - {RECORD} - self._files()):
+            raise UserError(str(self.path), f"holds {others[0]}, which no export of fsdp2kit wrote there", todo)
+
+    def record(self) -> dict[str, Any]:
+        """The record of the export that is there; empty where there is none that can be read."""
+        try:
+            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+            return record if isinstance(record["files"], list) else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def begin(self, files: Iterable[str]) -> None:
+        """Make `staging` empty; on an object store, take back the record of the export that is replaced.
+
+        On one rank only, before any rank writes.
+
+        Args:
+            files: what the export is going to write.
+        """
+        if is_remote(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Not yet an export of anything, but all of it is ours and may be replaced.
+            _write_record(self.path, {*files, *self._files()}, {})
+            return
+        shutil.rmtree(self.staging, ignore_errors=True)  # of an export that was cut short
+        self.staging.mkdir(parents=True)
+
+    @contextlib.contextmanager
+    def cleared_on_failure(self) -> Iterator[None]:
+        """Delete the unfinished files on a disk if what is done inside fails."""
+        try:
+            yield
+        except BaseException:
+            if not is_remote(self.staging):
+                shutil.rmtree(self.staging, ignore_errors=True)
+            raise
+
+    def publish(self, files: set[str], facts: dict[str, Any]) -> None:
+        """Record what was written to `staging`, and make it the export. On one rank only, once all have written.
+
+        Args:
+            files: what was written.
+            facts: what the files were made from.
+        """
+        if is_remote(self.path):
+            for stale in self._files() - files:
+                (self.path / stale).unlink(missing_ok=True)
+            _write_record(self.path, files, facts)
+            return
+        _write_record(self.staging, files, facts)
+        sync_tree(self.staging)
+        old = self.path.with_name(f".{self.path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path.exists():
+            self.path.rename(old)
+        self.staging.rename(self.path)
+        sync(self.path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def upload(self, repository: str) -> str:
+        """Upload the export to a repository of the Hugging Face hub, which is made, private, if there is none.
+
+        Returns:
+            A line that says where it is, or why it is not there: an outage is no failure of the run.
+        """
+        from huggingface_hub import HfApi
+
+        try:
+            found = HfApi().create_repo(repository, private=True, exist_ok=True)
+            HfApi().upload_folder(repo_id=found.repo_id, folder_path=self.path, ignore_patterns=[RECORD])
+        except Exception as error:  # the hub client raises errors of many kinds
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            later = f"`hf upload {repository} {self.path}` uploads it later"
+            return f"checkpoint.push_to_hub: {repository}: not uploaded ({reason}); {later}"
+        return f"uploaded to {found}"
+
+    def _files(self) -> set[str]:
+        """The files that exports of ours wrote there, or were about to."""
+        return set(self.record().get("files", []))
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy everything but weights, their index and hidden files from one directory into another."""
+    for path in [*source.iterdir(), *source.glob("additional_chat_templates/*")]:
+        is_asset = path.suffix in ASSET_SUFFIXES and not path.name.endswith(".index.json")
+        if path.is_file() and is_asset and not path.name.startswith("."):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True, parents=True)
+            shutil.copyfile(path, copy)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a file by a JSON object."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def _write_record(directory: Path, files: Iterable[str], facts: dict[str, Any]) -> None:
+    write_json(directory / RECORD, {**facts, "files": sorted(files)})
