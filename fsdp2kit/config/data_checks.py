@@ -39,7 +39,7 @@ def check_data(config: TrainingConfig) -> None:
 
 
 def _check_columns(config: TrainingConfig) -> None:
-    """A column that is named is one that some format of these rows reads; of prompts and messages one is named."""
+    """Refuse a named column that no format in use reads, and both columns of prompts at once."""
     data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
     shared: dict[DataFormat, None] = dict.fromkeys(
         [data.format, *(part.format or data.format for part in parts if part.columns is None)]
@@ -136,7 +136,7 @@ def _check_evaluation(config: TrainingConfig) -> None:
 
 
 def _overlap(one: tuple[str | None, Any], other: tuple[str | None, Any]) -> bool:
-    """Whether two (path, split) are the same rows, or one is a slice of the other; two slices may be apart."""
+    """Whether two (path, split) are the same rows, or one is a slice of the other. Two slices may be disjoint."""
     if one[0] != other[0] or not isinstance(one[1], str):
         return False
     names = {split.partition("[")[0] for split in (one[1], other[1])}

@@ -25,7 +25,7 @@ COLUMNS: dict[DataFormat, tuple[str, ...]] = {
     "synthetic": (),
 }
 
-# Of sets that are trained on as they are, those whose rows the chat template may render.
+# Formats whose rows the chat template may render.
 RENDERED: tuple[DataFormat, ...] = ("chat", "prompt_completion", "alpaca")
 
 
@@ -126,7 +126,7 @@ class DataConfig(Section):
     """Global batches made in the background, ahead of the step."""
 
     def column(self, name: str) -> str:
-        """What the data calls our column ``name``."""
+        """The data's name for our column ``name``."""
         return getattr(self.columns, name, None) or name
 
 

@@ -25,7 +25,7 @@ from fsdp2kit.errors import UserError
 
 
 def _absolute_function(value: Any, info: ValidationInfo) -> Any:
-    """``path.py:function`` with its path made absolute; ``module:function`` as it is."""
+    """Make the path of ``path.py:function`` absolute; ``module:function`` stays."""
     path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not path.endswith(".py"):
         return value
@@ -99,12 +99,11 @@ class RolloutConfig(Section):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What an engine is asked to sample with: the keys that change responses.
+        """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
-        Rollouts of a checkpoint that were sampled with another value are made again. The other keys do not count: `n`
-        and `updates` may not change, `ahead` limits the age of rollouts, and `engine`, `url`, `tp`, `dtype`,
-        `batch_size` and `sleep` say where and how fast they are made, `samples_every` what is shown of them. A
-        response keeps the log-probabilities of the engine that sampled it, so it stays right beside another engine.
+        The other keys do not matter: `n` and `updates` may not change; `ahead` limits the age of rollouts; `engine`,
+        `url`, `tp`, `dtype`, `batch_size` and `sleep` say where and how fast responses are made. A response keeps the
+        log-probabilities of the engine that sampled it, so it stays valid beside another engine.
         """
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
@@ -239,5 +238,5 @@ class RLConfig(TrainingConfig):
 
     @property
     def engine_dtype(self) -> str:
-        """Of the engine's weights."""
+        """Dtype of the engine's weights."""
         return self.rollout.dtype or self.fsdp.param_dtype

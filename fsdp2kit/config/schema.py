@@ -1,7 +1,7 @@
 """The TOML's sections as frozen pydantic models.
 
-The string under each field is its documentation; the JSON schema has it, so editors show it. A recipe's ``Config``
-names the sections that its TOML may have.
+The string under each field documents it; the JSON schema has it, so editors show it. A recipe's ``Config`` lists the
+sections that its TOML may have.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class CheckpointConfig(Section):
         return None if isinstance(self.every, int) else seconds_of(self.every)
 
     def most_at_once(self, steps: int | None, *, keeps_best: bool) -> int:
-        """Most checkpoints at a time, with the one being written: old ones are deleted when it is complete.
+        """Most checkpoints at a time, with the one being written. Old ones are deleted when it is complete.
 
         Args:
             steps: `train.steps`.
