@@ -188,18 +188,27 @@ def _drop_alternatives(
 def _drop_other_variants(
     values: dict[str, Any], known: _Known, source: Path, overrides: Sequence[str], say: Callable[[str], object]
 ) -> None:
-    """Where an override chooses a section's variant, take keys of other variants out of the TOML, in place."""
-    given = [parse_override(override) for override in overrides]
-    overridden = {tuple(path) for path, _ in given}
-    for path, tag in given:
-        key, variants = _variants(path[:-1], known)
-        section = values.get(path[0])
-        if path[-1] != key or str(tag) not in variants or not isinstance(section, dict):
+    """Take keys that only other variants of a section have out of the TOML, in place.
+
+    These are keys with their default value, which changes nothing, and, where an override chooses the variant, all.
+    """
+    overridden = {".".join(parse_override(override)[0]) for override in overrides}
+    for section, given in values.items():
+        tag_key, variants = _variants([section], known)
+        if not tag_key or not isinstance(given, dict):
             continue
-        for name in [name for name in section if (path[0], name) not in overridden and name not in variants[tag]]:
-            if owners := [other for other, names in variants.items() if name in names]:
-                where = f"{path[0]}.{name} = {section.pop(name)} of {source}"
-                say(f"override {'.'.join(path)}={tag} takes out {where}, a key of {_either(owners)}")
+        chosen = f"{section}.{tag_key}"
+        tag = given.get(tag_key, getattr(known[section][0].default, tag_key, None))
+        for name in [name for name in given if f"{section}.{name}" not in overridden]:
+            owners = [other for other, names in variants.items() if name in names]
+            if not owners or tag in owners or str(tag) not in variants:
+                continue
+            is_default = given[name] == known[f"{section}.{name}"][0].default
+            if is_default or chosen in overridden:
+                value = given.pop(name)
+                if not is_default:
+                    where = f"{section}.{name} = {value} of {source}"
+                    say(f"override {chosen}={tag} takes out {where}, a key of {_either(owners)}")
 
 
 def _literals(annotation: Any) -> set[Any]:
