@@ -311,9 +311,6 @@ def _check_preferences(config: TrainingConfig) -> None:
     if section.label_smoothing and section.loss != "dpo":
         what = f"{section.label_smoothing} with dpo.loss = {section.loss!r}, which takes pairs as they are"
         raise UserError("dpo.label_smoothing", what, 'leave it out, or set dpo.loss = "dpo"')
-    if config.model.loss_kernel in ("torch", "liger"):
-        what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
-        raise UserError("model.loss_kernel", what, "leave it out")
 
 
 def _check_distillation(config: TrainingConfig) -> None:
@@ -323,9 +320,6 @@ def _check_distillation(config: TrainingConfig) -> None:
     if section.teacher is None:
         what = "is not given, and there is nothing to learn from"
         raise UserError("distill.teacher", what, "give a Hugging Face model directory or hub id")
-    if config.model.loss_kernel in ("torch", "liger"):
-        what = f"{config.model.loss_kernel!r} computes a cross-entropy alone, and not the distance from a teacher"
-        raise UserError("model.loss_kernel", what, "leave it out")
 
 
 def _check_upload(section: CheckpointConfig) -> None:

@@ -33,6 +33,10 @@ REMOVED = {
         "set the environment variable TORCHINDUCTOR_CACHE_DIR, where torch keeps compiled code",
     ),
     "float8.all_gather": (False, "leave it out; weights are gathered in fsdp.param_dtype"),
+    "model.loss_kernel": (
+        "auto",
+        "leave it out; the loss is computed in chunks, which no other kernel beat where it was measured",
+    ),
 }
 # Of two such keys one is given: an override of one takes the other out of the TOML.
 ALTERNATIVES = (

@@ -71,6 +71,7 @@ def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -
         ({"compile": {"cache_dir": "x"}}, "compile.cache_dir", "was removed", "TORCHINDUCTOR_CACHE_DIR"),
         ({"baseline": {"compare": "fsdp1"}}, "baseline.compare", "was removed", "tools/bench.py fsdp1"),
         ({"baseline": {"warmup": 5}}, "baseline.warmup", "was removed", "tools/bench.py fsdp1"),
+        ({"model": {"loss_kernel": "liger"}}, "model.loss_kernel", "was removed", "computed in chunks"),
         ({"optimizer": {"name": "adamw_4bit"}}, "optimizer.name", "'adamw_4bit' was removed", "'adamw_bf16'"),
     ],
 )
