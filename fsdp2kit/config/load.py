@@ -26,6 +26,13 @@ _ANY = "*"
 _MISSPELT, _SIMILAR = 0.78, 0.5
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
+# Retired keys: their harmless value, which settings of earlier runs have, and what to do about any other.
+RETIRED = {
+    "model.loss_kernel": (
+        "auto",
+        "leave it out; the loss is computed in chunks, which no other kernel beat where it was measured",
+    ),
+}
 # Pairs of keys that exclude each other: an override of one takes the other out of the TOML.
 ALTERNATIVES = (
     ("train.steps", "train.epochs"),
@@ -97,6 +104,7 @@ def load_config(
         _apply_override(merged, override, known)
     _drop_alternatives(merged, source, overrides, say)
     _drop_other_variants(merged, known, source, overrides, say)
+    _drop_retired(merged, source, overrides)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
     except ValidationError as error:
@@ -209,6 +217,15 @@ def _drop_other_variants(
                 if not is_default:
                     where = f"{section}.{name} = {value} of {source}"
                     say(f"override {chosen}={tag} takes out {where}, a key of {_either(owners)}")
+
+
+def _drop_retired(values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
+    """Take retired keys that changed nothing out of the TOML, in place, and refuse others."""
+    for key, (harmless, todo) in RETIRED.items():
+        section, name = key.split(".")
+        given = values.get(section)
+        if isinstance(given, dict) and given.pop(name, harmless) != harmless:
+            raise UserError(_where([section, name], source, overrides), "was removed", todo)
 
 
 def _literals(annotation: Any) -> set[Any]:

@@ -132,9 +132,6 @@ class RolloutConfig(Section):
         if config.lora.quantize == "nf4":
             what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
             raise UserError("lora.quantize", what, "leave it out")
-        if config.model.loss_kernel in ("torch", "liger"):
-            what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
-            raise UserError("model.loss_kernel", what, "leave it out")
         if self.sleep and config.fsdp.offload == "params":
             what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
             raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')

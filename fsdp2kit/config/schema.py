@@ -88,10 +88,6 @@ class ModelConfig(Section):
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
     "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" if it computes the same as the
     model's own, else "sdpa" ("eager" for models without it). The start says which and why."""
-    loss_kernel: Literal["auto", "chunked", "torch", "liger"] = "auto"
-    """What computes the loss on the head without holding all logits. "chunked": ours. "torch": torch's own
-    (2.13 or later; in bfloat16 it sums the logged loss in bfloat16). "liger": Liger's (needs a GPU, extra `liger`).
-    "auto": ours, the fastest where it was measured. A head that is more than hidden @ weightᵀ is run as it is."""
     liger: bool = False
     """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `liger`."""
     tokenizer: InputPath | None = None

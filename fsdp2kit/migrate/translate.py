@@ -108,7 +108,7 @@ TABLE: tuple[Callable[[Draft], None], ...] = (
     Row("model.attention", one_of(dict(zip(_ATTENTION, _ATTENTION, strict=True)), otherwise="sdpa")),
     Row("model.attention", switch("flash_attention_2", "sdpa"), otherwise="model.attention", slot="flash attention"),
     Row("model.trust_remote_code", as_bool),
-    Row("model.liger", as_bool, "norms, RoPE, MLPs; of the loss: model.loss_kernel"),
+    Row("model.liger", as_bool, "norms, RoPE, MLPs; the loss is computed in chunks here"),
     rules.set_frozen,
     rules.set_adapters,
     data.set_data,

@@ -65,6 +65,13 @@ def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -
     assert error.todo == todo
 
 
+def test_a_retired_key_says_what_is_done_instead() -> None:
+    error = error_of({"model": {"loss_kernel": "liger"}})
+    assert (error.where, error.what) == ("run.toml: model.loss_kernel", "was removed")
+    assert error.todo.startswith("leave it out; the loss is computed in chunks")
+    assert load({"model": {"loss_kernel": "auto"}}) == load({})  # as the settings of earlier runs have it
+
+
 # By what a TOML says: where the mistake is, what it is, and what to do.
 VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "a key of another optimizer": (

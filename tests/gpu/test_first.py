@@ -44,11 +44,10 @@ PATHS: dict[str, tuple[list[str], list[str]]] = {
     "evaluation": (["eval.every=1", "eval.steps=1", "eval.split=test"], []),
     "traces": (["profile.enabled=true", "profile.start_step=2", "profile.steps=1", "profile.memory=true"], []),
     "saves in the foreground": (["checkpoint.async_save=false", "checkpoint.every=1"], []),
-    "torch's loss": (["model.loss_kernel=torch"], []),
     "adapters": (["lora.rank=4", "checkpoint.export_hf=never"], ["peft"]),
     "8-bit moments": (["optimizer.name=adamw_8bit"], ["torchao"]),
     "float8": (["float8.recipe=rowwise"], ["torchao"]),
-    "Liger's layers and loss": (["model.liger=true", "model.loss_kernel=liger"], ["liger_kernel"]),
+    "Liger's layers": (["model.liger=true"], ["liger_kernel"]),
     "deterministic": (["run.deterministic=true"], []),
     "compiled": (["compile.enabled=true"], []),
     "compiled, selective recomputation": (["compile.enabled=true", "activation_checkpointing.mode=selective"], []),
@@ -82,8 +81,6 @@ def obstacle(name: str) -> str | None:
         return f"{missing[0]} is not installed"
     if not ON_CUDA and name.startswith(("compiled", "Liger")):
         return "for a device"
-    if name == "torch's loss" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        return "this torch has none"
     if name == "compiled, float8" or name == "float8":
         return "no float8 matmuls" if ON_CUDA and torch.cuda.get_device_capability() < (8, 9) else None
     return None

@@ -44,7 +44,6 @@ class Case:
     pack: bool = True
     lr: float = 1e-3
     frozen: tuple[str, ...] = ()
-    loss_kernel: str = "auto"
     liger: bool = False
     adapter: str | None = None
     """The adapter that is trained, in the folder ``kind-adapter``."""
@@ -64,7 +63,6 @@ class Case:
                 *([self.attention] * (self.attention != "sdpa")),
                 *self.frozen,
                 *([self.method] * (self.method != "auto")),
-                *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
                 *(["liger"] * self.liger),
                 *([self.adapter] * (self.adapter is not None)),
                 *([self.quantize] * (self.quantize != "none")),
@@ -81,7 +79,6 @@ class Case:
                     "path": str(folder / self.kind),
                     "attention": self.attention,
                     "freeze": list(self.frozen),
-                    "loss_kernel": self.loss_kernel,
                     "liger": self.liger,
                     "adapter": self.adapter and str(folder / f"{self.kind}-{self.adapter}"),
                 },
