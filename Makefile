@@ -78,10 +78,9 @@ gpu-lora: gpu-out
 gpu-1b: gpu-out
 	$(GPU_LIMIT) 180 $(GPU_BENCH) gpu --groups 1b --max-minutes 2.2 $(GPU_DRY) $(GPU_FILE)
 
-# LOSS_KERNELS="torch liger", where both are there, measures them beside ours.
 gpu-loss: gpu-out
 	$(GPU_LIMIT) 90 $(GPU_BENCH) vocabulary $(if $(GPU_TRY),--device cpu --tokens 64 --vocabulary 1000,--tokens 8192 \
-	  --hidden 4096 --dtype bfloat16 --whole --rounds 20) --kernels $(LOSS_KERNELS) $(GPU_FILE)
+	  --hidden 4096 --dtype bfloat16 --whole --rounds 20) $(GPU_FILE)
 
 gpu-load: gpu-out
 	$(GPU_LIMIT) 90 $(GPU_BENCH) load --files 4 --dtype bfloat16 --rounds 2 --params $(if $(GPU_TRY),0.001 --device cpu,1) $(GPU_FILE)

@@ -1,4 +1,4 @@
-"""``--check``: all that can be said of a config on this machine, without weights, network or process group."""
+"""``--check``: everything that can be checked on this machine without weights, network or process group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fsdp2kit.parallel.plan import plan_parallel
 
 
 def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], list[str]]:
-    """Plan the run as `main` of a recipe would, and read its data: the first rows, or all where that takes seconds.
+    """Plan the run as a recipe's `main` does, and read its data: the first rows, or all if that takes seconds.
 
     Returns:
-        The plan's lines, or the mesh alone if the model is not on this machine; and what could not be checked because
-        it is not here: "model", a TOML key, …
+        The plan's lines (only the mesh if the model is not on this machine), and what is not on this machine and was
+        not checked: "model", a TOML key, …
 
     Raises:
         UserError: what `build_model`, `plan_parallel` or the data would refuse.
@@ -41,7 +41,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
                 unchecked.append(f"model.attention {config.model.attention!r}")
             plan = plan_parallel(model, config, sizes)
             lines = plan.describe()
-        else:  # of the hub
+        else:  # an id of the hub
             unchecked.append("model.adapter")
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
@@ -66,7 +66,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
 
 
 def _build_model(config: TrainingConfig) -> tuple[PreTrainedModel, bool]:
-    """The model on meta, and whether a flash attention that this machine lacks had to be left out of it."""
+    """The model on meta, and whether it has another attention because this machine lacks the flash attention."""
     section, lora = config.model, config.lora
     try:
         return build_model(section, lora=lora, local_files_only=True), False

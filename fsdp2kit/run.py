@@ -200,7 +200,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         _, size, _, local_world_size = distributed.ranks_from_environment()
-        _, config = load(toml, overrides)
+        recipe, config = load(toml, overrides)
         if world_size is None and "WORLD_SIZE" in os.environ:
             world_size = size
         else:
@@ -209,9 +209,12 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
                 note = " (the fewest ranks that [mesh] allows; --world-size N checks another number)"
             local_world_size = local_world_size if "LOCAL_WORLD_SIZE" in os.environ else min(world_size, 8)
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
-        from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
+        if hasattr(recipe, "check"):
+            lines, unchecked = [str(sizes)], recipe.check(config)
+        else:
+            from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
 
-        lines, unchecked = check_offline(config, sizes)
+            lines, unchecked = check_offline(config, sizes)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

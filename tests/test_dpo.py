@@ -167,7 +167,6 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         (
             f"data.path='{bad}'",
         ): "bad.jsonl:1: the row has no 'chosen' (it has: prompt, winner, rejected); did you mean 'winner'?",
-        ("model.loss_kernel=torch",): "model.loss_kernel: 'torch' gives no log-probabilities",
     }
     runs = [[*overrides, f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]
     for said, says in zip(pool.run(2, run_all, str(toml), runs)[0], mistakes.values(), strict=True):

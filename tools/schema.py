@@ -21,7 +21,7 @@ from fsdp2kit.run import bundled_folder, load_recipe
 
 
 def schema_files(folder: Path) -> dict[Path, str]:
-    """For each recipe that comes with the package, the path and the text of its schema in ``folder``."""
+    """The path in ``folder`` and the text of the schema of each recipe that comes with the package."""
     files = {}
     for recipe in sorted(bundled_folder("recipes").glob("*.py")):
         name = "schema.json" if recipe.stem == "sft" else f"schema.{recipe.stem}.json"
@@ -41,12 +41,12 @@ def schema_of(recipe: Path) -> str:
 
 
 def is_current(path: Path, text: str) -> bool:
-    """Whether a file says what ``text`` says; versions of pydantic write it differently (0 or 0.0)."""
+    """Whether a file holds the same schema as ``text``; versions of pydantic write it differently (0 or 0.0)."""
     return _stated(json.loads(path.read_text(encoding="utf-8"))) == _stated(json.loads(text))
 
 
 def _stated(schema: Any) -> Any:
-    """A schema without ``additionalProperties = true``, which holds where it is left out, too."""
+    """A schema without ``additionalProperties = true``, which is the default."""
     if isinstance(schema, list):
         return [_stated(each) for each in schema]
     if not isinstance(schema, dict):

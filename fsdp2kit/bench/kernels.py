@@ -13,11 +13,7 @@ from torch import Tensor
 
 from fsdp2kit.bench.harness import Task, run_sides, task_rows
 from fsdp2kit.distributed import World
-from fsdp2kit.model.linear_cross_entropy import (
-    liger_linear_cross_entropy,
-    linear_cross_entropy,
-    torch_linear_cross_entropy,
-)
+from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
 from fsdp2kit.parallel.context_parallel.kernels import RunningAttention, attend_backward
 from fsdp2kit.parallel.context_parallel.layout import chunks_of, in_order, take_chunks
 from fsdp2kit.parallel.context_parallel.segments import plan_segments, read_segments
@@ -106,7 +102,6 @@ def bench_vocabulary(
     tokens: int = 16_384,
     hidden: int = 64,
     whole: bool = False,
-    kernels: tuple[Literal["torch", "liger"], ...] = (),
     dtype: Literal["float32", "bfloat16"] = "float32",
     rounds: int = 3,
 ) -> dict[str, Any]:
@@ -117,7 +112,6 @@ def bench_vocabulary(
         tokens: with a target.
         hidden: size of a hidden state.
         whole: also cross-entropy on whole logits; 16.8 GB by default.
-        kernels: others beside ours.
         dtype: of hidden states and head.
         rounds: that are timed.
     """
@@ -127,8 +121,12 @@ def bench_vocabulary(
     states = states.to(world.device, kind).requires_grad_()
     weight = torch.randn(vocabulary, hidden, generator=generator).to(world.device, kind).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator).to(world.device)
-    others = {"torch": torch_linear_cross_entropy, "liger": liger_linear_cross_entropy}
-    losses: dict[str, Any] = {"fsdp2kit": linear_cross_entropy, **{name: others[name] for name in kernels}}
+    rows_of_chunk = rows_at_once(world.device, vocabulary=vocabulary)
+    losses: dict[str, Any] = {
+        "fsdp2kit": lambda hidden, weight, labels: over_chunks(
+            cross_entropy, hidden, labels, [weight], rows=rows_of_chunk
+        )[0]
+    }
     if whole:
         losses["whole logits"] = lambda hidden, weight, labels: F.cross_entropy(
             (hidden @ weight.T).float(), labels, reduction="sum"

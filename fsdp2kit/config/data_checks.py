@@ -35,7 +35,7 @@ def check_data(config: TrainingConfig) -> None:
 
 
 def _check_columns(config: TrainingConfig) -> None:
-    """Each named column is read by some format of these rows, and not both prompts and messages are named."""
+    """Refuse a named column that no format in use reads, and both columns of prompts at once."""
     data, parts = config.data, (*config.data.sources, *config.eval.sets.values())
     shared: dict[DataFormat, None] = dict.fromkeys(
         [data.format, *(part.format or data.format for part in parts if part.columns is None)]

@@ -126,7 +126,7 @@ class DataConfig(Section):
     """Global batches made in the background, ahead of the step."""
 
     def column(self, name: str) -> str:
-        """The data's name of our column ``name``."""
+        """The data's name for our column ``name``."""
         return getattr(self.columns, name, None) or name
 
 

@@ -1,6 +1,6 @@
 """What transformers, TRL, axolotl, torchtune, torchtitan, llama-factory, accelerate and FSDP1 call our keys.
 
-`migrate` translates their configurations with these tables; here they answer a key or a value that is not ours.
+`migrate` translates their configurations with these tables. `load` uses them to suggest our key or value.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STRATEGY_WORDS, DTYPE_WORDS, ADAMW_WORDS = (
     {words: value for value, words in _TABLES[name].items()} for name in ("strategies", "dtypes", "optimizers")
 )
 
-# Beginnings of names that say nothing: fsdp_use_orig_params, mixed_precision_reduce_dtype.
+# Prefixes without a meaning: fsdp_use_orig_params, mixed_precision_reduce_dtype.
 _PREFIXES = re.compile(r"^((fsdp|use|enable|parallelism_config)_|(mixed_precision|mp)_+(?=.*(dtype|classes)))+")
 
 
 def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
-    """The meaning of each word, from that of all spellings of it (separated by spaces)."""
+    """The meaning of each word; keys of ``meanings`` are spellings, separated by spaces."""
     return {word: meaning for words, meaning in meanings.items() for word in words.split()}
 
 
@@ -37,22 +37,22 @@ def snake_case(key: str) -> str:
 
 
 def plain_name(key: str) -> str:
-    """A key in `snake_case`, without a beginning that says nothing: ``fsdp_offload`` → ``offload``."""
+    """A key in `snake_case`, without a prefix that has no meaning: ``fsdp_offload`` → ``offload``."""
     return _PREFIXES.sub("", snake_case(key))
 
 
 def advise_on_path(location: Sequence[str], known: Collection[str]) -> str | None:
-    """What to write instead of a key that other tools have in this very section; None: no tool that we know of."""
+    """What to write instead of a key that another tool has in this section; None if we know of none."""
     return _reason(".".join(map(snake_case, location)), location[-1], known) if len(location) > 1 else None
 
 
 def advise_on_key(location: Sequence[str], value: Any, known: Collection[str]) -> str | None:
-    """What to write instead of a key or section that is not ours; None: no tool that we know of has it.
+    """What to write instead of a key or section that another tool has; None if we know of none.
 
     Args:
         location: the parts of the key, ``["optimizer", "learning_rate"]``.
-        value: what is given for it; of an unknown section its keys are looked up.
-        known: the keys that there are.
+        value: the key's value; the keys of an unknown section are looked up.
+        known: our keys.
     """
     section = SECTION_OF.get(snake_case(location[0]), location[0])
     is_foreign = section != location[0] and section in known
@@ -81,13 +81,13 @@ def _reason(foreign: str, name: str, known: Collection[str]) -> str | None:
 
 
 def advise_on_value(given: Any, options: Collection[str]) -> str | None:
-    """The one of ``options`` that another tool calls ``given``; None where that is none."""
+    """The one of ``options`` that another tool calls ``given``; None if there is none."""
     word = re.sub(r"[\s-]+", "_", str(given).strip().rpartition(".")[2].lower())
     meant = next((table[word] for table in _VALUES if table.get(word) in options), word)
     return meant if meant in options else None
 
 
-# Each foreign name, with what `NAMES` files it under, or with why it has no key.
+# For each foreign name our keys, or why there is no key.
 _SLOTS: dict[str, list[str]] = {}
 for _slot, _names in (NAMES | WITHOUT_KEY | NOT_OFFERED).items():
     for _name in _names.split():

@@ -21,10 +21,19 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 # Each dotted key with its fields: several where variants of a section have it, none for names that the user chooses.
 _Known = dict[str, list[FieldInfo]]
 _ANY = "*"
-_MISSPELT, _SIMILAR = 0.78, 0.5  # difflib's ratios: rather misspelt than another tool's; worth a question at all
+# Similarities, from 0 to 1: from `_MISSPELT` on, a key is misspelt rather than another tool's; below `_SIMILAR`
+# nothing is suggested.
+_MISSPELT, _SIMILAR = 0.78, 0.5
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
-# Of two such keys one is given: an override of one takes the other out of the TOML.
+# Retired keys: their harmless value, which settings of earlier runs have, and what to do about any other.
+RETIRED = {
+    "model.loss_kernel": (
+        "auto",
+        "leave it out; the loss is computed in chunks, which no other kernel beat where it was measured",
+    ),
+}
+# Pairs of keys that exclude each other: an override of one takes the other out of the TOML.
 ALTERNATIVES = (
     ("train.steps", "train.epochs"),
     ("lr_schedule.warmup_steps", "lr_schedule.warmup_ratio"),
@@ -55,7 +64,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _advise_on_line(line: str) -> str:
-    """What to do about a line that is not TOML, where it is what Python or YAML would write."""
+    """What to do about a line that is not TOML; many are Python's or YAML's."""
     key, equals, value = (part.strip() for part in line.partition("="))
     if not equals:
         yaml = re.match(r"([\w.-]+)\s*:\s*(.*)", key)
@@ -84,7 +93,7 @@ def load_config(
         overrides: ``section.key=value`` strings; the value is TOML, a bare word is a string, ``none`` takes the key
             out of the TOML (where "none" is not a value of its own). Input paths in them are relative to the working
             directory.
-        say: called with a line for each key of the TOML that an override of its alternative took out.
+        say: called with a line for each key of the TOML that an override took out.
 
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
@@ -95,6 +104,7 @@ def load_config(
         _apply_override(merged, override, known)
     _drop_alternatives(merged, source, overrides, say)
     _drop_other_variants(merged, known, source, overrides, say)
+    _drop_retired(merged, source, overrides)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
     except ValidationError as error:
@@ -151,7 +161,7 @@ def _apply_override(values: dict[str, Any], override: str, known: _Known) -> Non
 
 
 def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
-    """Whether an override is a bare ``none`` (or null) for a known key of which "none" is no value."""
+    """Whether an override is a bare ``none`` (or null) for a known key that does not take "none" as a value."""
     word, key = override.partition("=")[2].strip().lower(), _known_key(path, known)
     if word not in ("none", "null") or key is None:  # an unknown key is refused later
         return False
@@ -159,7 +169,7 @@ def _is_unset(override: str, path: Sequence[str], known: _Known) -> bool:
 
 
 def _take_out(values: dict[str, Any], path: Sequence[str]) -> Any:
-    """Delete a key, in place, and return its value; None where there is none."""
+    """Delete a key, in place, and return its value; None if it is not there."""
     section: Any = values
     for part in path[:-1]:
         if isinstance(section, list) and part.isdigit():
@@ -172,7 +182,7 @@ def _take_out(values: dict[str, Any], path: Sequence[str]) -> Any:
 def _drop_alternatives(
     values: dict[str, Any], source: Path, overrides: Sequence[str], say: Callable[[str], object]
 ) -> None:
-    """Take out, in place, what the TOML gives instead of a key that only an override gives."""
+    """Where an override gives one key of a pair in `ALTERNATIVES`, take the TOML's other one out, in place."""
     given = {key.strip(): text.strip() for key, _, text in (override.partition("=") for override in overrides)}
     for pair in ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
@@ -186,18 +196,36 @@ def _drop_alternatives(
 def _drop_other_variants(
     values: dict[str, Any], known: _Known, source: Path, overrides: Sequence[str], say: Callable[[str], object]
 ) -> None:
-    """Where an override chooses a section's variant, take out, in place, what the TOML gives of another variant."""
-    given = [parse_override(override) for override in overrides]
-    overridden = {tuple(path) for path, _ in given}
-    for path, tag in given:
-        key, variants = _variants(path[:-1], known)
-        section = values.get(path[0])
-        if path[-1] != key or str(tag) not in variants or not isinstance(section, dict):
+    """Take keys that only other variants of a section have out of the TOML, in place.
+
+    These are keys with their default value, which changes nothing, and, where an override chooses the variant, all.
+    """
+    overridden = {".".join(parse_override(override)[0]) for override in overrides}
+    for section, given in values.items():
+        tag_key, variants = _variants([section], known)
+        if not tag_key or not isinstance(given, dict):
             continue
-        for name in [name for name in section if (path[0], name) not in overridden and name not in variants[tag]]:
-            if owners := [other for other, names in variants.items() if name in names]:
-                where = f"{path[0]}.{name} = {section.pop(name)} of {source}"
-                say(f"override {'.'.join(path)}={tag} takes out {where}, a key of {_either(owners)}")
+        chosen = f"{section}.{tag_key}"
+        tag = given.get(tag_key, getattr(known[section][0].default, tag_key, None))
+        for name in [name for name in given if f"{section}.{name}" not in overridden]:
+            owners = [other for other, names in variants.items() if name in names]
+            if not owners or tag in owners or str(tag) not in variants:
+                continue
+            is_default = given[name] == known[f"{section}.{name}"][0].default
+            if is_default or chosen in overridden:
+                value = given.pop(name)
+                if not is_default:
+                    where = f"{section}.{name} = {value} of {source}"
+                    say(f"override {chosen}={tag} takes out {where}, a key of {_either(owners)}")
+
+
+def _drop_retired(values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
+    """Take retired keys that changed nothing out of the TOML, in place, and refuse others."""
+    for key, (harmless, todo) in RETIRED.items():
+        section, name = key.split(".")
+        given = values.get(section)
+        if isinstance(given, dict) and given.pop(name, harmless) != harmless:
+            raise UserError(_where([section, name], source, overrides), "was removed", todo)
 
 
 def _literals(annotation: Any) -> set[Any]:
@@ -208,7 +236,7 @@ def _literals(annotation: Any) -> set[Any]:
 
 
 def _from_command_line(value: Any) -> Any:
-    """The value with its strings marked, so that paths among them are relative to the working directory."""
+    """The value with its strings marked as `OverrideText`."""
     if isinstance(value, dict):
         return {key: _from_command_line(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -258,7 +286,7 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
 
 
 def _plain(problem: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A mistake as pydantic reports it; a wrong choice of a section's variant as any wrong value of a key."""
+    """pydantic's problem; an unknown variant of a section becomes a wrong value of the key that chooses it."""
     if problem["type"] != "union_tag_invalid":
         return problem
     context = problem["ctx"]
@@ -268,9 +296,9 @@ def _plain(problem: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[str]]:
-    """Where a mistake is in the TOML, and the parts of the known key that this is.
+    """Where a mistake is in the TOML, and the known key of that place, both in parts.
 
-    Left out are the names of a union's members, which pydantic puts into a location.
+    pydantic's locations also have the names of a union's members, which are left out.
     """
     location: list[str] = []
     key: list[str] = []
@@ -284,7 +312,7 @@ def _locate(problem: Mapping[str, Any], known: _Known) -> tuple[list[str], list[
 
 
 def _variants(section: Sequence[str], known: _Known) -> tuple[str, dict[str, set[str]]]:
-    """The key that chooses a section's variant, and by each of its values the keys of that variant; else ""."""
+    """The key that chooses a section's variant, and each variant's keys by that key's value; ("", {}) for others."""
     for field in known.get(".".join(section), ()):
         if isinstance(tag_key := field.discriminator, str):
             fields = [member.model_fields for member in get_args(field.annotation)]
@@ -302,7 +330,7 @@ def _match(key: Sequence[str], part: str, known: _Known) -> str | None:
 
 
 def _known_key(path: Sequence[str], known: _Known) -> str | None:
-    """The known key that a dotted path names, with `_ANY` for names that the user chooses; None if it is unknown."""
+    """The known key of a dotted path, with `_ANY` for names that the user chooses; None if there is none."""
     key: list[str] = []
     for part in path:
         match = _match(key, part, known)
@@ -315,7 +343,7 @@ def _known_key(path: Sequence[str], known: _Known) -> str | None:
 
 
 def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to do about a value that is accepted in another spelling; None where it is not.
+    """What to write instead of a value that is accepted in another spelling; None if it is in none.
 
     Args:
         problems: pydantic's, one for each member of the field's union.
@@ -342,7 +370,7 @@ def _spelt(given: Any, problems: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Known) -> str:
-    """What to do about an unknown key, which was given this value."""
+    """What to do about an unknown key that was given this value."""
     name, section = location[-1], ".".join(key[:-1])
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     is_section = isinstance(given, Mapping)

@@ -78,11 +78,6 @@ class DPOConfig(Section):
         """Whether an answer counts by the mean of its tokens' log-probabilities, not by their sum."""
         return self.loss != "dpo"
 
-    def check(self, config: Any, sizes: MeshSizes) -> None:
-        if config.model.loss_kernel in ("torch", "liger"):
-            what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which preferences are made"
-            raise UserError("model.loss_kernel", what, "leave it out")
-
     def identity(self) -> dict[str, str]:
         return {"dpo.loss": self.loss}
 
@@ -150,9 +145,6 @@ class DistillConfig(Section):
         if self.teacher is None:
             what = "is not given, and there is nothing to learn from"
             raise UserError("distill.teacher", what, "give a Hugging Face model directory or hub id")
-        if config.model.loss_kernel in ("torch", "liger"):
-            what = f"{config.model.loss_kernel!r} computes a cross-entropy alone, and not the distance from a teacher"
-            raise UserError("model.loss_kernel", what, "leave it out")
 
     def models(self) -> dict[str, str]:
         return {"distill.teacher": self.teacher} if self.teacher else {}

@@ -1,4 +1,4 @@
-"""Paths that were put under another key than their own: each error names the key that they belong to."""
+"""Paths given under the wrong key: each error names the right one."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ _INSTEAD: dict[str, dict[Kind, str]] = {
         "gguf": _ROWS_HERE,
     },
 }
-# What the keys that take a checkpoint take besides.
+# Words that keys of checkpoints accept instead of a path.
 _WORDS = {"model.weights": ("pretrained", "random"), "run.resume": ("auto", "never")}
 
 
 def check_paths(config: TrainingConfig) -> None:
-    """Refuse a path on this machine that is of another kind than its key wants, and a checkpoint that is not there.
+    """Refuse a path whose contents are of another kind than its key wants, and a checkpoint that does not exist.
 
     Raises:
         UserError: naming the key that the path belongs to.
@@ -104,7 +104,7 @@ def check_paths(config: TrainingConfig) -> None:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What lies at a path; None where that is nothing, anything else, or cannot be looked at."""
+    """What lies at a path; None for anything else, for nothing, and for what cannot be read."""
     if os.path.isfile(path):  # noqa: PTH113 (pathlib's raises where a folder may not be read)
         return _SUFFIXES.get(path.suffix.lower())
     try:
@@ -124,7 +124,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def _paths_of(config: TrainingConfig) -> Iterator[tuple[str, str | None, str]]:
-    """Each path's key, the path, and which part of `_INSTEAD` is for it."""
+    """Each path's key, the path, and its entry in `_INSTEAD`."""
     model, data, evaluation = config.model, config.data, config.eval
     for key in ("model.path", "model.weights", "model.tokenizer", "model.adapter"):
         yield key, getattr(model, key.removeprefix("model.")), key

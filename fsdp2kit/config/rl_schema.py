@@ -25,7 +25,7 @@ from fsdp2kit.errors import UserError
 
 
 def _absolute_function(value: Any, info: ValidationInfo) -> Any:
-    """``path.py:function`` with its path made absolute; ``module:function`` as it is."""
+    """Make the path of ``path.py:function`` absolute; ``module:function`` stays."""
     path, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not path.endswith(".py"):
         return value
@@ -99,12 +99,11 @@ class RolloutConfig(Section):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What an engine is asked to sample with: the keys that change responses.
+        """The keys that change responses. A resumed run samples rollouts again that were made with other values.
 
-        Rollouts of a checkpoint that were sampled with another value are made again. The other keys do not count: `n`
-        and `updates` may not change, `ahead` limits the age of rollouts, and `engine`, `url`, `tp`, `dtype`,
-        `batch_size` and `sleep` say where and how fast they are made, `samples_every` what is shown of them. A
-        response keeps the log-probabilities of the engine that sampled it, so it stays right beside another engine.
+        The other keys do not matter: `n` and `updates` may not change; `ahead` limits the age of rollouts; `engine`,
+        `url`, `tp`, `dtype`, `batch_size` and `sleep` say where and how fast responses are made. A response keeps the
+        log-probabilities of the engine that sampled it, so it stays valid beside another engine.
         """
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
@@ -133,9 +132,6 @@ class RolloutConfig(Section):
         if config.lora.quantize == "nf4":
             what = "'nf4' with rollouts: weights in 4 bits are not sent to an engine"
             raise UserError("lora.quantize", what, "leave it out")
-        if config.model.loss_kernel in ("torch", "liger"):
-            what = f"{config.model.loss_kernel!r} gives no log-probabilities of tokens, of which the loss is made"
-            raise UserError("model.loss_kernel", what, "leave it out")
         if self.sleep and config.fsdp.offload == "params":
             what = '"params" with rollout.sleep: it keeps all that could sleep on the host already'
             raise UserError("fsdp.offload", what, 'set it to "none", or rollout.sleep = false')
@@ -239,5 +235,5 @@ class RLConfig(TrainingConfig):
 
     @property
     def engine_dtype(self) -> str:
-        """Of the engine's weights."""
+        """Dtype of the engine's weights."""
         return self.rollout.dtype or self.fsdp.param_dtype

@@ -1,7 +1,7 @@
 """The TOML's sections as frozen pydantic models.
 
-The string under each field is its documentation; the JSON schema has it, so editors show it. A recipe's ``Config``
-names the sections that its TOML may have.
+The string under each field documents it; the JSON schema has it, so editors show it. A recipe's ``Config`` lists the
+sections that its TOML may have.
 """
 
 from __future__ import annotations
@@ -88,10 +88,6 @@ class ModelConfig(Section):
     """"varlen" (ours: documents and sliding windows without masks), or an attention implementation of transformers:
     "sdpa", "eager", "flash_attention_2", "flex_attention", …. "auto": "varlen" if it computes the same as the
     model's own, else "sdpa" ("eager" for models without it). The start says which and why."""
-    loss_kernel: Literal["auto", "chunked", "torch", "liger"] = "auto"
-    """What computes the loss on the head without holding all logits. "chunked": ours. "torch": torch's own
-    (2.13 or later; in bfloat16 it sums the logged loss in bfloat16). "liger": Liger's (needs a GPU, extra `liger`).
-    "auto": ours, the fastest where it was measured. A head that is more than hidden @ weightᵀ is run as it is."""
     liger: bool = False
     """Use Liger's kernels for norms, RoPE and gated MLPs. Needs a GPU and the extra `liger`."""
     tokenizer: InputPath | None = None
@@ -220,7 +216,7 @@ class CheckpointConfig(Section):
         return None if isinstance(self.every, int) else seconds_of(self.every)
 
     def most_at_once(self, steps: int | None, *, keeps_best: bool) -> int:
-        """Most checkpoints at a time, with the one being written: old ones are deleted when it is complete.
+        """Most checkpoints at a time, with the one being written. Old ones are deleted when it is complete.
 
         Args:
             steps: `train.steps`.

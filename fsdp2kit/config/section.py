@@ -19,16 +19,16 @@ _FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|jinja2?|g
 
 
 class OverrideText(str):
-    """A text from the command line: paths in it are relative to the working directory, not to the TOML."""
+    """A text from the command line. Paths in it are relative to the working directory, not to the TOML."""
 
 
 def may_be_hub_id(text: str) -> bool:
-    """Whether a text has the form of a hub id, "name" or "owner/name", and not that of a data file."""
+    """Whether a text looks like a hub id, "name" or "owner/name", and not like a data file."""
     return bool(_HUB_ID.fullmatch(text)) and not _FILE_SUFFIX.search(text)
 
 
 def expand_home(value: Any) -> Any:
-    """A text with the home directory in the place of a ``~`` or ``~user`` that it begins with, if there is one."""
+    """Replace a leading ``~`` or ``~user`` of a text by that home directory; any other value stays."""
     if isinstance(value, str) and value.startswith("~"):
         with contextlib.suppress(RuntimeError):  # no such user
             return type(value)(Path(value).expanduser())
@@ -36,14 +36,13 @@ def expand_home(value: Any) -> Any:
 
 
 def absolute_path(value: object, info: ValidationInfo) -> object:
-    """A path as it stands in a TOML, made absolute; URLs stay, and without a context (in Python) so does what is
-    relative."""
+    """Make a TOML's path absolute. URLs stay; so do relative paths of configs made in Python, without a context."""
     value = expand_home(value)
     if not isinstance(value, str) or not value or not info.context or "://" in value:
         return value
     base = Path.cwd() if isinstance(value, OverrideText) else info.context["base"]
     candidate = base / value
-    # Joined textually where nothing is there: a glob or a missing file must stay readable in the error message.
+    # A path that does not exist is not resolved: a glob or a missing file must stay readable in the message.
     return str(candidate.resolve() if candidate.exists() else candidate)
 
 
@@ -64,7 +63,7 @@ def _absolute_or_ready(value: object, info: ValidationInfo) -> object:
 
 
 def ready_template(name: str) -> Path | None:
-    """The file of a chat template that comes with the package; None where there is none of that name."""
+    """The file of a chat template that comes with the package; None if it has none of that name."""
     file = TEMPLATES / f"{name}.jinja"
     return file if re.fullmatch(r"[\w-]+", name) and file.is_file() else None
 

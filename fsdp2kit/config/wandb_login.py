@@ -1,4 +1,4 @@
-"""Whether Weights & Biases can be had as ``wandb.mode`` asks; nothing is started, sent or asked."""
+"""Whether ``wandb.mode`` can work here; nothing is started, sent or asked."""
 
 from __future__ import annotations
 

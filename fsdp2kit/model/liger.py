@@ -18,34 +18,20 @@ from fsdp2kit.errors import UserError, importing
 _KEY = "model.liger"
 
 
-def check_liger(device: torch.device, *, key: str) -> None:
-    """Refuse Liger's kernels where they cannot run.
-
-    Args:
-        key: of the TOML, for the message.
-
-    Raises:
-        UserError: the device is none of CUDA's, or liger-kernel is not installed.
-    """
-    if device.type != "cuda":
-        raise UserError(key, f"Liger's kernels do not run on a {device.type.upper()}", "leave it out, or use a GPU")
-    with importing("liger_kernel", where=key):
-        import liger_kernel.transformers  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-
-def check_liger_model(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
+def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
     """Refuse ``model.liger`` where it cannot run, and for an architecture that Liger would leave as it is.
 
     Raises:
-        UserError: as `check_liger`, or the architecture is none of Liger's.
+        UserError: the device is not a CUDA one, liger-kernel is not installed, or it does not know the architecture.
     """
     if not section.liger:
         return
-    check_liger(device, key=_KEY)
-    from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
-        MODEL_TYPE_TO_APPLY_LIGER_FN,
-    )
-
+    if device.type != "cuda":
+        raise UserError(_KEY, f"Liger's kernels do not run on a {device.type.upper()}", "leave it out, or use a GPU")
+    with importing("liger_kernel", where=_KEY):
+        from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
+            MODEL_TYPE_TO_APPLY_LIGER_FN,
+        )
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         what = f"Liger has no kernels for the architecture {model.config.model_type!r}"
         raise UserError(_KEY, what, "leave it out")
@@ -54,15 +40,15 @@ def check_liger_model(section: ModelConfig, model: PreTrainedModel, *, device: t
 def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
     """Give the modules of ``model`` Liger's forward, in place, if ``model.liger`` says so; its parameters stay.
 
-    Cross-entropy is left out: the loss is ours (`choose_loss`). RoPE is a function of the architecture's module, so in
+    Cross-entropy is left out: the loss is ours (`attach_loss`). RoPE is a function of the architecture's module, so in
     this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
 
     Raises:
-        UserError: as `check_liger_model`, or Liger's version does not fit that of transformers.
+        UserError: as `check_liger`, or Liger's version does not fit that of transformers.
     """
     if not section.liger:
         return
-    check_liger_model(section, model, device=device)
+    check_liger(section, model, device=device)
     from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
         _apply_liger_kernel_to_instance,  # what transformers' own `use_liger_kernel` calls
     )

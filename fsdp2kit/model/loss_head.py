@@ -1,99 +1,63 @@
-"""The loss on the model's own output head, without ever holding all logits.
+"""Losses on a model's own output head, without ever holding all logits.
 
-At a vocabulary of 128k, the logits of 16k tokens are 8 GiB in float32, and their gradient as much again. The
-linear head and the cross-entropy are therefore computed together (`linear_cross_entropy`). Tokens without a target are
-left out altogether.
+`attach_loss` makes the head a `LossHead`, whose forward computes a loss from hidden states in chunks (`over_chunks`),
+and the model a `LossModel`, which runs its base model and then the head. Tokens without a target are left out.
 
-Where logits are more than ``hidden @ weight.T`` (scaling, soft-capping, a bias; see `Traits`), the model's own forward
-is run on the hidden states, in chunks, under checkpointing.
+Where logits are more than ``hidden @ weight.T`` (scaling, soft-capping, a bias; see `Traits`), the chunks' logits come
+from the model's own forward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.errors import UserError
-from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
-from fsdp2kit.model.liger import check_liger
-from fsdp2kit.model.linear_cross_entropy import linear_log_probs, linear_loss, pick_log_probs, rows_at_once
+from fsdp2kit.model.head_chunks import (
+    OfChunk,
+    cross_entropy,
+    cross_entropy_and_entropy,
+    over_chunks,
+    rows_at_once,
+)
+from fsdp2kit.model.inspect import backbone_name, inspect_model
 
 IGNORE = -100
 """Label of a token without a target, as everywhere in torch and transformers."""
 
-LossKernel = Literal["chunked", "torch", "liger", "own_head"]
-"""What computes the loss; "own_head" is the model's own forward, in chunks."""
-
-_KEY = "model.loss_kernel"
+FORWARDS = ("on_head", "target_states")
+"""Methods of a `LossModel` for ``register_fsdp_forward_method``: they read parameters of the root's unit."""
 
 
-@dataclass(frozen=True)
-class LossChoice:
-    """What computes a model's loss; `choose_loss` decides it once."""
+def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None:
+    """Make ``model`` a `LossModel` and its output head a `LossHead`, in place; parameters keep their names.
 
-    kernel: LossKernel
-    reason: str
-
-    def __str__(self) -> str:
-        name = "the model's own head, in chunks" if self.kernel == "own_head" else self.kernel
-        return f"loss: {name} ({self.reason})"
-
-
-def choose_loss(
-    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, traits: Traits
-) -> LossChoice:
-    """What ``model.loss_kernel`` says. "auto" is our chunks: nothing else was faster where it was measured.
+    Their classes get these as a base, as `fully_shard` makes a module an `FSDPModule`.
 
     Args:
-        device: where it will train; None: not known here.
-
-    Raises:
-        UserError: an explicit "torch" or "liger" that cannot be had here, for this model, dtype or data.
+        model: a transformers causal language model, before `fully_shard`.
+        own_head: whether logits are more than ``hidden @ weightᵀ``; by default a tiny twin is asked.
     """
-    wanted, is_linear = config.model.loss_kernel, traits.linear_head
-    if wanted in ("torch", "liger"):
-        _check_kernel(config, model, device=device, is_linear=is_linear)
-        rounds = wanted == "torch" and config.fsdp.param_dtype == "bfloat16"
-        return LossChoice(wanted, f"{_KEY}; it adds up the loss in bfloat16" if rounds else _KEY)
-    if not is_linear:
-        return LossChoice("own_head", "its logits are more than hidden @ weightᵀ")
-    if wanted == "chunked":
-        return LossChoice("chunked", _KEY)
-    on_cpu = device is None or device.type == "cpu"
-    why = "none faster was found on a CPU" if on_cpu else f"the others are not measured on a GPU; {_KEY} picks one"
-    return LossChoice("chunked", f"auto: {why}")
-
-
-def _check_kernel(
-    config: TrainingConfig, model: PreTrainedModel, *, device: torch.device | None, is_linear: bool
-) -> None:
-    """Refuse torch's or Liger's kernel where it cannot be had, or computes something else."""
-    wanted, todo = config.model.loss_kernel, "use 'chunked'"
-    if wanted == "liger" and device is not None:
-        check_liger(device, key=_KEY)
-    what = None
-    if wanted == "torch" and not hasattr(F, "linear_cross_entropy"):
-        what = f"'torch' with torch {torch.__version__}, which has no linear_cross_entropy"
-        todo = "use torch 2.13 or later, or 'chunked'"
-    elif config.data.sources:
-        what = f"{wanted!r} with data.sources, each of whose losses it cannot tell"
-    elif not is_linear:
-        what = f"{wanted!r} with {type(model).__name__}, whose logits are more than hidden @ weightᵀ"
-        todo = "use 'auto', which runs the model's own head in chunks"
-    if what is not None:
-        raise UserError(_KEY, what, todo)
+    if own_head is None:
+        own_head = not inspect_model(model).linear_head
+    head: Any = model.get_output_embeddings()
+    own = _own_head(model, head) if own_head else None
+    for module, base in ((model, LossModel), (head, LossHead)):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+    head.own, head.read = own, [head]
+    if own_head:  # some models have layers between their base and the head
+        backbone = backbone_name(model)
+        head.read += [module for name, module in model.named_children() if name != backbone and module is not head]
 
 
 def select_supervised(labels: Tensor) -> Tensor:
@@ -104,146 +68,145 @@ def select_supervised(labels: Tensor) -> Tensor:
     return (labels.flatten() != IGNORE).nonzero().squeeze(1)
 
 
-class HeadInputs(NamedTuple):
-    """What ``on_head`` calls a function with, while the parameters that ``logits`` reads are gathered."""
+class LossHead(nn.Module):
+    """A model's output head. Given labels, it returns values of its logits instead of the logits.
 
-    hidden: Tensor
-    """``[N, H]``: the base model's last hidden states of the tokens that have a target."""
-    labels: Tensor
-    """int64 ``[N]``: these targets."""
-    logits: Callable[[Tensor], Tensor]
-    """From hidden states ``[n, H]`` to the model's own logits ``[n, V]``; for a few rows at a time."""
-    parameters: tuple[Tensor, ...]
-    """Those of the parameters that ``logits`` may read which are trained."""
-    weight: Tensor
-    """``[V, H]``: the head's."""
-
-
-def attach_loss(model: PreTrainedModel, *, kernel: LossKernel | None = None) -> nn.Module:
-    """Give ``model`` three methods, and return the module whose ``on_head`` reads the head's parameters.
-
-    ``model.loss_sum(input_ids, labels, index=None, groups=None, num_groups=0, **inputs)`` runs the base model and
-    returns the summed cross-entropy (float32 scalar). ``labels`` ``[B, S]`` are already shifted; ``index`` is
-    `select_supervised`'s. With ``groups``, int64 ``[N]`` in ``[0, num_groups)`` for each target of ``index``, it
-    returns that scalar and the detached sum of each group, float64 ``[num_groups]``.
-
-    ``model.token_log_probs(input_ids, labels, index=None, temperature=1.0, **inputs)`` returns each target's
-    log-probability, differentiable, and the entropy of its distribution (detached, in nats), float32 ``[N]``.
-
-    ``model.on_head(function, input_ids, labels, index=None, **inputs)`` returns ``function(HeadInputs)``, for what
-    needs the distributions themselves. The other two are made of it.
-
-    An untied head gets an ``on_head`` of its own, so that as an FSDP unit its parameters are gathered around exactly
-    that call. Register both with ``register_fsdp_forward_method``.
-
-    Args:
-        model: a transformers causal language model.
-        kernel: what computes it, as `choose_loss` says; all but "own_head" take logits to be ``hidden @ weightᵀ``. By
-            default "chunked", or "own_head" where a tiny twin's logits are more than that.
+    An untied head is an FSDP unit of its own, so its parameters are gathered around exactly this call. A tied one's
+    are in the root's unit.
     """
-    head: Any = model.get_output_embeddings()
-    kernel = kernel or ("chunked" if inspect_model(model).linear_head else "own_head")
-    backbone, tied = backbone_name(model), head.weight is model.get_input_embeddings().weight
-    own, read = None, [head]
-    if kernel == "own_head":  # some models have layers between their base and the head
-        own = _own_head(model, head)
-        read = [*(module for name, module in model.named_children() if name != backbone), head]
-    methods = _Methods(head, tied, backbone, kernel, own, read)
-    for name in ("loss_sum", "token_log_probs", "on_head"):
-        setattr(model, name, MethodType(getattr(methods, name), model))
-    if not tied:
-        head.on_head = MethodType(methods.call, head)
-    return model if tied else head
 
-
-@dataclass(frozen=True, eq=False)
-class _Methods:
-    """What `attach_loss` adds: methods of the model, and ``call``, which is an untied head's ``on_head``."""
-
-    head: Any
-    tied: bool
-    backbone: str
-    kernel: LossKernel
+    weight: Tensor
     own: Callable[[Tensor], Tensor] | None
-    """The model's own head, where its logits are more than ``hidden @ weightᵀ``."""
+    """From hidden states ``[n, H]`` to logits ``[n, V]``; None: they are ``hidden @ weightᵀ``."""
     read: list[nn.Module]
     """Whose parameters logits are made with."""
 
-    def loss_sum(
-        self, model: Any, *batch: Tensor, groups: Tensor | None = None, num_groups: int = 0, **inputs: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        def compute(head: HeadInputs) -> tuple[Tensor, Tensor | None]:
-            if self.kernel != "own_head":
-                return linear_loss(self.kernel, head.hidden, head.weight, head.labels)
-            [each] = _in_chunks(head, lambda logits, labels: [F.cross_entropy(logits, labels, reduction="none")])
-            return each.sum(), each.detach()
-
-        loss, losses = model.on_head(compute, *batch, **inputs)
-        if groups is None:
-            return loss
-        if losses is None:
-            raise ValueError(f"the loss kernel {self.kernel!r} gives no losses by group; use 'chunked'")
-        # In float64, since `index_add` adds thousands of tokens one after the other.
-        by_group = torch.zeros(num_groups, dtype=torch.float64, device=loss.device)
-        return loss, by_group.index_add(0, groups, losses.double())
-
-    def token_log_probs(
-        self, model: Any, *batch: Tensor, temperature: float = 1.0, **inputs: Any
-    ) -> tuple[Tensor, Tensor]:
-        def compute(head: HeadInputs) -> tuple[Tensor, ...]:
-            if self.kernel != "own_head":
-                return linear_log_probs(head.hidden, head.weight, head.labels, temperature)
-            return _in_chunks(head, lambda logits, labels: pick_log_probs(logits / temperature, labels))
-
-        return model.on_head(compute, *batch, **inputs)
-
-    def on_head(
+    def forward(
         self,
-        model: Any,
-        function: Callable[[HeadInputs], Any],
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        of_chunk: OfChunk = cross_entropy,
+        *,
+        summed: bool = True,
+        beside: int = 0,
+    ) -> Any:
+        """As `over_chunks`; without ``labels`` the head's own forward.
+
+        Args:
+            hidden: ``[N, H]``, the base model's last hidden states of the tokens that have a target.
+            labels: int64 ``[N]``, these targets.
+            beside: how many logits of each token ``of_chunk`` holds beside this head's.
+        """
+        if labels is None:
+            return super().forward(hidden)
+        parameters = [self.weight]
+        if self.own is not None:
+            read = dict.fromkeys(p for module in self.read for p in module.parameters())
+            parameters = [parameter for parameter in read if parameter.requires_grad]
+        rows = rows_at_once(hidden.device, vocabulary=len(self.weight) + beside)
+        # Units may return another dtype than they compute in.
+        hidden = hidden.to(self.weight.dtype)
+        return over_chunks(of_chunk, hidden, labels, parameters, rows=rows, own=self.own, summed=summed)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's logits ``[n, V]`` of hidden states ``[n, H]``, while the head's parameters are gathered."""
+        hidden = hidden.to(self.weight.dtype)
+        return F.linear(hidden, self.weight) if self.own is None else self.own(hidden)
+
+
+class LossModel(nn.Module):
+    """A causal language model with losses on its own head.
+
+    ``labels`` ``[B, S]`` are already shifted; ``index`` is `select_supervised`'s; ``inputs`` are the base model's.
+    """
+
+    get_output_embeddings: Callable[[], Any]
+
+    def loss_sum(
+        self,
         input_ids: Tensor,
         labels: Tensor,
         index: Tensor | None = None,
+        groups: Tensor | None = None,
+        num_groups: int = 0,
         **inputs: Any,
-    ) -> Any:
-        selected = _run_base(getattr(model, self.backbone), input_ids, labels, index, inputs)
-        if self.tied:
-            return self.call(self.head, function, *selected)
-        return self.head.on_head(function, *selected)  # FSDP gathers its parameters around that
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The summed cross-entropy, a float32 scalar.
 
-    def call(self, head: Any, function: Callable[[HeadInputs], Any], hidden: Tensor, labels: Tensor) -> Any:
-        weight = head.weight
-        logits = self.own or partial(F.linear, weight=weight)
-        parameters = dict.fromkeys(p for module in self.read for p in module.parameters() if p.requires_grad)
-        # Units may return another dtype than they compute in.
-        return function(HeadInputs(hidden.to(weight.dtype), labels, logits, tuple(parameters), weight))
+        With ``groups``, int64 ``[N]`` in ``[0, num_groups)`` for each target of ``index``, also the detached sum of
+        each group, float64 ``[num_groups]``.
+        """
+        loss, values = self.on_head(cross_entropy, input_ids, labels, index, **inputs)
+        return loss if groups is None else (loss, sum_by_group(values[:, 0], groups, num_groups))
+
+    def token_log_probs(
+        self, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, temperature: float = 1.0, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Each target's log-probability, differentiable, and the detached entropy of its distribution in nats.
+
+        Both are float32 ``[N]``.
+        """
+        of_chunk = partial(cross_entropy_and_entropy, temperature=temperature)
+        losses, values = self.on_head(of_chunk, input_ids, labels, index, summed=False, **inputs)
+        return -losses, values[:, 1]
+
+    def on_head(
+        self,
+        of_chunk: OfChunk,
+        input_ids: Tensor,
+        labels: Tensor,
+        index: Tensor | None = None,
+        *,
+        summed: bool = True,
+        beside: int = 0,
+        **inputs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """What `over_chunks` returns for ``of_chunk`` and the tokens that have a target; the other two are made of it.
+
+        Args:
+            summed: as of `over_chunks`.
+            beside: as of `LossHead.forward`.
+        """
+        hidden, targets = _run_base(self, input_ids, labels, index, inputs)
+        # All tokens' states end here: the head need not hold them too.
+        return self.get_output_embeddings()(hidden, targets, of_chunk, summed=summed, beside=beside)
+
+    def target_states(
+        self, input_ids: Tensor, labels: Tensor, index: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The base model's last hidden states ``[N, H]`` of the tokens that have a target, and the targets ``[N]``."""
+        return _run_base(self, input_ids, labels, index, inputs)
 
 
 def _run_base(
-    base: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None, inputs: dict[str, Any]
+    model: Any, input_ids: Tensor, labels: Tensor, index: Tensor | None, inputs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The base model's last hidden states ``[N, H]`` of the tokens that have a target, and these targets ``[N]``.
-
-    All tokens' states end with this call: the head need not hold them too.
-    """
+    base = getattr(model, backbone_name(model))
     # A cache would be built by default, and with it packed documents would see each other.
     hidden = base(input_ids=input_ids, use_cache=False, **inputs)[0]
     index = select_supervised(labels) if index is None else index
     return hidden.flatten(0, 1).index_select(0, index), labels.flatten().index_select(0, index)
 
 
-def _in_chunks(head: HeadInputs, compute: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """What ``compute`` makes of logits ``[n, V]``, float32, and labels ``[n]``, for all tokens: ``[N]`` each."""
+def sum_by_group(losses: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """The sum of each group's ``losses``, float64 ``[num_groups]``."""
+    # In float64, since `index_add` adds thousands of tokens one after the other.
+    sums = torch.zeros(num_groups, dtype=torch.float64, device=losses.device)
+    return sums.index_add(0, groups, losses.double())
 
-    def one_chunk(hidden: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        return compute(head.logits(hidden).float(), labels)
 
-    rows = rows_at_once(head.hidden.device, vocabulary=len(head.weight))
-    # Without any target there is still one chunk, of no rows: every rank's head must have a gradient, or it would
-    # not take part in the reduction that the other ranks wait in.
-    chunks = zip(head.hidden.split(rows), head.labels.split(rows), strict=True)
-    parts = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+@contextlib.contextmanager
+def gathered_head(model: Any) -> Iterator[LossHead]:
+    """The head of a `LossModel`, whose `LossHead.logits` can be asked while this is open. Collective."""
+    head = model.get_output_embeddings()
+    units = [module for module in (model, head) if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    try:
+        yield head
+    finally:
+        for unit in units:
+            unit.reshard()
 
 
 class _HiddenOnly(BaseModelOutputWithPast):

@@ -1,21 +1,21 @@
 """Distillation: a model learns a frozen teacher's whole distribution of the next token (arXiv:1503.02531).
 
-Logits of both models exist for a few hundred tokens at a time. The gradients are computed in the same pass, while the
-heads of both are gathered, so that backward only scales them and needs nothing of the teacher.
+Logits of both models exist for a few hundred tokens at a time (`over_chunks`). The gradients are computed in the same
+pass, while the heads of both are gathered, so backward only scales them and needs nothing of the teacher.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp2kit.config.schema import (
@@ -30,8 +30,7 @@ from fsdp2kit.data.sources import held_out_sets, training_sets
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
-from fsdp2kit.model.linear_cross_entropy import rows_at_once
-from fsdp2kit.model.loss_head import HeadInputs
+from fsdp2kit.model.loss_head import LossHead, gathered_head, sum_by_group
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.objectives.reference import parallelize_frozen
 from fsdp2kit.parallel.context_parallel.batch import layer_windows
@@ -194,96 +193,39 @@ class Distillation:
     """Sharded, with its weights."""
 
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """See `fsdp2kit.train.step.Objective`. Collective: the teacher runs within the model's forward."""
+        """See `fsdp2kit.train.step.Objective`. Collective."""
         inputs = dict(inputs)
         groups, num_groups = inputs.pop("groups", None), inputs.pop("num_groups", 0)
-
-        def on_student(student: HeadInputs) -> tuple[Tensor, Tensor]:
-            def run() -> Distilled:
-                return self.teacher.on_head(lambda teacher: distill(student, teacher, self.section), **inputs)
-
-            return _Distillation.apply(run, student.hidden, *student.parameters)
-
-        loss, by_token = model.on_head(on_student, **inputs)
+        # First, while no activations are kept for a backward.
+        with torch.no_grad():
+            states, _ = self.teacher.target_states(**inputs)
         forget_forwards(self.teacher)
-        losses, divergences, cross_entropies = by_token.unbind(1)
+        with gathered_head(self.teacher) as head:
+            of_chunk = partial(of_student, head=head, states=states, section=self.section)
+            loss, values = model.on_head(of_chunk, beside=len(head.weight), **inputs)
+        losses, divergences, cross_entropies = values.unbind(1)
         metrics = {"kl": divergences.sum(), "cross_entropy": cross_entropies.sum()}
-        if groups is None:
-            return loss, None, metrics
-        # In float64, since `index_add` adds thousands of tokens one after the other.
-        parts = torch.zeros(num_groups, dtype=torch.float64, device=loss.device)
-        return loss, parts.index_add(0, groups, losses.double()), metrics
+        return loss, None if groups is None else sum_by_group(losses, groups, num_groups), metrics
 
 
-@dataclass(frozen=True)
-class Distilled:
-    """What `distill` computes of N tokens."""
-
-    by_token: Tensor
-    """float32 ``[N, 3]``: loss, divergence, cross-entropy."""
-    gradients: tuple[Tensor, ...]
-    """Of the summed loss: with respect to the hidden states, and to each of the student's head parameters."""
-
-
-class _Distillation(torch.autograd.Function):
-    """The summed loss and its parts by token, from what ``run`` computes with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], Distilled], *read: Tensor) -> tuple[Tensor, Tensor]:
-        found = run()  # without a graph, as all of this method
-        ctx.save_for_backward(*found.gradients)
-        ctx.dtypes = [tensor.dtype for tensor in read]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found.by_token)
-        return found.by_token[:, 0].sum(), found.by_token
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second gradient of the head's size would be gigabytes.
-        scaled = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, *(gradient.mul_(grads[0]).to(dtype) for gradient, dtype in scaled)
-
-
-def distill(student: HeadInputs, teacher: HeadInputs, section: DistillConfig) -> Distilled:
-    """Loss and gradients of the student's distributions beside the teacher's, without ever holding all logits.
-
-    Where one vocabulary is padded beyond the other, both distributions are those over the ids that both have.
+def of_student(
+    logits: Tensor,
+    labels: Tensor,
+    rows: slice,
+    *,
+    wants_slope: bool,
+    head: LossHead,
+    states: Tensor,
+    section: DistillConfig,
+) -> tuple[Tensor, Tensor | None]:
+    """The `OfChunk` of loss, divergence and cross-entropy of the student's distributions: ``[n, 3]``.
 
     Args:
-        student: N tokens, whose hidden states may have another width than the teacher's.
-        teacher: the same N tokens.
+        head: the teacher's, gathered.
+        states: ``[N, H]``, the hidden states that go into it, whose width may be another than the student's.
     """
-    count, device = len(student.hidden), student.hidden.device
-    rows = rows_at_once(device, vocabulary=len(student.weight) + len(teacher.weight))
-    by_token = torch.empty(count, 3, dtype=torch.float32, device=device)
-    hidden = torch.empty_like(student.hidden)
-    # Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them.
-    dtype = torch.float32 if count > rows else None
-    totals = [torch.zeros_like(parameter, dtype=dtype) for parameter in student.parameters]
-    found = Distilled(by_token, (hidden, *totals))
-    for start in range(0, count, rows):
-        _add_chunk(found, slice(start, start + rows), student, teacher, section)
-    return found
-
-
-def _add_chunk(
-    found: Distilled, part: slice, student: HeadInputs, teacher: HeadInputs, section: DistillConfig
-) -> None:
-    """Write a chunk's tokens into ``found``, and add its gradients; nothing of it lives on."""
-    with torch.enable_grad():
-        chunk = student.hidden[part].detach().requires_grad_()
-        logits = student.logits(chunk)
-    with torch.no_grad():
-        target = teacher.logits(teacher.hidden[part])
-        found.by_token[part], slope = divergence(logits, target, student.labels[part], section)
-    del target
-    read = [chunk, *student.parameters]
-    slopes = torch.autograd.grad(logits, read, slope.to(logits.dtype), allow_unused=True, materialize_grads=True)
-    hidden, *totals = found.gradients
-    hidden[part] = slopes[0]
-    for total, addend in zip(totals, slopes[1:], strict=True):
-        total.add_(addend)
+    values, slope = divergence(logits, head.logits(states[rows]), labels, section)
+    return values, slope if wants_slope else None
 
 
 def divergence(logits: Tensor, target: Tensor, labels: Tensor, section: DistillConfig) -> tuple[Tensor, Tensor]:

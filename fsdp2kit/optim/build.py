@@ -72,7 +72,7 @@ def _groups(parameters: Sequence[nn.Parameter], section: OptimizerConfig) -> lis
 def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimizer:
     """torchao's ``AdamW8bit`` (arXiv:2110.02861) with all its state made: codes into a table, and scales of blocks.
 
-    torchao's blocks depend on the mesh; here none leaves a row of the whole tensor, and checkpoints fit any mesh.
+    torchao's blocks depend on the mesh. Here no block crosses a row of the whole tensor, so checkpoints fit any mesh.
     """
     with importing("torchao", where="optimizer.name"):
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
@@ -88,7 +88,7 @@ def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> O
                 zeros = OptimState8bit.zeros(shard.shape, signed, block, shard.device, dtype=shard.dtype)
                 state[name] = sharded_like(parameter, zeros)
     if all(parameter.device.type == "cpu" for parameter in optimizer.state):
-        compiled_step = optimizer.step  # on a CPU compiling takes a C++ compiler and many seconds a shape
+        compiled_step = optimizer.step  # compiling on a CPU needs a C++ compiler and many seconds a shape
 
         def step(_optimizer: Optimizer, closure: None = None) -> None:
             with torch.compiler.set_stance("force_eager"):
@@ -99,9 +99,9 @@ def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> O
 
 
 def block_size(parameter: torch.Tensor) -> int | None:
-    """Elements that share a scale: the largest power of two that divides the rows, or None: keep float32 moments.
+    """Elements that share a scale: the largest power of two that divides the rows; None: the moments stay float32.
 
-    Vectors and small tensors are not quantised, nor is one of which a rank has no row: torchao cannot keep that.
+    Vectors and small tensors are not quantised, nor are tensors with fewer rows than ranks, which torchao cannot keep.
     """
     shards = 1
     if isinstance(parameter, DTensor):
@@ -124,7 +124,7 @@ def state_sizes(section: OptimizerConfig, model: nn.Module, *, shards: int, item
     Args:
         model: before it is sharded, on meta or real.
         shards: ranks over which every parameter's rows are spread.
-        item_bytes: of an element of a shard.
+        item_bytes: bytes of an element of a shard.
     """
     matrices = {id(matrix) for matrix in hidden_matrices(model)} if section.name == "muon" else set()
     sizes = []
@@ -142,10 +142,10 @@ def state_sizes(section: OptimizerConfig, model: nn.Module, *, shards: int, item
 
 
 def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> int:
-    """Bytes that an update takes at once beside parameters, gradients and state: at most, nearly.
+    """Bytes that an update takes beside parameters, gradients and state, approximately at most.
 
-    "muon": rows that go out and come in, and the whole matrix at work, in bfloat16. "adamw_bf16": float32 copies of
-    the elements at hand. The others update in place.
+    "muon": rows that are sent and received, and the whole matrix at work, in bfloat16. "adamw_bf16": float32 copies of
+    the elements being updated. The others update in place.
     """
     if section.name == "muon":
         # Four matrices of the whole one's shape, and two of its shorter side's square.
@@ -158,7 +158,7 @@ def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> 
 
 
 def build_lr_schedule(section: LRScheduleConfig, optimizer: Optimizer, *, total_steps: int, step: int = 0) -> LambdaLR:
-    """A transformers schedule, positioned at ``step``: the next optimizer step uses the rate of that step.
+    """A schedule of transformers, positioned at ``step``: the next optimizer step uses the rate of that step.
 
     The position is a number, not saved state, so a resumed run may change the schedule or the peak rate.
 

@@ -1,7 +1,7 @@
-"""Optimizer state in host memory, all of it or all but what is in hand.
+"""Optimizer state in host memory: all of it, or all but the part that is being updated.
 
-AdamW keeps two float32 moments a parameter, twice the memory of the shards themselves. In pinned host memory they
-cost the device nothing but the time of moving them there and back.
+AdamW keeps two float32 moments a parameter, twice the memory of the shards themselves. Pinned host memory costs the
+device only the time to move them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ELEMENTS_AT_ONCE = 2**26
 
 
 class HostState:
-    """An optimizer's home in host memory: pinned tensors that are made once and used at every move."""
+    """An optimizer's state in pinned host tensors, which are allocated once and reused."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -34,7 +34,7 @@ class HostState:
     def to_host(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Move the state of these parameters (default: of all) to the host, and free it on the device.
 
-        The copies may still be under way: `wait` before the host reads them.
+        The copies may still be in progress: call `wait` before the host reads them.
         """
         for parameter, name, value in self._moments(parameters):
             local, key = local_part(value), (parameter, name)
@@ -50,7 +50,7 @@ class HostState:
             self._optimizer.state[parameter][name] = sharded_like(value, local)
 
     def wait(self) -> None:
-        """Return when the copies that were begun are done."""
+        """Return when all copies are complete."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
@@ -66,14 +66,14 @@ class HostState:
 
 
 def keep_state_on_host(optimizer: Optimizer, *, elements_at_once: int = ELEMENTS_AT_ONCE) -> None:
-    """Make ``optimizer.step`` bring state to its parameters' device, update and take it back, batch by batch.
+    """Make ``optimizer.step`` work in batches of parameters: copy their state to the device, update, copy it back.
 
-    The updates are the optimizer's own, bit for bit: each batch is a step in which the other parameters have no
-    gradient. Call it before a schedule is built, which wraps ``step`` itself.
+    The updates equal the optimizer's own bit for bit: each batch is a step in which the other parameters have no
+    gradient. Call it before a schedule is built, because that wraps ``step`` too.
 
     Args:
-        elements_at_once: of this rank's parameters in a batch. By the largest shard, so that every rank cuts the same
-            batches: an optimizer may communicate in each.
+        elements_at_once: elements of a batch, counted by the largest shard: an optimizer may communicate in each
+            batch, so every rank must have the same ones.
     """
     whole_step = optimizer.step
     host = HostState(optimizer)

@@ -1,11 +1,11 @@
 """Muon for matrices that are sharded by rows, and AdamW for everything else, as one optimizer.
 
-Muon's update is the momentum of a matrix made orthogonal (Jordan et al., https://kellerjordan.github.io/posts/muon),
-which takes the whole matrix. torch's own Muon takes sharded ones too and is right up to rounding, but in a row of 12
-to 16 collectives a matrix, and where rows outnumber columns it sums bfloat16 products across ranks. Here as many
-matrices as there are shards are handled at a time: one all-to-all brings each whole matrix to one rank, that rank runs
-torch's own iteration on it, and another takes the rows back. So every rank orthogonalises its share of the matrices
-once, and the result is that of one process.
+Muon's update is a matrix's momentum made orthogonal (Jordan et al., https://kellerjordan.github.io/posts/muon), which
+needs the whole matrix. torch's own Muon also accepts sharded matrices and is right up to rounding, but it runs 12 to
+16 collectives a matrix one after another, and sums bfloat16 products across ranks where rows outnumber columns. Here a
+batch has as many matrices as there are shards. One all-to-all brings each whole matrix to one rank, that rank runs
+torch's own iteration on it, and another all-to-all returns the rows. Every rank orthogonalises its share of the
+matrices once, and the result equals that of one process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MuonAdamW(Optimizer):
 
     def _step_matrices(self, group: ParameterGroup) -> None:
         matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
-        matrices.sort(key=lambda matrix: matrix.shape)  # those handled together are then of one size, or nearly
+        matrices.sort(key=lambda matrix: matrix.shape)  # so that a batch has matrices of nearly one size
         at_once = max((_shards(matrix)[0] for matrix in matrices), default=1)
         for start in range(0, len(matrices), at_once):
             batch = matrices[start : start + at_once]
@@ -82,7 +82,7 @@ class MuonAdamW(Optimizer):
                 local.add_(update, alpha=-rate)
 
     def _momentum(self, matrix: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-        """Nesterov's: this rank's rows, in bfloat16, which torch's iteration computes in anyhow."""
+        """This rank's rows of the Nesterov momentum, in bfloat16, the dtype of torch's iteration."""
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -95,14 +95,14 @@ def orthogonal(matrices: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tens
     """This rank's rows of each matrix made orthogonal.
 
     Args:
-        matrices: at most as many as each has shards, with their global shapes; only their layout is looked at.
-        parts: this rank's rows of them, in bfloat16.
+        matrices: at most as many as each has shards, with their global shapes; only their layout is read.
+        parts: this rank's rows of each, in bfloat16.
     """
     shards, group = _shards(matrices[0])
     if shards == 1:
         return [orthogonalize(part) for part in parts]
     rank = dist.get_rank(group)
-    # What each rank has of the matrix that this one sees whole, and this one of all.
+    # Elements that each rank sends of this rank's whole matrix, and that this rank holds of every matrix.
     whole = _sizes(matrices[rank], shards) if rank < len(matrices) else [0] * shards
     own = [part.numel() for part in parts] + [0] * (shards - len(parts))
     collected = parts[0].new_empty(sum(whole))
@@ -116,14 +116,14 @@ def orthogonal(matrices: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tens
 
 
 def _sizes(matrix: Tensor, shards: int) -> list[int]:
-    """Elements of each rank's rows: as `Shard(0)` cuts them, the last ranks may have fewer, or none."""
+    """Elements of each rank's rows under `Shard(0)`; the last ranks may have fewer, or none."""
     rows, columns = matrix.shape
     most = -(-rows // shards)
     return [columns * max(0, min(most, rows - rank * most)) for rank in range(shards)]
 
 
 def _shards(matrix: Tensor) -> tuple[int, dist.ProcessGroup | None]:
-    """Over how many ranks the rows are spread, and their group."""
+    """The number of ranks over which the rows are sharded, and their group."""
     if not isinstance(matrix, DTensor):
         return 1, None
     mesh, placements = matrix.device_mesh, matrix.placements
@@ -138,9 +138,9 @@ def _shards(matrix: Tensor) -> tuple[int, dist.ProcessGroup | None]:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable weights that Muon is meant for: those of linear maps inside the model.
 
-    They are the two-dimensional parameters named ``weight``, without embeddings and the output head (which the authors
-    leave to AdamW). Three-dimensional weights, such as experts in one tensor, are not among them: torch's Muon takes
-    two dimensions only.
+    These are the two-dimensional parameters named ``weight``, except embeddings and the output head, which the authors
+    leave to AdamW. Three-dimensional weights, such as experts in one tensor, are excluded: torch's Muon takes two
+    dimensions only.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}

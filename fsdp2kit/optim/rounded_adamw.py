@@ -1,8 +1,8 @@
 """AdamW whose moments, and parameters stored in bfloat16, are rounded stochastically.
 
-Rounded to nearest, what changes by less than half a step of its format does not change at all: a second moment in
-bfloat16 under beta2 = 0.999 never falls, and small updates of a bfloat16 parameter are lost (arXiv:2010.06192).
-Rounded stochastically, both are kept on average. Everything is computed in float32.
+Rounding to nearest loses changes of less than half a step of the format: a second moment in bfloat16 under beta2 =
+0.999 never falls, and small updates of a bfloat16 parameter are lost (arXiv:2010.06192). Stochastic rounding keeps
+both on average. Everything is computed in float32.
 
 The noise of an element is a hash of its index in the whole tensor and of a key, not a draw from a generator. So no
 generator state is saved, replicas round alike, and any mesh, device, or order of work gives the same numbers.
@@ -24,8 +24,8 @@ from fsdp2kit.distributed import local_part
 from fsdp2kit.optim.host_state import in_batches
 from fsdp2kit.torch_compat import copy_each, local_slices
 
-# Elements that are updated at a time, of many small parameters or a part of a large one. On a CPU they stay in its
-# cache; elsewhere launches are few, and the float32 copies take 0.3 GB.
+# Elements that are updated at a time: many small parameters, or a part of a large one. On a CPU they fit its cache. On
+# a device they keep launches few, and their float32 copies take 0.3 GB.
 _AT_ONCE_CPU = 2**18
 ELEMENTS_AT_ONCE = 2**23
 _TINY = torch.finfo(torch.bfloat16).tiny  # 2^-126, the smallest number of full precision, here as in float32
@@ -52,7 +52,7 @@ class RoundedAdamW(Optimizer):
     Args:
         params: parameters or groups, whole or sharded over their first dimension.
         seed: of the noise.
-        elements_at_once: are updated at a time; changes no number. Default: by the device.
+        elements_at_once: elements that are updated at a time; does not change results. Default: by the device.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class RoundedAdamW(Optimizer):
                     _update(batch, group, step=step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts moments to the dtype of the parameter: here they are bfloat16 again."""
+        """As torch's, but the moments, which torch casts to the parameter's dtype, are bfloat16 again."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: state[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
 
     def _count(self, parameter: Tensor) -> int:
-        """The number of the update that ``parameter`` is about to get; its state is made where there is none."""
+        """The number of this update of ``parameter``, from 1; makes its state first if there is none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -113,7 +113,7 @@ class RoundedAdamW(Optimizer):
 
 
 def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
-    """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``, with moments as they were before rounding.
+    """AdamW (arXiv:1711.05101, algorithm 2) on all elements of ``pieces``; uses the moments before they are rounded.
 
     Products and sums are separate operations: fused, they would round differently at the end of a vector, and the
     numbers would depend on how elements are cut into pieces.
@@ -131,7 +131,7 @@ def _update(pieces: list[_Piece], group: dict[str, Any], *, step: int) -> None:
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.sub_((exp_avg / denominator).mul_(lr / (1 - beta1**step)))
 
-    # Of all pieces at once: on a device a kernel for each of their steps would cost more than the work.
+    # For all pieces at once: on a device, kernels for each piece would cost more than the work.
     counters = [counter(p.key, start=p.start, length=p.parameter.numel(), device=p.parameter.device) for p in pieces]
     noise = scramble(torch.cat(counters))
     # Below 2^-126 rounding is coarser, down to 0, and a next denominator could be eps alone; 0 itself stays.

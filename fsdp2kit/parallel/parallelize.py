@@ -12,7 +12,7 @@ from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import decoder_layers, materialize
 from fsdp2kit.model.liger import apply_liger
-from fsdp2kit.model.loss_head import attach_loss
+from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
 from fsdp2kit.parallel.fsdp import apply_fsdp
@@ -35,7 +35,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         UserError: float8 or Liger's kernels are not available.
     """
     layers = decoder_layers(model)
-    head = attach_loss(model, kernel=plan.loss.kernel)
+    attach_loss(model, own_head=plan.own_head)
     # 1. Changes to the computation itself come first, so that all later steps wrap the final one.
     with agreement():
         apply_liger(plan.model, model, device=mesh.device)
@@ -51,9 +51,9 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         for layer in layers:
             layer.compile()
     apply_fsdp(plan.fsdp, model, mesh=mesh.shard, units=plan.units)
-    # 5. The loss reads parameters, so FSDP's hooks must also run around this method, of root and head.
-    for module in {id(module): module for module in (model, head)}.values():
-        register_fsdp_forward_method(module, "on_head")
+    # 5. Losses are not part of the model's own forward, so FSDP must know of their methods.
+    for name in FORWARDS:
+        register_fsdp_forward_method(model, name)
     # 6. Only now memory is allocated, for the shards alone.
     shard_device = torch.device("cpu") if plan.fsdp.offload == "params" else mesh.device
     materialize(model, device=shard_device, whole_device=mesh.device)

@@ -37,8 +37,7 @@ from fsdp2kit.model.inspect import (
     check_rope,
     inspect_model,
 )
-from fsdp2kit.model.liger import check_liger_model
-from fsdp2kit.model.loss_head import LossChoice, choose_loss
+from fsdp2kit.model.liger import check_liger
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
@@ -57,8 +56,8 @@ class ParallelPlan:
     """"cpu" or "cuda"; None: not known, planned as for a CPU."""
     attention: AttentionPath
     """The context-parallel method and the attention kernel."""
-    loss: LossChoice
-    """What computes the loss on the head."""
+    own_head: bool
+    """Whether logits are more than ``hidden @ weightᵀ``, and so come from the model's own forward (`attach_loss`)."""
     units: tuple[Unit, ...]
     """The FSDP units, the root first; ``fsdp`` has the prefetch depths."""
     float8: Float8Plan | None
@@ -86,10 +85,15 @@ class ParallelPlan:
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
-        lines = [str(self.sizes), str(self.attention), str(self.loss), *self._describe_sharding()]
+        lines = [str(self.sizes), str(self.attention), self._describe_loss(), *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
         return [*lines, str(self.ledger), *([self.note] if self.note else [])]
+
+    def _describe_loss(self) -> str:
+        if self.own_head:
+            return "loss: the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
+        return "loss: in chunks of hidden @ weightᵀ"
 
     def _describe_sharding(self) -> list[str]:
         section = self.fsdp
@@ -159,13 +163,12 @@ def plan_parallel(
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
-        loss = choose_loss(config, model, traits=traits, device=device)
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
             device_type=device_type,
             attention=attention,
-            loss=loss,
+            own_head=not traits.linear_head,
             units=plan_units(config.fsdp, model, traits=traits),
             float8=plan_float8(config, model, traits=traits, device=device),
             nf4=plan_nf4(config, model, traits=traits),
@@ -217,7 +220,7 @@ def _check_model(
         _check_selective(traits.twin(), config.activation_checkpointing, name=name)
     if device is not None:
         check_attention(config.model.attention, device=device)
-        check_liger_model(config.model, model, device=device)
+        check_liger(config.model, model, device=device)
     if traits.causal is False:
         what = "its tokens see later tokens, so next-token prediction would learn to copy"
         raise UserError(f"model {name}", what, "use a causal language model")

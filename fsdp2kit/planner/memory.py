@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.facts import Engine
 from fsdp2kit.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from fsdp2kit.model.flops import attention_layers, head_widths
-from fsdp2kit.model.linear_cross_entropy import rows_at_once
+from fsdp2kit.model.head_chunks import rows_at_once
 from fsdp2kit.optim.host_state import ELEMENTS_AT_ONCE
 from fsdp2kit.parallel.context_parallel.batch import layer_kinds, layer_windows
 from fsdp2kit.parallel.fsdp import reshards_after_forward
@@ -187,29 +187,37 @@ def _head_activations(step: StepMemory) -> int:
 
 def _loss_saved(step: StepMemory) -> tuple[int, int]:
     """Bytes of the gradients of hidden states and of the head's weight that the loss keeps for backward."""
-    if step.recomputes_logits:
+    if step.log_probs:
         return 0, 0
     item = 4 if _chunk(step)[0] < step.tokens else step.compute
     return step.hidden_states, step.vocabulary * step.hidden * item if step.head_trained else 0
 
 
-def _chunk(step: StepMemory) -> tuple[int, int]:
-    """Rows of a chunk of logits, and the bytes of the logits and what is made of them."""
+def _chunk(step: StepMemory) -> tuple[int, int, int]:
+    """Rows of a chunk of logits, the bytes of the logits in float32, and those of their gradient where it is cast."""
     device = torch.device(step.plan.device_type or "cuda")
     rows = min(rows_at_once(device, vocabulary=step.vocabulary), step.tokens)
-    return rows, rows * step.vocabulary * (4 + (step.compute if step.compute != 4 else 0))
+    return rows, 4 * rows * step.vocabulary, rows * step.vocabulary * (step.compute if step.compute != 4 else 0)
+
+
+def _slope_bytes(step: StepMemory, total: int) -> int:
+    """Bytes of a chunk's logits, what is made of them, and the head's gradient, which takes ``total`` bytes."""
+    rows, logits, cast = _chunk(step)
+    is_only = rows == step.tokens
+    product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the head's gradient
+    adds = product if not is_only and step.compute != 4 and step.head_trained else 0
+    if step.plan.own_head:  # autograd keeps the logits, and makes gradients of what is between
+        return 3 * (logits + cast) + adds + total
+    return max(logits + cast + (0 if is_only else total), (cast or logits) + adds + total)
 
 
 def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
     hidden, weight = _loss_saved(step)
-    rows, logits = _chunk(step)
-    product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the weight's gradient
-    adds = product if rows < step.tokens and step.compute != 4 and step.head_trained else 0
-    if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
-        logits, adds = 12 * rows * step.vocabulary, 0
+    # Of log-probabilities: logits, their log-softmax, and p log p of the entropy; no gradients yet.
+    loss = 3 * _chunk(step)[1] if step.log_probs else _slope_bytes(step, weight)
     end = kept + _head_activations(step) + hidden
     selected = end + step.hidden_states
-    yield Moment("forward", "loss", {**now, "activations": selected, "loss": logits + adds + weight})
+    yield Moment("forward", "loss", {**now, "activations": selected, "loss": loss})
     yield Moment("forward", "end", {**now, "activations": selected if step.log_probs else end, "loss": weight})
 
 
@@ -322,15 +330,16 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     """
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
-    becomes = weight == gradient and not step.recomputes_logits  # not cast: what was kept is the gradient
+    becomes = weight == gradient and not step.log_probs  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
-    # The model's own head computes a chunk of logits again, and their gradients.
-    after, loss = before + gradient - waits, (0 if becomes else weight or 3 * _chunk(step)[1]) + waits
+    after, loss = before + gradient - waits, (0 if becomes else weight) + waits
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
+        item = 4 if _chunk(step)[0] < step.tokens else step.compute
+        total = step.vocabulary * step.hidden * item if step.head_trained else 0
         # Where nothing is cast or added to, what chunks add up to is the gradient.
         own = gradient if step.head and step.compute == 4 and not before else 0
-        hidden, after, loss = step.hidden_states, before + own, _log_probs_backward(step) - own
+        hidden, after, loss = step.hidden_states, before + own, _slope_bytes(step, total) - own
     first = {
         **now,
         "activations": kept + hidden,
@@ -340,16 +349,6 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
     }
     then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": after}
     return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
-
-
-def _log_probs_backward(step: StepMemory) -> int:
-    """Bytes of the head's gradient, which chunks add up to in float32, and of what one of them takes."""
-    rows, _ = _chunk(step)
-    logits, cast = 4 * rows * step.vocabulary, 0 if step.compute == 4 else step.compute * rows * step.vocabulary
-    weight = step.vocabulary * step.hidden if step.head_trained else 0
-    # Logits beside their softmax, and that cast; or logits, gradients and their product with the hidden states.
-    chunk = max(2 * logits + cast, logits + (cast or logits) + weight * step.compute)
-    return 4 * weight + chunk
 
 
 def _own_gradients(step: StepMemory, name: str) -> int:

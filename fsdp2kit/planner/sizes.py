@@ -149,11 +149,6 @@ class StepMemory:
         return sum(self.state_sizes)
 
     @property
-    def recomputes_logits(self) -> bool:
-        """Whether the loss keeps no gradients from its forward."""
-        return self.log_probs or self.plan.loss.kernel == "own_head"
-
-    @property
     def shards(self) -> int:
         return shard_ranks(self.plan.fsdp, self.plan.sizes)
 

@@ -11,7 +11,7 @@ import pytest
 from fsdp2kit.checkpoint.store import to_path
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.load import dump_toml, parse_override, read_toml
-from fsdp2kit.config.optimization import AdamWConfig, MuonConfig, WSDScheduleConfig
+from fsdp2kit.config.optimization import AdamWConfig, MuonConfig, PlainScheduleConfig, WSDScheduleConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.run import find_recipe, find_toml
 
@@ -65,6 +65,13 @@ def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -
     assert error.todo == todo
 
 
+def test_a_retired_key_says_what_is_done_instead() -> None:
+    error = error_of({"model": {"loss_kernel": "liger"}})
+    assert (error.where, error.what) == ("run.toml: model.loss_kernel", "was removed")
+    assert error.todo.startswith("leave it out; the loss is computed in chunks")
+    assert load({"model": {"loss_kernel": "auto"}}) == load({})  # as the settings of earlier runs have it
+
+
 # By what a TOML says: where the mistake is, what it is, and what to do.
 VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "a key of another optimizer": (
@@ -107,6 +114,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_key_belongs_to_a_variant_of_its_section(name: str) -> None:
     values, says = VARIANTS[name]
     assert says in str(error_of(values))
+
+
+def test_a_default_of_another_variant_changes_nothing() -> None:
+    values = {"optimizer": {"muon_momentum": 0.95}, "lr_schedule": {"name": "linear", "min_lr_ratio": 0.0}}
+    config = load(values)
+    assert (config.optimizer, config.lr_schedule) == (AdamWConfig(), PlainScheduleConfig(name="linear"))
+    assert error_of(values, "optimizer.muon_momentum=0.95").where == "override optimizer.muon_momentum"
 
 
 def test_an_override_that_chooses_a_variant_takes_out_what_only_others_have() -> None:

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fsdp2kit.config import TrainingConfig, load_config, schema
+from fsdp2kit.config import TrainingConfig, load_config
+from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, EvalConfig
+from fsdp2kit.config.section import Section
 from fsdp2kit.errors import UserError
 
-SECTIONS = [
-    item
-    for item in vars(schema).values()
-    if isinstance(item, type) and issubclass(item, schema.Section) and item not in (schema.Section, TrainingConfig)
-]
+
+def sections_below(kind: type[Section]) -> list[type[Section]]:
+    below = [one for one in kind.__subclasses__() if one.__module__.startswith("fsdp2kit.config.")]
+    return [*below, *(one for each in below for one in sections_below(each))]
+
+
+SECTIONS = [one for one in sections_below(Section) if not issubclass(one, TrainingConfig)]
 
 
 def load(section: str, key: str, value: Any) -> TrainingConfig:
@@ -31,11 +35,29 @@ def test_every_section_and_field_is_documented(section: type[BaseModel]) -> None
 
 
 def test_the_documentation_reaches_the_json_schema() -> None:
-    made = TrainingConfig.model_json_schema()
+    made = RLConfig.model_json_schema()
     json.dumps(made)
     cp = made["$defs"]["MeshConfig"]["properties"]["cp"]
     assert cp["description"].startswith("Context-parallel ranks")
     assert made["$defs"]["MeshConfig"]["additionalProperties"] is False
+
+
+def test_the_json_schema_has_each_variants_keys() -> None:
+    import jsonschema
+
+    made = TrainingConfig.model_json_schema()
+    momentum = made["$defs"]["MuonConfig"]["properties"]["muon_momentum"]
+    assert momentum["description"] == "Decay rate of Muon's Nesterov momentum."
+    for section, fits in (
+        ({"lr": 1e-3}, True),
+        ({"name": "muon", "muon_momentum": 0.9}, True),
+        ({"name": "adamw_8bit", "eps": 1e-7}, True),
+        ({"muon_momentum": 0.9}, False),
+        ({"name": "adamw", "muon_momentum": 0.9}, False),
+        ({"name": "adamx"}, False),
+    ):
+        values = {"recipe": "sft", "optimizer": section}
+        assert jsonschema.Draft202012Validator(made).is_valid(values) == fits, section
 
 
 def test_a_config_does_not_change() -> None:
@@ -80,6 +102,9 @@ def test_a_config_does_not_change() -> None:
         ("fsdp", "reshard_after_forward", 0),
         ("fsdp", "reshard_after_forward", "yes"),
         ("data", "seq_len", 1),
+        ("train", "global_batch_size", True),
+        ("train", "global_batch_size", 1.5),
+        ("optimizer", "lr", -1),
         ("optimizer", "lr", "2e-5"),
         ("optimizer", "lr", float("nan")),
         ("optimizer", "lr", float("inf")),

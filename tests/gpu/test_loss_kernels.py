@@ -1,16 +1,16 @@
-"""The kernels of the loss on one CUDA device, against plain cross-entropy in float64 and plain transformers."""
+"""The loss in chunks on one CUDA device, against plain cross-entropy in float64 and plain transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp2kit.distributed import World
-from fsdp2kit.model.linear_cross_entropy import linear_loss
+from fsdp2kit.model.head_chunks import cross_entropy, over_chunks, rows_at_once
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_case
 from tests.reference import make_batches, tiny_model_dir
@@ -25,25 +25,20 @@ def _full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.fixture(params=["chunked", "torch", "liger"])
-def kernel(request: pytest.FixtureRequest) -> Any:
-    """Each that is to be had here."""
-    if request.param == "liger":
-        pytest.importorskip("liger_kernel")
-    if request.param == "torch" and not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("torch has it from 2.13 on")
-    return request.param
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    rows = rows_at_once(hidden.device, vocabulary=VOCABULARY)
+    return over_chunks(cross_entropy, hidden, labels, [weight], rows=rows)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 300])
-def test_value_and_gradients(kernel: Any, rows: int, dtype: torch.dtype, world: World) -> None:
+def test_value_and_gradients(rows: int, dtype: torch.dtype, world: World) -> None:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, WIDTH, generator=generator).mul_(WIDTH**-0.5).to(world.device, dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device, dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (rows,), generator=generator).to(world.device)
 
-    loss, _ = linear_loss(kernel, hidden, weight, labels)
+    loss = loss_of(hidden, weight, labels)
     (loss * 0.25).backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -59,22 +54,22 @@ def test_value_and_gradients(kernel: Any, rows: int, dtype: torch.dtype, world: 
         assert (mine.grad - other.grad).norm() <= bound * other.grad.norm()
 
 
-def test_a_head_alone_is_trained(kernel: Any, world: World) -> None:
+def test_a_head_alone_is_trained(world: World) -> None:
     """As where all below it is frozen."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(20, WIDTH, generator=generator).to(world.device)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(world.device).requires_grad_()
     labels = torch.randint(VOCABULARY, (20,), generator=generator).to(world.device)
-    loss, _ = linear_loss(kernel, hidden, weight, labels)
+    loss = loss_of(hidden, weight, labels)
     (found,) = torch.autograd.grad(loss, weight)
     (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "llama3"])
-def test_steps_are_those_of_plain_transformers(kernel: Any, kind: str, tmp_path: Path, world: World) -> None:
+def test_steps_are_those_of_plain_transformers(kind: str, tmp_path: Path, world: World) -> None:
     path, batches = tiny_model_dir(kind, tmp_path), make_batches()
     batches[1].labels[:2] = -100  # a micro-batch without a target
-    found = run_case(tmp_path, Case(kind, micro=2, loss_kernel=kernel), batches)
+    found = run_case(tmp_path, Case(kind, micro=2), batches)
     expected = plain_loop(path, batches, micro_batch_size=2, lr=1e-3, device=str(world.device))
     assert max(errors(found, expected).values()) < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp2kit.model.head_chunks import _CHUNK_BYTES, cross_entropy, cross_entropy_and_entropy, over_chunks
 from fsdp2kit.model.inspect import inspect_model, shrink_config
-from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES, linear_cross_entropy, linear_log_probs
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.parity.reference import (
@@ -49,16 +50,27 @@ HEADS = [
 ]
 
 
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, in chunks of seven rows."""
+    return over_chunks(cross_entropy, hidden, labels, [weight], rows=7)[0]
+
+
+def log_probs_of(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, in chunks of seven rows."""
+    of_chunk = partial(cross_entropy_and_entropy, temperature=temperature)
+    losses, values = over_chunks(of_chunk, hidden, labels, [weight], rows=7, summed=False)
+    return -losses, values[:, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 6, 7, 8, 21])
-def test_value_and_gradients(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Chunks of seven rows: none, one short of a border, on it, past it, and three whole chunks.
-    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+def test_value_and_gradients(rows: int, dtype: torch.dtype) -> None:
+    """No row, one short of a chunk's border, on it, past it, and three whole chunks."""
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (rows,), generator=generator)
-    loss = linear_cross_entropy(hidden, weight, labels)
+    loss = loss_of(hidden, weight, labels)
     (loss * 0.25).backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -75,7 +87,7 @@ def test_value_and_gradients(rows: int, dtype: torch.dtype, monkeypatch: pytest.
 def test_confident_tokens_have_a_loss_of_nearly_zero_without_overflow() -> None:
     hidden = torch.tensor([[300.0, 0.0]], requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], requires_grad=True)
-    loss = linear_cross_entropy(torch.cat([hidden, hidden]), weight, torch.tensor([0, 1]))
+    loss = loss_of(torch.cat([hidden, hidden]), weight, torch.tensor([0, 1]))
     loss.backward()
     assert loss.item() == 600.0
     assert hidden.grad.tolist() == [[2.0, 0.0]]
@@ -83,16 +95,13 @@ def test_confident_tokens_have_a_loss_of_nearly_zero_without_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "temperature"), [(0, 1.0), (7, 1.0), (21, 1.0), (20, 0.7)])
-def test_log_probs_entropies_and_gradients(
-    rows: int, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+def test_log_probs_entropies_and_gradients(rows: int, temperature: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (rows,), generator=generator)
     factors = torch.randn(rows, generator=generator)  # each token's own, as a policy's advantages are
-    log_probs, entropies = linear_log_probs(hidden, weight, labels, temperature)
+    log_probs, entropies = log_probs_of(hidden, weight, labels, temperature)
     (log_probs * factors).sum().backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -110,26 +119,85 @@ def test_log_probs_entropies_and_gradients(
 
 
 def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
     seen, linear = [], F.linear
     monkeypatch.setattr(F, "linear", lambda *args: seen.append(linear(*args)) or seen[-1])
     hidden, weight = torch.randn(30, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH)
     labels = torch.zeros(30, dtype=torch.int64)
-    linear_cross_entropy(hidden, weight, labels).backward()
+    loss_of(hidden, weight, labels).backward()
     assert [len(logits) for logits in seen] == [7, 7, 7, 7, 2]
     seen.clear()
-    linear_log_probs(hidden, weight, labels)[0].sum().backward()
+    log_probs_of(hidden, weight, labels)[0].sum().backward()
     assert [len(logits) for logits in seen] == [7, 7, 7, 7, 2] * 2  # and again in backward
 
 
 def test_backward_makes_nothing_as_large_as_the_head() -> None:
     hidden = torch.randn(3, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64))
+    loss = loss_of(hidden, weight, torch.zeros(3, dtype=torch.int64))
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         loss.backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest < VOCABULARY * WIDTH * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("rows", [0, 7, 20])
+def test_a_head_of_its_own(rows: int, summed: bool, dtype: torch.dtype) -> None:
+    """Its logits are more than hidden @ weightᵀ; a parameter that it does not read gets no gradient."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight, bias, unread = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in ((rows, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,), (3,))
+    )
+    labels, factors = torch.randint(VOCABULARY, (rows,), generator=generator), torch.full((rows,), 0.25)
+
+    def capped(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.tanh(F.linear(hidden, weight, bias))  # whose backward needs its result as it was
+
+    own = partial(capped, weight=weight, bias=bias)
+    found, values = over_chunks(cross_entropy, hidden, labels, [weight, bias, unread], rows=7, own=own, summed=summed)
+    (found * 0.25 if summed else (found * factors).sum()).backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = F.cross_entropy(capped(*exact), labels, reduction="none")
+    (expected * 0.25).sum().backward()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert _distance(found, expected.sum() if summed else expected) <= tolerance
+    assert _distance(values[:, 0], expected) <= tolerance
+    for mine, other in zip((hidden, weight, bias), exact, strict=True):
+        assert mine.grad.dtype == dtype
+        assert _distance(mine.grad, other.grad) <= tolerance
+    assert unread.grad is None
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("of", ["hidden states", "the head"])
+def test_only_what_is_trained_gets_a_gradient(of: str, summed: bool) -> None:
+    """As where all below the head is frozen, or the head is."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(20, WIDTH, generator=generator), torch.randn(VOCABULARY, WIDTH, generator=generator)
+    trained = (hidden if of == "hidden states" else weight).requires_grad_()
+    labels = torch.randint(VOCABULARY, (20,), generator=generator)
+    loss, _ = over_chunks(cross_entropy, hidden, labels, [weight], rows=7, summed=summed)
+    (found,) = torch.autograd.grad(loss.sum(), trained)
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), trained)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_second_backward_is_refused_or_right(summed: bool) -> None:
+    """Gradients of the first pass are scaled in place, so a second one would scale them again."""
+    hidden, weight = torch.randn(3, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    loss = (
+        over_chunks(cross_entropy, hidden, torch.zeros(3, dtype=torch.int64), [weight], rows=7, summed=summed)[0].sum()
+        * 0.5
+    )
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0].clone()
+    if summed:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, weight)
+    else:
+        torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first)
 
 
 @pytest.mark.parametrize(("model_type", "fields", "expected"), HEADS)
@@ -153,9 +221,9 @@ def test_loss_sum_equals_the_models_own_logits(kind: str, supervised: bool, monk
     if not supervised:
         rows.labels.fill_(-100)
     ours, plain = _model(kind), _model(kind)
-    owner = attach_loss(ours)
-    tied = ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
-    assert owner is (ours if tied else ours.get_output_embeddings())
+    names = list(ours.state_dict())
+    attach_loss(ours)
+    assert list(ours.state_dict()) == names
     loss = ours.loss_sum(rows.input_ids, rows.labels, position_ids=rows.position_ids)
     loss.backward()
     expected = cross_entropy_sum(plain_logits(plain, rows), rows.labels)

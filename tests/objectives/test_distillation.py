@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from fsdp2kit.config.schema import DistillConfig
-from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
-from fsdp2kit.model.loss_head import HeadInputs
-from fsdp2kit.objectives.distillation import build_distillation, build_teacher, distill
+from fsdp2kit.model.head_chunks import _CHUNK_BYTES
+from fsdp2kit.model.loss_head import LossHead
+from fsdp2kit.objectives.distillation import build_distillation, build_teacher, of_student
 from fsdp2kit.parity.engine import DealtOut, whole
 from fsdp2kit.parity.reference import Rows, gradient_of, load_plain, plain_logits
 from fsdp2kit.train.step import Measured, accumulate_gradients, next_batch
@@ -48,17 +48,26 @@ def expected_sums(logits: Tensor, target: Tensor, labels: Tensor, section: Disti
 
 def heads(
     count: int, *, vocabularies: Sequence[int] = (50, 50), dtype: torch.dtype = torch.float32
-) -> tuple[HeadInputs, HeadInputs]:
-    """A student's head of width 24, trained, and a teacher's of width 36."""
+) -> tuple[Tensor, LossHead, Tensor, LossHead, Tensor]:
+    """Hidden states and head of a student of width 24, which is trained, and of a teacher of width 36; and labels."""
     generator = torch.Generator().manual_seed(count)
     labels = torch.randint(min(vocabularies), (count,), generator=generator)
-    found = []
+    found: list[Any] = []
     for vocabulary, width in zip(vocabularies, (24, 36), strict=True):
-        hidden = torch.randn(count, width, generator=generator).to(dtype)
-        weight = torch.randn(vocabulary, width, generator=generator).mul(0.3).to(dtype).requires_grad_(not found)
-        parameters = () if found else (weight,)
-        found.append(HeadInputs(hidden, labels, partial(F.linear, weight=weight), parameters, weight))
-    return found[0], found[1]
+        head: Any = nn.Linear(width, vocabulary, bias=False)
+        hidden = torch.randn(count, width, generator=generator).to(dtype).requires_grad_(not found)
+        weight = torch.randn(vocabulary, width, generator=generator).mul(0.3).to(dtype)
+        head.weight = nn.Parameter(weight, requires_grad=not found)
+        head.__class__, head.own = type("Head", (LossHead, nn.Linear), {}), None
+        found += [hidden, head]
+    return *found, labels
+
+
+def distill(
+    hidden: Tensor, head: LossHead, states: Tensor, teacher: LossHead, labels: Tensor, section: DistillConfig
+) -> tuple[Tensor, Tensor]:
+    of_chunk = partial(of_student, head=teacher, states=states, section=section)
+    return head(hidden, labels, of_chunk, beside=len(teacher.weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,21 +80,19 @@ def test_values_and_gradients(
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", 7 * 4 * sum(vocabularies))
     section = DistillConfig(**options)
     for count in (0, 7, 15):
-        student, teacher = heads(count, vocabularies=vocabularies, dtype=dtype)
-        found = distill(student, teacher, section)
-        hidden, weight, *theirs = (
-            tensor.detach().double()
-            for tensor in (student.hidden, student.parameters[0], teacher.hidden, teacher.logits.keywords["weight"])
-        )
-        sums = expected_sums(
-            hidden.requires_grad_() @ weight.requires_grad_().T, theirs[0] @ theirs[1].T, student.labels, section
-        )
+        hidden, head, states, teacher, labels = heads(count, vocabularies=vocabularies, dtype=dtype)
+        loss, values = distill(hidden, head, states, teacher, labels, section)
+        loss.backward()
+        exact = [one.detach().double() for one in (hidden, head.weight, states, teacher.weight)]
+        logits = exact[0].requires_grad_() @ exact[1].requires_grad_().T
+        sums = expected_sums(logits, exact[2] @ exact[3].T, labels, section)
         sums[0].backward()
         tolerance = 2e-6 if dtype == torch.float32 else 2e-2  # logits are rounded to bfloat16's eight bits
-        assert found.by_token.dtype == torch.float32
-        torch.testing.assert_close(found.by_token.double().sum(0), sums.detach(), rtol=tolerance, atol=1e-12)
-        for mine, other in zip(found.gradients, (hidden, weight), strict=True):
-            assert distance(mine, other.grad) <= tolerance
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values.double().sum(0), sums.detach(), rtol=tolerance, atol=1e-12)
+        assert loss.item() == pytest.approx(sums[0].item(), rel=tolerance)
+        for mine, other in zip((hidden, head.weight), exact, strict=False):
+            assert distance(mine.grad, other.grad) <= tolerance
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -122,17 +129,17 @@ def test_memory_is_that_of_a_chunk(options: dict[str, Any], monkeypatch: pytest.
     vocabulary, rows = 4000, 8
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", rows * 4 * 2 * vocabulary)
     peaks = []
-    for count in (rows, 10 * rows):
-        student, teacher = heads(count, vocabularies=(vocabulary, vocabulary))
+    for count in (2 * rows, 10 * rows):
+        hidden, head, *others = heads(count, vocabularies=(vocabulary, vocabulary))
         gc.collect()
         with PeakMemory() as memory:
-            distill(student, teacher, DistillConfig(**options))
-        # What is returned, and one more gradient of the head, that of a chunk.
-        kept = 4 * (student.hidden.numel() + 2 * student.parameters[0].numel() + 3 * count)
+            distill(hidden, head, *others, DistillConfig(**options))
+        # What is kept for backward, and what is returned.
+        kept = 4 * (hidden.numel() + head.weight.numel() + 3 * count)
         peaks.append(memory.peak - kept)
     chunk = 4 * rows * vocabulary
     assert peaks[1] <= 1.01 * peaks[0], "a chunk's, not that of all tokens"
-    assert chunk < peaks[1] <= 7 * chunk
+    assert chunk < peaks[1] <= 8.01 * chunk
 
 
 def write_teacher(folder: Path, name: str, kind: str = "llama3", **differing: Any) -> Path:

@@ -48,7 +48,6 @@ class Case:
     pack: bool = True
     lr: float = 1e-3
     frozen: tuple[str, ...] = ()
-    loss_kernel: str = "auto"
     liger: bool = False
     adapter: str | None = None
     """The adapter that is trained, in the folder ``kind-adapter``."""
@@ -70,7 +69,6 @@ class Case:
                 *([self.attention] * (self.attention != "sdpa")),
                 *self.frozen,
                 *([self.method] * (self.method != "auto")),
-                *([f"{self.loss_kernel} loss"] * (self.loss_kernel != "auto")),
                 *(["liger"] * self.liger),
                 *([self.adapter] * (self.adapter is not None)),
                 *([self.quantize] * (self.quantize != "none")),
@@ -88,7 +86,6 @@ class Case:
                     "path": str(folder / self.kind),
                     "attention": self.attention,
                     "freeze": list(self.frozen),
-                    "loss_kernel": self.loss_kernel,
                     "liger": self.liger,
                     "adapter": self.adapter and str(folder / f"{self.kind}-{self.adapter}"),
                 },

@@ -57,7 +57,7 @@ def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
         num_key_value_heads=KV_HEADS,
     )
     model: Any = LlamaForCausalLM(config)
-    attach_loss(model, kernel="chunked")
+    attach_loss(model, own_head=False)
     path = AttentionPath(method, VARLEN if method in ("ring", "allgather") else "sdpa")
     apply_attention(model, path, group=mesh.cp_group)
     ids = torch.arange(seq_len)[None] % 128

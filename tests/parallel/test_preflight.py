@@ -131,7 +131,7 @@ def test_a_mixture_of_experts_keeps_its_own_head() -> None:
     tokens = torch.arange(12)[None]
     logits = model(tokens, use_cache=False).logits
     expected = torch.nn.functional.cross_entropy(logits[0], tokens[0], reduction="sum")
-    attach_loss(model, kernel="own_head")
+    attach_loss(model, own_head=True)
     torch.testing.assert_close(model.loss_sum(tokens, tokens), expected)
 
 

@@ -502,7 +502,6 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("rollout.ahead=2", "rollout.ahead"),
         ("rollout.ahead=1", "rollout.ahead: 1 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
         ("rollout={engine='vllm', ahead=1, n=4, sleep=true, max_new_tokens=8}", "rollout.sleep: with rollout.ahead"),
-        ("model.loss_kernel=torch", "model.loss_kernel: 'torch' gives no log-probabilities"),
         (
             "rollout={n=4, max_new_tokens=8, sleep=true}\ncheckpoint.async_save=true",
             "^checkpoint.async_save: true with rollout.sleep, which takes away what is still being copied",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fsdp2kit.data.build import Prefetch
 from fsdp2kit.data.loader import Loader, Share, build_loader
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.model.linear_cross_entropy import _CHUNK_BYTES
+from fsdp2kit.model.head_chunks import _CHUNK_BYTES
 from fsdp2kit.model.loss_head import attach_loss, select_supervised
 from fsdp2kit.parity.reference import IGNORE, Rows, load_plain, plain_logits
 from fsdp2kit.train.metrics import RECORD_KEYS
