@@ -194,9 +194,6 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
 
     Args:
         quantize: `Adapter.quantize`.
-
-    Raises:
-        UserError: as `apply_lora`.
     """
     try:
         converted = _as_converted(config, model)

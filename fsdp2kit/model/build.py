@@ -187,9 +187,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Mark the parameters whose name matches one of ``patterns`` (``*``, ``?``, ``[0-7]``) as not trained.
 
     A tied parameter is frozen by either of its names.
-
-    Raises:
-        UserError: a pattern without a match, or nothing left to train.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:

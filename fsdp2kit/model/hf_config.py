@@ -79,11 +79,7 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
 
 
 def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse a model that is no decoder-only text model, whatever of it transformers would build.
-
-    Raises:
-        UserError: saying what it is.
-    """
+    """Refuse a model that is no decoder-only text model, whatever of it transformers would build."""
     architecture = next(iter(config.architectures or ()), None) or ""
     kind = None
     if getattr(config, "is_encoder_decoder", False):
@@ -102,11 +98,7 @@ def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
 
 
 def _check_heads(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse key and value heads that the query heads cannot share evenly: some attention kernels do not mind.
-
-    Raises:
-        UserError: naming both numbers.
-    """
+    """Refuse key and value heads that the query heads cannot share evenly: some attention kernels do not mind."""
     heads, kv_heads = (
         getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )

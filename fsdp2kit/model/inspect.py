@@ -102,11 +102,7 @@ def inspect_model(model: PreTrainedModel) -> Traits:
 
 
 def backbone_name(model: PreTrainedModel) -> str:
-    """Name of the child that turns tokens into hidden states, beside the head.
-
-    Raises:
-        UserError: the model is not a decoder with a head on it.
-    """
+    """Name of the child that turns tokens into hidden states, beside the head."""
     children = dict(model.named_children())
     for decoder in (model.base_model, model.get_decoder()):
         for name, child in children.items():
@@ -125,9 +121,6 @@ def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> 
 
     A config does not say whether its ``max_position_embeddings`` is a table's size or only what the model was trained
     on; ``traits`` does.
-
-    Raises:
-        UserError: ``seq_len`` is beyond the table.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and seq_len > limit and traits.has_position_table:
@@ -163,9 +156,6 @@ def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
 
     "dynamic" and "longrope" look at the largest position of a forward pass: that of a micro-batch's longest document,
     or of a rank's part of it. The same token would be rotated differently on another mesh, and "dynamic" remembers.
-
-    Raises:
-        UserError: ``seq_len`` is beyond the length from which on they do.
     """
     config = config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
@@ -186,11 +176,7 @@ def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
 
 
 def check_attention(attention: str, *, device: torch.device) -> None:
-    """Refuse an attention that cannot train on this device.
-
-    Raises:
-        UserError: FlexAttention on a CPU, where torch has no backward for it.
-    """
+    """Refuse an attention that cannot train on this device."""
     if device.type == "cpu" and attention == "flex_attention":
         what = "'flex_attention' has no backward on a CPU"
         raise UserError("model.attention", what, "use 'sdpa' or 'eager', or a CUDA device")

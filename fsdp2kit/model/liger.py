@@ -19,11 +19,7 @@ _KEY = "model.liger"
 
 
 def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
-    """Refuse ``model.liger`` where it cannot run, and for an architecture that Liger would leave as it is.
-
-    Raises:
-        UserError: the device is not a CUDA one, liger-kernel is not installed, or it does not know the architecture.
-    """
+    """Refuse ``model.liger`` where it cannot run, and for an architecture that Liger would leave as it is."""
     if not section.liger:
         return
     if device.type != "cuda":
@@ -42,9 +38,6 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
 
     Cross-entropy is left out: the loss is ours (`attach_loss`). RoPE is a function of the architecture's module, so in
     this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
-
-    Raises:
-        UserError: as `check_liger`, or Liger's version does not fit that of transformers.
     """
     if not section.liger:
         return

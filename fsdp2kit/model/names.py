@@ -226,9 +226,6 @@ def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor])
     Args:
         model: as for `to_file_names`.
         tensors: meta tensors by the model's names.
-
-    Raises:
-        UserError: transformers needs more than a decoder layer at a time to convert this architecture.
     """
     expected = _shapes(to_file_names(model, tensors))
     for group_of in (str, _module_of, _layer_of):

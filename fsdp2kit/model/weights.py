@@ -107,9 +107,6 @@ def open_pretrained(
     Args:
         model: may be on meta.
         allow_unexpected: as for `load_pretrained`.
-
-    Raises:
-        UserError: as `load_pretrained`.
     """
     directory = Path(directory)
     with _open_safetensors(_safetensors_files(directory)) as slices:
@@ -152,11 +149,7 @@ def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
 
 @contextlib.contextmanager
 def _open_safetensors(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """A slice object of every stored tensor by name: ``get_shape()``, and indexing reads just that part.
-
-    Raises:
-        UserError: a missing, truncated or corrupt file.
-    """
+    """A slice object of every stored tensor by name: ``get_shape()``, and indexing reads just that part."""
     slices: dict[str, Any] = {}
     with contextlib.ExitStack() as files:
         for path in paths:
@@ -297,9 +290,6 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     on the CPU, and every rank keeps its shards of it. A part is a module's own tensors, where no other call touches
     them; otherwise the least module that no call reaches out of. That is the whole model only where the model's own
     call changes what lies deeper.
-
-    Raises:
-        UserError: the architecture's initialisation leaves a parameter out.
     """
     skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
     wanted = targets.keys() - tied_names(model).keys()
@@ -352,9 +342,6 @@ def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
 
     Those of ``model.adapter``; else peft's initialisation of each layer, which depends on the seed and the layer's
     name alone, and for DoRA the lengths of the weight's rows. The weights must have their values. Collective.
-
-    Raises:
-        UserError: as `load_adapter`.
     """
     adapter, tensors = adapter_of(model), model.state_dict()
     if adapter is not None and adapter.directory is not None:

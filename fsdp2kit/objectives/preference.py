@@ -27,9 +27,6 @@ def build_preference(
     Args:
         model: the model that is trained, made parallel by ``plan``.
         config: the recipe's, which says where the reference's weights are.
-
-    Raises:
-        UserError: as `build_reference`.
     """
     reference = build_reference(config, model, plan=plan, mesh=mesh) if section.needs_reference else None
     return Preference(section, reference, mesh)

@@ -47,11 +47,7 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
 
 
 def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int) -> None:
-    """Shard a frozen meta model and give it its values: none of it stays gathered after forward. Collective.
-
-    Raises:
-        UserError: the weights cannot be read.
-    """
+    """Shard a frozen meta model and give it its values: none of it stays gathered after forward. Collective."""
     units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
     plan = replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig())
     parallelize_model(model, plan, mesh=mesh)
