@@ -59,7 +59,7 @@ class Adapter:
     layers: tuple[str, ...]
     """Names of the linear layers that have an adapter."""
     directory: Path | None
-    """Of the adapter that is trained further; None: they start from peft's initialisation."""
+    """The directory of the adapter that is trained further; None: they start from peft's initialisation."""
     quantize: str = "none"
     """How the frozen model is stored: ``lora.quantize``."""
 

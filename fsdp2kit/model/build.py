@@ -124,7 +124,7 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
     except UserError:
         if not local_files_only:
             raise
-        return ()  # not on this machine, or what whoever reads the data will say
+        return ()  # not on this machine, or broken: reading the data reports that
 
 
 def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:

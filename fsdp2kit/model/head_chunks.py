@@ -164,7 +164,7 @@ class _Pass:
         self.hidden, self.labels, self.parameters, self.trained = hidden, labels, parameters, trained
         self.wants_slope, self.factors = wants_slope, factors
         self.gradients: list[Tensor | None] = [None] * len(trained)
-        """Of hidden states and parameters; None where none is wanted, or ``own`` does not read a parameter."""
+        """For hidden states and each parameter; None where none is wanted, or ``own`` does not read the parameter."""
         if wants_slope and trained[0]:
             self.gradients[0] = torch.empty_like(hidden)
 

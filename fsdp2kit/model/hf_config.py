@@ -79,7 +79,7 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
 
 
 def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse a model that is no decoder-only text model, whatever of it transformers would build."""
+    """Refuse a model that is not a decoder-only text model, even where transformers would build a part of it."""
     architecture = next(iter(config.architectures or ()), None) or ""
     kind = None
     if getattr(config, "is_encoder_decoder", False):

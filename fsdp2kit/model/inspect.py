@@ -231,7 +231,7 @@ def _has_position_table(twin: PreTrainedModel) -> bool:
     size = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(size, int) or size <= 0:  # XLNet's is −1: no limit
         return False
-    # Past the end of an embedding, or of a buffer, an architecture raises whatever it likes.
+    # Past the end of an embedding or a buffer, each architecture raises another exception.
     return bool(_try(lambda twin: runs(twin, size), twin)) and not _try(lambda twin: runs(twin, size + 1), twin)
 
 

@@ -78,7 +78,7 @@ def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _by_device(plain: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
-    """A function of query states and whatever else: ``plain`` on the CPU, elsewhere ``kernel``."""
+    """A function whose first argument is query states: ``plain`` on the CPU, elsewhere ``kernel``."""
 
     @functools.wraps(plain)
     def function(states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

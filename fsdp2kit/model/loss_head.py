@@ -210,7 +210,7 @@ def gathered_head(model: Any) -> Iterator[LossHead]:
 
 
 class _HiddenOnly(BaseModelOutputWithPast):
-    """A base model's output with nothing but the last hidden state; whatever else is asked for is None."""
+    """A base model's output with nothing but the last hidden state; every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

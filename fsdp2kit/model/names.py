@@ -134,7 +134,7 @@ class Source:
     """The stored tensors that make one tensor of a model; or several, where a stored tensor is split."""
 
     name: str
-    """Of the model's tensor; the first of several."""
+    """The name of the model's tensor; the first of several."""
     converter: WeightConverter | None
     """transformers' recipe; None where a tensor is stored as the model has it, but for its name."""
     stored: list[tuple[str, str]] = field(default_factory=list)

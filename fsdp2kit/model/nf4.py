@@ -23,7 +23,7 @@ from fsdp2kit.torch_compat import local_slices
 BLOCK = 64
 """Elements that share a scale."""
 BLOCK_BYTES = BLOCK // 2 + 4
-"""Of a block as it is stored: two elements a byte, and the scale in float32."""
+"""Bytes of a stored block: two elements a byte, and the scale in float32."""
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -378,7 +378,7 @@ class _InitCall(NamedTuple):
     """One call of ``_init_weights``."""
 
     name: str
-    """Of the module; it seeds the call."""
+    """The name of the module; it seeds the call."""
     module: nn.Module
     owner: PreTrainedModel
     """The innermost model around the module; its ``_init_weights`` is the one to call."""
