@@ -51,7 +51,7 @@ LONGEST = (
     "parallel/test_kept_dtypes.py",
     "test_bad_input.py",
     "data/test_properties.py",
-    "checkpoint/test_manager.py",
+    "checkpoint/test_checkpoints.py",
     "test_elastic.py",
     "checkpoint/test_kept_dtypes.py",
     "migrate/test_arguments.py",

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdp2kit.config.rl_schema import PromptDataConfig
-from fsdp2kit.data.formats import Prompt, encode_prompts
 from fsdp2kit.data.rows import Row
+from fsdp2kit.data.tokens import Prompt, encode_prompts
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.prompts import digest_of
 from tests.data.templates import CHATML, make_tokenizer
