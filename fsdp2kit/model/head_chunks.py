@@ -28,7 +28,7 @@ class OfChunk(Protocol):
     """What is computed of the logits of n tokens. It runs without a graph."""
 
     def __call__(
-        self, logits: Tensor, labels: Tensor, rows: slice, /, *, wants_slope: bool
+        self, logits: Tensor, labels: Tensor, rows: slice, /, *, wants_slope: bool, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Values, float32 ``[n, k]``, and the gradient of the first one with respect to the logits.
 
@@ -37,11 +37,14 @@ class OfChunk(Protocol):
             labels: int64 ``[n]``.
             rows: which tokens these are.
             wants_slope: whether to return that gradient, float32 ``[n, V]``; otherwise it is None.
+            factors: float32 ``[n, 1]``, what each token's gradient is to be multiplied by; None: 1.
         """
         ...
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, _rows: slice, *, wants_slope: bool) -> tuple[Tensor, Tensor | None]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, _rows: slice, *, wants_slope: bool, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The `OfChunk` of −log softmax(logits)[label]: ``[n, 1]``."""
     target = labels[:, None]
     wanted, peak = logits.gather(1, target), logits.amax(dim=-1, keepdim=True)
@@ -51,25 +54,32 @@ def cross_entropy(logits: Tensor, labels: Tensor, _rows: slice, *, wants_slope: 
     losses = peak + total.log() - wanted
     if not wants_slope:
         return losses, None
-    return losses, probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+    slope = probabilities.div_(total).scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+    return losses, slope if factors is None else slope.mul_(factors)
 
 
 def cross_entropy_and_entropy(
-    logits: Tensor, labels: Tensor, rows: slice, *, wants_slope: bool, temperature: float = 1.0
+    logits: Tensor,
+    labels: Tensor,
+    _rows: slice,
+    *,
+    wants_slope: bool,
+    factors: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """The `OfChunk` of −log p[label] and the entropy in nats, where p is softmax(logits ÷ temperature): ``[n, 2]``.
 
-    Beside a slope the entropy is left out: nothing asks for both.
+    For values that are not summed: backward alone asks for their slope, and then for no values.
     """
-    logits = logits.div_(temperature)
+    logits, target = logits.div_(temperature), labels[:, None]
     if wants_slope:
-        losses, slope = cross_entropy(logits, labels, rows, wants_slope=True)
-        assert slope is not None
-        return losses, slope if temperature == 1 else slope.div_(temperature)
+        assert factors is not None, "these values are not summed, so only backward asks for a slope"
+        scale = factors / temperature
+        return logits.new_empty(len(logits), 0), logits.softmax(dim=-1).mul_(scale).scatter_add_(1, target, -scale)
     log_softmax = logits.log_softmax(dim=-1)
     # A token of probability 0 adds 0 · −inf.
     entropies = -log_softmax.exp().mul_(log_softmax).nansum(dim=-1)
-    return torch.stack([-log_softmax.gather(1, labels[:, None]).squeeze(1), entropies], dim=1), None
+    return torch.stack([-log_softmax.gather(1, target).squeeze(1), entropies], dim=1), None
 
 
 def over_chunks(
@@ -216,8 +226,8 @@ class _Pass:
         return values
 
     def _ask(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        values, slope = self.how.of_chunk(logits, self.labels[part], part, wants_slope=self.wants_slope)
-        return values, slope if slope is None or self.factors is None else slope.mul_(self.factors[part])
+        factors = None if self.factors is None else self.factors[part]
+        return self.how.of_chunk(logits, self.labels[part], part, wants_slope=self.wants_slope, factors=factors)
 
     def _widened(self, gradient: Tensor) -> Tensor:
         """Chunks add up in float32: bfloat16 would lose the small contributions of dozens of them."""

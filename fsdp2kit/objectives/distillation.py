@@ -214,6 +214,7 @@ def of_student(
     rows: slice,
     *,
     wants_slope: bool,
+    factors: None,
     head: LossHead,
     states: Tensor,
     section: DistillConfig,
@@ -221,6 +222,7 @@ def of_student(
     """The `OfChunk` of loss, divergence and cross-entropy of the student's distributions: ``[n, 3]``.
 
     Args:
+        factors: None, since the loss is summed.
         head: the teacher's, gathered.
         states: ``[N, H]``, the hidden states that go into it, whose width may be another than the student's.
     """
