@@ -107,7 +107,9 @@ def over_chunks(
         The sum of the first value, a float32 scalar, or that value of each token, float32 ``[N]``: differentiable in
         ``hidden`` and ``parameters``. Then all values, detached, float32 ``[N, k]``.
     """
-    return _OverChunks.apply(_How(of_chunk, rows, own, summed), hidden, labels, *parameters)
+    # Asked here: within an autograd function's forward it is always off.
+    how = _How(of_chunk, rows, own, summed, is_grad_enabled=torch.is_grad_enabled())
+    return _OverChunks.apply(how, hidden, labels, *parameters)
 
 
 class _How(NamedTuple):
@@ -117,6 +119,7 @@ class _How(NamedTuple):
     rows: int
     own: Callable[[Tensor], Tensor] | None
     summed: bool
+    is_grad_enabled: bool
 
 
 class _OverChunks(torch.autograd.Function):
@@ -126,7 +129,8 @@ class _OverChunks(torch.autograd.Function):
         _, for_hidden, _, *for_parameters = ctx.needs_input_grad
         ctx.trained = (for_hidden, *for_parameters)
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *parameters)]
-        one_pass = _Pass(how, hidden, labels, parameters, ctx.trained, wants_slope=how.summed and any(ctx.trained))
+        wants_slope = how.summed and how.is_grad_enabled and any(ctx.trained)
+        one_pass = _Pass(how, hidden, labels, parameters, ctx.trained, wants_slope=wants_slope)
         values = one_pass.run()
         ctx.save_for_backward(*(one_pass.gradients if how.summed else (hidden, labels, *parameters)))
         # Else backward is handed zeros for the output that has no gradient.

@@ -184,6 +184,20 @@ def test_only_what_is_trained_gets_a_gradient(of: str, summed: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_without_gradients_no_slope_is_asked_for() -> None:
+    """In an evaluation, where the parameters still require gradients."""
+    asked, weight = [], torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+
+    def of_chunk(*args: Any, wants_slope: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
+        asked.append(wants_slope)
+        return cross_entropy(*args, wants_slope=wants_slope, **options)
+
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            over_chunks(of_chunk, torch.randn(3, WIDTH), torch.zeros(3, dtype=torch.int64), [weight], rows=7)
+    assert asked == [False, True]
+
+
 @pytest.mark.parametrize("summed", [True, False])
 def test_a_second_backward_is_refused_or_right(summed: bool) -> None:
     """Gradients of the first pass are scaled in place, so a second one would scale them again."""
