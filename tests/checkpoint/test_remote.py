@@ -18,15 +18,15 @@ from upath import UPath
 
 from fsdp2kit.checkpoint import store
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
-from tests.checkpoint.test_checkpoints import assert_same
-from tests.checkpoint.test_convert import exported, tool
+from tests.checkpoint.jobs import exported
+from tests.checkpoint.test_checkpoints import assert_same, saved_alone
+from tests.checkpoint.test_convert import tool
 from tests.workers import WorkerPool
 
 
@@ -38,21 +38,13 @@ def url() -> str:
     return "memory://bucket/run"
 
 
-def saved(run_dir: Path, url: str, *steps: int, **section: Any) -> tuple[Checkpoints, Path]:
-    checkpoints, path = jobs.checkpoints_of(run_dir, dir=url, **section), run_dir
-    for step in steps:
-        path = checkpoints.save(jobs.progress_at(step))
-    checkpoints.finish()
-    return checkpoints, path
-
-
 def names(url: str) -> list[str]:
     return sorted(path.name for path in UPath(url).iterdir())
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) -> None:
-    _, path = saved(tmp_path, url, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async)
+    _, path = saved_alone(tmp_path, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async, dir=url)
     assert names(url) == ["step-000002", "step-000004"]
     assert not (tmp_path / "checkpoints").exists()
     model = jobs.tiny_llama(seed=1)
@@ -65,7 +57,7 @@ def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) ->
 
 
 def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = saved(tmp_path, url, 1)
+    _, path = saved_alone(tmp_path, 1, dir=url)
     assert main(["verify", f"{url}/step-000001"]) == 0
     assert "whole: step 1" in capsys.readouterr().out
     dcp_to_hf(path, tmp_path / "out", dtype="float32")
@@ -83,7 +75,7 @@ def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: py
 
 
 def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = saved(tmp_path, f"{url}/checkpoints", 1)
+    _, path = saved_alone(tmp_path, 1, dir=f"{url}/checkpoints")
     out: Any = UPath(f"{url}/hf")
     arguments = [str(path), str(out), "--dtype", "float32"]
     assert tool("dcp_to_hf").main([*arguments, "--max-shard-gb", "0.00001", "--verify"]) == 0
@@ -103,7 +95,7 @@ def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixtu
 
 
 def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, f"{url}/checkpoints", 1)
+    _, path = saved_alone(tmp_path, 1, dir=f"{url}/checkpoints")
     out: Any = UPath(f"{url}/hf")
     assert ensure_export(path, out=out, dtype="float32")
     assert not ensure_export(path, out=out, dtype="float32")
@@ -138,14 +130,14 @@ def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
         return original(self, path, mode, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", recorded)
-    saved(tmp_path, url, 1)
+    saved_alone(tmp_path, 1, dir=url)
     assert (written[0], written[-1]) == (".begun", "manifest.json")
     assert {"__0_0.distcp", "hf/config.json"} < set(written)
     assert len(written) == len(set(written))
 
 
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, url, 1, 2)
+    _, path = saved_alone(tmp_path, 1, 2, dir=url)
     (path / "manifest.json").unlink()  # as a kill leaves it
     resumed = jobs.checkpoints_of(tmp_path, dir=url)
     assert str(resumed.resolve("auto")).endswith("step-000001")
@@ -159,7 +151,7 @@ def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Pa
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, url, 1, 2, keep=5)
+    _, path = saved_alone(tmp_path, 1, 2, keep=5, dir=url)
     checkpoints = jobs.checkpoints_of(tmp_path, dir=url, keep=5)
     checkpoints.restore(path.parent / "step-000001")
     checkpoints.save(jobs.progress_at(2))
