@@ -303,7 +303,7 @@ def _groups(
 def exporting(plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Around the writing of a plan's files: begin the export, and publish it or clear it away. Collective."""
     is_first = distributed.rank() == 0
-    with plan.out.cleared_on_failure() if is_first else contextlib.nullcontext():
+    try:
         with agreement(group):
             if is_first:
                 begin_export(plan)
@@ -311,6 +311,10 @@ def exporting(plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Itera
         with agreement(group):
             if is_first:
                 publish_export(plan)
+    except BaseException:
+        if is_first:
+            plan.out.abandon()
+        raise
 
 
 def begin_export(plan: ExportPlan) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -188,50 +189,41 @@ class Bucket(LocalFileSystem):
         return path if path.startswith("/") else f"{os.environ['FSDP2KIT_TEST_BUCKET']}/{path}".rstrip("/")
 
 
-def save_and_resume(bucket: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def save_export_and_resume(bucket: Path, is_async: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The state that was saved last and exported, and the state of a resumed run."""
     os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
     fsspec.register_implementation("bucket", Bucket, clobber=True)
+    section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
     model = jobs.sharded(jobs.tiny_llama())
     optimizer = jobs.adamw(model)
-    jobs.train(model, optimizer, range(2))
-    with jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run", async_save=True) as checkpoints:
-        path = checkpoints.save(jobs.progress_at(2))
+    with jobs.checkpoints_of(bucket / "local", model, optimizer, **section) as checkpoints:
+        checkpoints.save(jobs.progress_at(1))
+        checkpoints.finish_save()
+        assert not (bucket / "model").exists()
+        jobs.train(model, optimizer, range(2))
+        path = checkpoints.save(jobs.progress_at(2), is_over=True)
     before = jobs.full_state(model, optimizer)
     dist.barrier()
     model = jobs.sharded(jobs.tiny_llama(seed=1))
     optimizer = jobs.adamw(model)
-    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run")
+    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, **section)
     assert checkpoints.resolve("auto") == path
     checkpoints.restore(path)
     return before, jobs.full_state(model, optimizer)
 
 
-def export_in_the_run(bucket: Path, is_async: bool) -> None:
-    os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
-    fsspec.register_implementation("bucket", Bucket, clobber=True)
-    model = jobs.sharded(jobs.tiny_llama())
-    section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
-    with jobs.checkpoints_of(bucket / "local", model, **section) as checkpoints:
-        checkpoints.save(jobs.progress_at(1))
-        checkpoints.finish_save()
-        assert not (bucket / "model").exists()
-        checkpoints.save(jobs.progress_at(2), is_over=True)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_run_exports_to_a_store(pool: WorkerPool, tmp_path: Path, is_async: bool) -> None:
-    pool.run(2, export_in_the_run, tmp_path, is_async)
+def test_a_run_saves_to_a_store_exports_to_one_and_resumes(pool: WorkerPool, tmp_path: Path, is_async: bool) -> None:
+    results = pool.run(2, save_export_and_resume, tmp_path, is_async)
+    for before, after in results:
+        assert_same(before, after)
+    assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()
     assert not (tmp_path / "local" / "hf").exists()
     record = json.loads((tmp_path / "model" / ".fsdp2kit-export.json").read_text())
     assert (record["step"], record["dtype"]) == (2, "bfloat16")
-    model, loaded = jobs.tiny_llama().bfloat16(), AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_ranks_save_to_one_store(pool: WorkerPool, tmp_path: Path) -> None:
-    for before, after in pool.run(2, save_and_resume, tmp_path):
-        assert_same(before, after)
-    assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(results[0][0][name]).bfloat16()), name
 
 
 def test_a_sweep_deletes_only_what_was_thrown_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
