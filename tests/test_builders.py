@@ -26,7 +26,6 @@ from fsdp2kit.config.schema import (
     FSDPConfig,
     MeshConfig,
     ModelConfig,
-    ProfileConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -50,7 +49,6 @@ from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import build_metrics
-from fsdp2kit.train.profiling import StepProfiler
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).resolve().parents[1] / "toml" / "demo"
@@ -157,17 +155,8 @@ def test_path_arguments_take_text(tmp_path: Path) -> None:
         build_report(str(tmp_path / "run"))
 
 
-def test_profiler(tmp_path: Path) -> None:
-    profile = ProfileConfig(enabled=True, start_step=1, steps=1)
-    with StepProfiler(profile, trace_dir=tmp_path / "trace", rank=0, device_type="cpu") as profiler:
-        for _ in (1, 2):
-            torch.ones(2).sum()
-            profiler.step()
-    assert list((tmp_path / "trace").iterdir())
-
-
-def run_job(run_dir: Path) -> list[str]:
-    """`start_job`, `plan_parallel` and `build_metrics` by hand."""
+def run_job(run_dir: Path) -> tuple[list[str], float, float]:
+    """`start_job`, `plan_parallel` and `build_metrics` by hand: files, and FLOPs a device, found and expected."""
     values = {"model": {"config": TINY, "weights": "random"}, "run": {"dir": str(run_dir)}, "train": {"steps": 2}}
     config = TrainingConfig.model_validate({"recipe": "mine", "wandb": {"mode": "disabled"}, **values})
     with start_job(config) as job:
@@ -177,13 +166,17 @@ def run_job(run_dir: Path) -> list[str]:
         metrics = build_metrics(config, job=job, plan=plan, progress=Progress(), total_steps=2)
         for step in (1, 2):
             metrics.log({"step": step, "loss": 1.0})
-    return sorted(path.name for path in run_dir.iterdir())
+        metrics.throughput.add(1000, 10, 0, 0.0)
+        record = metrics.throughput.record()
+    flops = record["tflops_per_device"] * record["step_seconds"] * 1e12
+    return sorted(path.name for path in run_dir.iterdir()), flops, 6000 * plan.flops.parameters / job.world.size
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_job_its_plan_and_its_metrics(size: int, pool: WorkerPool, tmp_path: Path) -> None:
-    for names in pool.run(size, run_job, tmp_path / "run"):
+    for names, found, expected in pool.run(size, run_job, tmp_path / "run"):
         assert {".lock", "config.toml", "environment.json", "metrics.jsonl"} <= set(names)
+        assert found == pytest.approx(expected)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import shutil
@@ -27,7 +25,9 @@ from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain
 from fsdp2kit.progress import Progress
 from fsdp2kit.run import load
 from fsdp2kit.train import loop
+from tests.checkpoint.jobs import exported_step
 from tests.reference import demo_model_dir
+from tests.runs import run_recipe, runner
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -54,13 +54,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
-    pool.run(size, _run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
-    recipe, config = load(toml, overrides)
-    recipe.main(config)
+    return runner(pool, toml)(directory, size, *overrides)
 
 
 def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
@@ -72,6 +66,9 @@ def test_named_sets_are_weighted_by_their_tokens(pool: WorkerPool, toml: Path, t
     [whole] = run(pool, toml, tmp_path / "whole", 1, "train.steps=0", f"eval.path='{DEMO / 'heldout.jsonl'}'")
     assert split["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
     assert split["eval_perplexity"] == pytest.approx(math.exp(split["eval_loss"]))
+    assert "loss" not in split
+    assert not (tmp_path / "split" / "hf").exists()
+    assert list((tmp_path / "split" / "checkpoints").iterdir()) == []
     assert min(split["eval_loss/a"], split["eval_loss/b"]) < split["eval_loss"]
     assert max(split["eval_loss/a"], split["eval_loss/b"]) > split["eval_loss"]
 
@@ -122,14 +119,15 @@ def test_a_resume_says_which_rows_changed(pool: WorkerPool, toml: Path, tmp_path
     for name, rows in (("train/a.jsonl", lines[:6]), ("train/b.jsonl", lines[6:]), ("code.jsonl", lines[:3])):
         (tmp_path / name).write_text("".join(rows))
     (tmp_path / "text.jsonl").write_text("".join(lines[3:6]))
-    options = [f"run.dir='{tmp_path / 'run'}'", "eval.every=1", "eval.keep_best=true", "lr_schedule.name=constant"]
+    options = ["eval.every=1", "eval.keep_best=true", "lr_schedule.name=constant"]
     options += [f"data.path='{folder}'", "optimizer.lr=1e-9", "checkpoint.every=1", "checkpoint.export_hf=every"]
     sets = [
         f'eval.sets={{{", ".join(f"""{name}={{path="{tmp_path}/{name}.jsonl"}}""" for name in ("code", "text"))}}}'
     ]
 
     def start(steps: int, *overrides: str) -> str:
-        return pool.run(1, _said, str(toml), [*options, *(overrides or sets), f"train.steps={steps}"])[0]
+        changes = (*options, *(overrides or sets), f"train.steps={steps}")
+        return run(pool, toml, tmp_path / "run", 1, *changes)[-1]["said"]
 
     start(1)
     (tmp_path / "code.jsonl").write_text("".join(lines[:5]))
@@ -138,7 +136,7 @@ def test_a_resume_says_which_rows_changed(pool: WorkerPool, toml: Path, tmp_path
     assert (
         "\nevaluations are compared anew from step 1 on: held-out rows code changed since step 1 was the best" in said
     )
-    assert _exported_step(tmp_path / "run") == 2
+    assert exported_step(tmp_path / "run" / "hf") == 2
     assert "on: eval.steps changed since step " in start(3, *sets, "eval.steps=1")
     (folder / "b.jsonl").write_text("".join(lines[6:8]))
     with pytest.raises(AssertionError, match=r"other data: data\.path \(b\.jsonl changed, \d+ → 8 rows\); undo that"):
@@ -154,15 +152,10 @@ def test_it_stops_early_keeps_the_best_and_exports(pool: WorkerPool, toml: Path,
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000004"]
-    assert _exported_step(tmp_path / "run") == 1
-    said = pool.run(2, _said, str(toml), [f"run.dir='{tmp_path / 'run'}'", *options])[0]
-    assert "nothing left to train: the run stopped early, after step 4 of " in said
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-def _exported_step(directory: Path) -> int | None:
-    record = directory / "hf" / ".fsdp2kit-export.json"
-    return json.loads(record.read_text())["step"] if record.is_file() else None
+    assert exported_step(tmp_path / "run" / "hf") == 1
+    again = run(pool, toml, tmp_path / "run", 2, *options)
+    assert "nothing left to train: the run stopped early, after step 4 of " in again[0]["said"]
+    assert len(again) == 4
 
 
 def _killed_before_the_export(toml: str, overrides: Sequence[str]) -> None:
@@ -170,17 +163,11 @@ def _killed_before_the_export(toml: str, overrides: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "ensure_export", partial(_fail, "killed"))
         with pytest.raises(RuntimeError, match="killed"):
-            _run_recipe(toml, overrides)
+            run_recipe(toml, overrides)
 
 
 def _fail(what: str, *_: object, **__: object) -> None:
     raise RuntimeError(what)
-
-
-def _said(toml: str, overrides: Sequence[str]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        _run_recipe(toml, overrides)
-    return said.getvalue()
 
 
 def _plain_eval_loss(toml: Path, model_dir: Path, overrides: Sequence[str]) -> float:
@@ -210,25 +197,25 @@ def test_the_best_step_is_exported(is_async: str, pool: WorkerPool, toml: Path, 
     losses = {line["step"]: line["eval_loss"] for line in lines}
     best = min(losses, key=losses.__getitem__)
     assert best < 6, losses
-    assert _exported_step(directory) is None
-    [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
-    assert _exported_step(directory) == best
+    assert exported_step(directory / "hf") is None
+    said = run(pool, toml, directory, 1, *options)[-1]["said"]
+    assert exported_step(directory / "hf") == best
     assert f"hf, of step-{best:06d}, the best (eval_loss {losses[best]:.6g})" in said
     assert _plain_eval_loss(toml, directory / "hf", options) == pytest.approx(losses[best], abs=1e-5)
     # The last one, where that is asked for, and the best again, which is not damaged meanwhile.
     run(pool, toml, directory, 1, *options, "checkpoint.export=last")
-    assert _exported_step(directory) == 6
+    assert exported_step(directory / "hf") == 6
     assert _plain_eval_loss(toml, directory / "hf", options) == pytest.approx(losses[6], abs=1e-5)
     kept = directory / "checkpoints" / f"step-{best:06d}"
     shutil.move(kept, tmp_path / "away")
-    [said] = pool.run(1, _said, str(toml), [f"run.dir='{directory}'", *options])
+    said = run(pool, toml, directory, 1, *options)[-1]["said"]
     assert f"hf, of step-000006, the last; no checkpoint was kept of step-{best:06d}, the best" in said
     shutil.copytree(tmp_path / "away", kept)
     shard = next(kept.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))
     with pytest.raises(AssertionError, match=f"step-{best:06d}.*{shard.name}"):
         run(pool, toml, directory, 1, *options)
-    assert _exported_step(directory) == 6, "what was there is not replaced by a damaged one"
+    assert exported_step(directory / "hf") == 6, "what was there is not replaced by a damaged one"
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
@@ -54,15 +55,6 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(tmp_path: Pat
         process.communicate()
 
 
-@pytest.mark.full
-def test_it_is_let_go_at_the_end(tmp_path: Path) -> None:
-    with lock_run_dir(tmp_path):
-        pass
-    process, child = hold(tmp_path)
-    os.kill(child, signal.SIGKILL)
-    process.communicate()
-
-
 def test_a_file_system_without_locks_is_said_to_be_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,15 +64,6 @@ def test_a_file_system_without_locks_is_said_to_be_one(
     monkeypatch.setattr("fcntl.lockf", fail)
     with lock_run_dir(tmp_path):
         assert "has no locks (Function not implemented)" in caplog.text
-
-
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match=r"run\.dir: .* is a file, or lies under one"),
-        lock_run_dir(tmp_path / "file" / "run"),
-    ):
-        pass
 
 
 def prepare(path: Path, text: str = "recipe = 'sft'\n") -> None:
@@ -108,8 +91,10 @@ def test_a_differing_config_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["", "deeper/still"])
 def test_a_file_in_the_way_is_the_users_error(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run\.dir: .* is a file.*; choose another run\.dir"):
+    with pytest.raises(UserError, match=r"run\.dir: .* is a file, or lies under one; choose another run\.dir"):
         prepare(tmp_path / "file" / below)
+    with pytest.raises(UserError, match=r"run\.dir: .* is a file, or lies under one"):
+        lock_run_dir(tmp_path / "file" / below).__enter__()
 
 
 def test_a_directory_that_refuses_writing_is_the_users_error(tmp_path: Path) -> None:
@@ -156,10 +141,13 @@ def test_without_git_or_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert describe_environment(world_size=1, mesh={})["git"] is None
 
 
-def open_and_record(folder: Path) -> tuple[bool, bool]:
+def open_and_record(folder: Path, deterministic: bool) -> tuple[bool, bool]:
     """Whether this rank finds a run directory before the job opens it, and whether that is locked then."""
-    values = {"recipe": "x", "model": {"path": "m"}, "train": {"steps": 1}, "run": {"dir": str(folder / "run")}}
+    run = {"dir": str(folder / "run"), "deterministic": deterministic}
+    values = {"recipe": "x", "model": {"path": "m"}, "train": {"steps": 1}, "run": run}
     with start_job(TrainingConfig.model_validate(values)) as job:
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        torch.use_deterministic_algorithms(False)
         before = (folder / "run").exists()
         job.open_run_dir()
         locked = False
@@ -173,8 +161,11 @@ def open_and_record(folder: Path) -> tuple[bool, bool]:
     return before, locked
 
 
-def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(2, open_and_record, tmp_path)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(
+    deterministic: bool, pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = pool.run(2, open_and_record, tmp_path, deterministic)
     assert found[0] == (False, False)
     assert found[1][1], "rank 0 has the lock"
     assert {"config.toml", "environment.json", ".lock"} <= {path.name for path in (tmp_path / "run").iterdir()}

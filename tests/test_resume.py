@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import time
@@ -18,10 +16,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import AutoModelForCausalLM
 
-from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.parity.reference import cross_entropy_sum, load_plain, plain_logits, worst_relative
+from fsdp2kit.checkpoint import checkpoints
+from fsdp2kit.checkpoint.hf import dcp_to_hf
+from fsdp2kit.data.build import build_data
+from fsdp2kit.errors import RunFailure
+from fsdp2kit.model.tokenizer import build_tokenizer
+from fsdp2kit.parity.reference import Rows, cross_entropy_sum, load_plain, plain_logits, worst_relative
 from fsdp2kit.run import load
 from tests.reference import demo_model_dir, full
+from tests.runs import run_recipe, runner
 from tests.workers import WorkerPool
 
 DEMO = Path(__file__).parent.parent / "toml" / "demo"
@@ -44,30 +47,15 @@ def toml(model_dir: Path) -> Path:
     path.write_text(
         f"""
         recipe = "sft"
-        [run]
-        seed = 1
-        [model]
-        path = "{model_dir}"
-        [fsdp]
-        param_dtype = "float32"
-        [data]
-        path = "{DEMO / "chat.jsonl"}"
-        seq_len = 64
-        [train]
-        steps = 10
-        global_batch_size = 4
-        max_grad_norm = 0.5
-        [optimizer]
-        lr = 1e-3
-        weight_decay = 0.1
-        [lr_schedule]
-        warmup_steps = 2
-        [checkpoint]
-        every = 5
-        keep = 9
-        export_dtype = "float32"
-        [wandb]
-        mode = "disabled"
+        run.seed = 1
+        model.path = "{model_dir}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 10, global_batch_size = 4, max_grad_norm = 0.5 }}
+        optimizer = {{ lr = 1e-3, weight_decay = 0.1 }}
+        lr_schedule.warmup_steps = 2
+        checkpoint = {{ every = 5, keep = 9, export_dtype = "float32" }}
+        wandb.mode = "disabled"
         """,
         encoding="utf-8",
     )
@@ -78,31 +66,11 @@ def toml(model_dir: Path) -> Path:
 def run(pool: WorkerPool, toml: Path) -> Run:
     """Run the recipe into a directory on so many ranks and return that directory."""
 
-    def run_recipe(directory: Path, size: int, *overrides: str) -> Path:
-        pool.run(size, _run_recipe, str(toml), [f"run.dir='{directory}'", *overrides])
+    def run_into(directory: Path, size: int, *overrides: str) -> Path:
+        runner(pool, toml)(directory, size, *overrides)
         return directory
 
-    return run_recipe
-
-
-def _run_recipe(toml: str, overrides: Sequence[str]) -> None:
-    recipe, config = load(toml, overrides)
-    recipe.main(config)
-
-
-def _said(toml: str, overrides: Sequence[str]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        _run_recipe(toml, overrides)
-    return " ".join(said.getvalue().split())
-
-
-def _refusal(toml: str, overrides: Sequence[str]) -> str:
-    """What the recipe says when it refuses."""
-    try:
-        _run_recipe(toml, overrides)
-    except UserError as error:
-        return str(error)
-    return "it was not refused"
+    return run_into
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +134,22 @@ def test_resumed_on_another_mesh_the_numbers_agree(
     assert [line["tokens_total"] for line in found] == [line["tokens_total"] for line in expected]
 
 
+def _run_with_late_copies(toml: str, overrides: Sequence[str]) -> None:
+    """Run with copies for asynchronous saves that begin when the next step's backward is long over."""
+    with pytest.MonkeyPatch.context() as patch:
+        stage = DefaultStager._stage
+        patch.setattr(DefaultStager, "_stage", lambda *args, **kwargs: (time.sleep(0.5), stage(*args, **kwargs))[1])
+        run_recipe(toml, overrides)
+
+
 @pytest.mark.full
-def test_asynchronous_saves_change_no_number(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
-    extra = ("checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.export_hf=every")
-    directory = run(tmp_path / "run", 2, *extra, *DP2)
+def test_asynchronous_saves_change_no_number(
+    pool: WorkerPool, toml: Path, run: Run, straight: dict[str, Path], tmp_path: Path
+) -> None:
+    """The optimizer waits for the copy: otherwise a checkpoint would hold values of a later step."""
+    directory = tmp_path / "run"
+    extra = ("checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.export_hf=every", *DP2)
+    pool.run(2, _run_with_late_copies, str(toml), [f"run.dir='{directory}'", *extra])
     assert _numbers(directory) == _numbers(straight["dp2"])
     for step in (5, 10):
         for number in (0, 1):
@@ -177,36 +157,12 @@ def test_asynchronous_saves_change_no_number(run: Run, straight: dict[str, Path]
             assert ours.read_bytes() == theirs.read_bytes()
     ours, theirs = (load_file(one / "hf" / "model.safetensors") for one in (directory, straight["dp2"]))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    resumed = run(_interrupted(directory, tmp_path / "resumed"), 2, *extra, *DP2)
-    assert _numbers(resumed) == _numbers(straight["dp2"])
-
-
-def _run_with_late_copies(toml: str, overrides: Sequence[str]) -> None:
-    """Run with copies for asynchronous saves that begin when the next step's backward is long over."""
-    with pytest.MonkeyPatch.context() as patch:
-        stage = DefaultStager._stage
-        patch.setattr(DefaultStager, "_stage", lambda *args, **kwargs: (time.sleep(0.5), stage(*args, **kwargs))[1])
-        _run_recipe(toml, overrides)
-
-
-@pytest.mark.full
-def test_the_optimizer_waits_for_the_copy_of_an_asynchronous_save(
-    pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
-) -> None:
-    """Otherwise the checkpoint would hold values of a later step, and the resumed run would differ."""
-    overrides = [f"run.dir='{tmp_path / 'run'}'", "checkpoint.async_save=true", *DP2]
-    pool.run(2, _run_with_late_copies, str(toml), overrides)
-    for number in (0, 1):
-        ours, theirs = (_checkpoint(one, 5) / f"__{number}_0.distcp" for one in (tmp_path / "run", straight["dp2"]))
-        assert ours.read_bytes() == theirs.read_bytes()
-    resumed = _interrupted(tmp_path / "run", tmp_path / "resumed")
-    pool.run(2, _run_recipe, str(toml), [f"run.dir='{resumed}'", *DP2])
+    resumed = run(_interrupted(directory, tmp_path / "resumed"), 2, *extra)
     assert _numbers(resumed) == _numbers(straight["dp2"])
 
 
 def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
     """What a run says whose second checkpoint finds the disk full, on rank 0 alone."""
-    from fsdp2kit.checkpoint import checkpoints
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -215,7 +171,7 @@ def _run_with_full_disk(toml: str, overrides: Sequence[str]) -> str:
         original = checkpoints.write_manifest
         patch.setattr(checkpoints, "write_manifest", lambda *a: fail() if "000004" in str(a[0]) else original(*a))
         try:
-            _run_recipe(toml, overrides)
+            run_recipe(toml, overrides)
         except RunFailure as failure:
             return str(failure)
     return "it went on"
@@ -234,19 +190,13 @@ def test_a_failed_save_stops_the_run_with_its_cause(
     assert _numbers(run(tmp_path / "run", 2, *extra[1:])) == _numbers(straight["dp2"])
 
 
-def test_meshes_agree_from_the_start(straight: dict[str, Path]) -> None:
-    one, other = _metrics(straight["dp2"]), _metrics(straight["cp2"])
-    for key in ("loss", "grad_norm"):
-        assert worst_relative([line[key] for line in one], [line[key] for line in other]) < 1e-5
-    assert [line["tokens"] for line in one] == [line["tokens"] for line in other]
-
-
 def test_a_run_may_be_resumed_with_other_settings_and_says_so(
     pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
 ) -> None:
     changes = ("train.steps=7", "optimizer.lr=5e-4", "lr_schedule.name=constant", "train.log_every=1")
     resumed = _interrupted(straight["dp2"], tmp_path / "resumed")
-    [said] = pool.run(1, _said, str(toml), [f"run.dir='{resumed}'", *changes, "train.micro_batch_size=4"])
+    [said] = pool.run(1, run_recipe, str(toml), [f"run.dir='{resumed}'", *changes, "train.micro_batch_size=4"])
+    said = " ".join(said.split())
     assert "resumed from step 5; changed since:" in said
     for change in (
         "train.steps 10 → 7",
@@ -283,7 +233,7 @@ def test_another_run_is_refused_naming_the_field(
     change: str, field: str, pool: WorkerPool, toml: Path, straight: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = _interrupted(straight["dp2"], tmp_path / "resumed")
-    [message] = pool.run(1, _refusal, str(toml), [f"run.dir='{directory}'", change])
+    [message] = pool.run(1, run_recipe, str(toml), [f"run.dir='{directory}'", change])
     assert f"was made with {field}" in message
     assert len(_metrics(directory)) == 6, "the metrics are left alone"
 
@@ -301,8 +251,6 @@ def test_weights_of_a_checkpoint_start_a_fresh_run(run: Run, straight: dict[str,
 def test_an_export_is_the_checkpoint_cast(
     run: Run, model_dir: Path, straight: dict[str, Path], tmp_path: Path
 ) -> None:
-    from fsdp2kit.checkpoint.hf import dcp_to_hf
-
     for name, directory in straight.items():
         dcp_to_torch_save(_checkpoint(directory, 10), tmp_path / f"{name}.pt")
         consolidated = torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
@@ -323,8 +271,6 @@ def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_p
     """A longer run that died between its last checkpoint and its export, and one that asks for another dtype."""
     directory = _interrupted(straight["dp2"], tmp_path / "run", step=10)
     shutil.copytree(_checkpoint(straight["dp2"], 5), _checkpoint(directory, 5))
-    from fsdp2kit.checkpoint.hf import dcp_to_hf
-
     dcp_to_hf(_checkpoint(directory, 5), directory / "hf", dtype="float32")
     run(directory, 2, *DP2)
     ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (directory, straight["dp2"]))
@@ -336,10 +282,6 @@ def test_a_stale_export_is_made_again(run: Run, straight: dict[str, Path], tmp_p
 
 
 def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path], model_dir: Path, toml: Path) -> None:
-    from fsdp2kit.data.build import build_data
-    from fsdp2kit.model.tokenizer import build_tokenizer
-    from fsdp2kit.parity.reference import Rows
-
     _, config = load(str(toml), ["train.micro_batch_size=4"])
     data = build_data(config, tokenizer=build_tokenizer(config.model), vocab_size=VOCABULARY)
     [batch] = data.loader.batch(0)
@@ -350,33 +292,14 @@ def test_the_first_loss_is_that_of_plain_transformers(straight: dict[str, Path],
     assert _metrics(straight["cp2"])[0]["tokens"] == rows.targets
 
 
-def test_no_steps_only_evaluate(run: Run, tmp_path: Path) -> None:
-    held_out = f"eval.path='{DEMO / 'heldout.jsonl'}'"
-    one, two = (run(tmp_path / str(size), size, "train.steps=0", held_out) for size in (1, 2))
-    [alone], [shared] = _metrics(one), _metrics(two)
-    assert alone["eval_loss"] == pytest.approx(shared["eval_loss"], rel=1e-6)
-    assert "loss" not in alone
-    assert not (one / "hf").exists()
-    assert list((one / "checkpoints").iterdir()) == []
-
-
-@pytest.mark.full
-def test_evaluation_does_not_disturb_training(run: Run, straight: dict[str, Path], tmp_path: Path) -> None:
-    evaluated = run(tmp_path / "run", 2, f"eval.path='{DEMO / 'heldout.jsonl'}'", "eval.every=4", "eval.steps=2", *DP2)
-    assert _numbers(evaluated) == _numbers(straight["dp2"])
-    assert [line["step"] for line in _metrics(evaluated) if "eval_loss" in line] == [4, 8, 10]
-
-
 def test_epochs(pool: WorkerPool, toml: Path, tmp_path: Path) -> None:
     chats = tmp_path / "few.jsonl"
     chats.write_text("".join((DEMO / "chat.jsonl").read_text().splitlines(keepends=True)[:10]))
     config = tmp_path / "epochs.toml"  # train.epochs cannot be given beside the steps of the other one
-    directory = tmp_path / "run"
-    overrides = [f"run.dir='{directory}'", f"data.path='{chats}'", "data.pack=false"]
     config.write_text(toml.read_text().replace("steps = 10", "epochs = 2", 1))
-    pool.run(1, _run_recipe, str(config), overrides)
+    lines = runner(pool, config)(tmp_path / "run", 1, f"data.path='{chats}'", "data.pack=false")
     # Ten rows of one document each are three batches of four, twice over; no document is seen more than once an epoch.
-    tokens = [line["tokens"] for line in _metrics(directory)]
+    tokens = [line["tokens"] for line in lines]
     assert len(tokens) == 6
     assert sum(tokens[:3]) == sum(tokens[3:])
     assert tokens[:3] != tokens[3:], "shuffled anew"

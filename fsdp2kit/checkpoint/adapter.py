@@ -24,7 +24,6 @@ from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
 RECORD = ".fsdp2kit-export.json"
-_IDENTITY = "model.weights"
 
 
 def holds_adapter(config_dir: Path) -> bool:
@@ -67,7 +66,7 @@ def find_base(config_dir: Path, manifest: Manifest | None, base: str | None) -> 
     if base is None and not name:
         raise UserError("--merge", "the adapter's config names no model", "give its directory: --merge DIR")
     found = find_hf_dir(str(base or name), key="--merge", with_weights=True)
-    trained_on = manifest.identity.get(_IDENTITY) if manifest else None
+    trained_on = manifest.identity.get("model.weights") if manifest else None
     if trained_on is not None and trained_on != f"pretrained {weights_digest(found)}":
         what = f"{found} holds other weights than the adapter was trained on ({name})"
         raise UserError("--merge", what, "give the directory of that model: --merge DIR")

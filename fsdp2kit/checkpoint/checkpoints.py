@@ -73,9 +73,6 @@ class Checkpoints:
         can_answer: whether an export has a tokenizer.
         total_steps: of the whole run. Default: ``train.steps``; under ``train.epochs`` only the data tell.
         tell: called on every rank with a line for each checkpoint and each export that was written.
-
-    Raises:
-        UserError: a rank cannot write there, or where the export goes, or that holds what it must not replace.
     """
 
     def __init__(
@@ -232,15 +229,12 @@ class Checkpoints:
         """Save the run as it stands, throw away the checkpoints that are not kept, and export what is due.
 
         With ``checkpoint.async_save`` it returns before that: the next `save`, or `finish`, waits for it, and
-        `wait_until_staged` must be called before parameters or optimizer state change.
+        `wait_until_staged` must be called before parameters or optimizer state change. A save that cannot be written
+        is a `RunFailure` on every rank, with the cause; complete checkpoints are untouched.
 
         Args:
             progress: with wandb's id and the state of the data, if there are any.
             is_over: this is the run's end, which is when ``export_hf = "final"`` exports.
-
-        Raises:
-            RunFailure: this one, or an asynchronous one before it, could not be written; on every rank, with the
-                cause. Complete checkpoints are untouched.
         """
         path = self.store.path(progress.step)
         exported = self._to_export(progress, path, is_over=is_over)

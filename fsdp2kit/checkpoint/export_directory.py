@@ -7,10 +7,9 @@ and the files that the export wrote: only those may be replaced by another.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,10 @@ class ExportDirectory:
         shutil.rmtree(self.staging, ignore_errors=True)  # of an export that was cut short
         self.staging.mkdir(parents=True)
 
-    @contextlib.contextmanager
-    def cleared_on_failure(self) -> Iterator[None]:
-        """Delete the unfinished files on a disk if what is done inside fails."""
-        try:
-            yield
-        except BaseException:
-            if not is_remote(self.staging):
-                shutil.rmtree(self.staging, ignore_errors=True)
-            raise
+    def abandon(self) -> None:
+        """Delete the unfinished files on a disk."""
+        if not is_remote(self.path):
+            shutil.rmtree(self.staging, ignore_errors=True)
 
     def publish(self, files: set[str], facts: dict[str, Any]) -> None:
         """Record what was written to `staging`, and make it the export. On one rank only, once all have written.

@@ -8,7 +8,6 @@ three tensors (or groups of tensors that transformers stores in other pieces) be
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,10 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import (
     MAX_SHARD_BYTES,
     ExportPlan,
-    begin_export,
     check_dtype,
+    exporting,
     plan_adapter_file,
     plan_files,
-    publish_export,
     tensors_of,
 )
 from fsdp2kit.checkpoint.reader import in_blocks
@@ -72,8 +70,7 @@ def export_model(
             dtype that is none of these; transformers cannot convert the architecture in parts.
         RunFailure: a file was not written whole, or another rank failed.
     """
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder:
         with agreement():
             source = _source(model)
             tensors = model_tensors(model)
@@ -91,16 +88,8 @@ def export_model(
                     stops=turn_ends(tokenizer) if tokenizer is not None else (),
                     adapter=adapter_of(model),
                 )
-        if distributed.rank() == 0:
-            stack.enter_context(plan.out.cleared_on_failure())
-        with agreement():
-            if distributed.rank() == 0:
-                begin_export(plan)
-        with torch.no_grad():
+        with exporting(plan), torch.no_grad():
             _write_files(plan, tensors)
-        with agreement():
-            if distributed.rank() == 0:
-                publish_export(plan)
 
 
 def _source(model: PreTrainedModel) -> ModelSource:
@@ -125,8 +114,7 @@ def _plan(
     check_dtype(dtype)
     directory, adapter = ExportDirectory(out.absolute()), adapter_of(model)
     directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
-    metas = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
-    shapes = {name: (name, meta) for name, meta in metas.items()}
+    shapes = {name: (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in tensors.items()}
     skeleton = build_skeleton(model) if adapter is None else None
     if skeleton is None:
         files = plan_adapter_file(shapes, dtype)

@@ -56,11 +56,7 @@ def hf_to_dcp(source: str | Path, out: str | Path) -> None:
 
 
 def model_of(config_dir: str | Path) -> PreTrainedModel:
-    """The model of a Hugging Face directory without storage.
-
-    Raises:
-        UserError: there is no config, or one of a model with code of its own.
-    """
+    """The model of a Hugging Face directory without storage; refused if it has code of its own."""
     model = model_on_meta(config_dir)
     if model is None:
         raise UserError(str(config_dir), "is a model with code of its own", "start from it with model.path")
@@ -75,10 +71,6 @@ def write_weights(
     Args:
         stored: every tensor of the model by name, a tied one once.
         config_dir: config, tokenizer, … are copied from here.
-
-    Raises:
-        UserError: `out` is taken; a tensor cannot be read.
-        RunFailure: `out` cannot be written.
     """
     out, config_dir = Path(out).absolute(), Path(config_dir)
     if out.exists():

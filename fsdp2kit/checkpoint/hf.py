@@ -1,7 +1,7 @@
 """From a distributed checkpoint to a Hugging Face directory, a block at a time, on one process or many.
 
-`plan_export` decides on every rank alike what goes into which file. Then `begin_export` runs on one rank,
-`write_files` on each, and `publish_export` on one once all have written.
+`plan_export` decides on every rank alike what goes into which file. Then every rank calls `write_files`. `exporting`
+surrounds that: one rank runs `begin_export` before it, and `publish_export` once all have written.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.checkpoint.state import MODEL_PREFIX, find_weights
 from fsdp2kit.checkpoint.store import MANIFEST, fill, in_use, is_complete, is_remote, on_disk, to_path
 from fsdp2kit.console import progress_bar
+from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
@@ -142,26 +143,17 @@ def dcp_to_hf(
         UserError: the checkpoint is unusable, does not fit the config, or `out` holds something else than an export.
         RunFailure: a file cannot be read, or a rank's files are not there.
     """
-    rank, world_size = distributed.rank(), distributed.world_size()
     checkpoint, out = to_path(checkpoint), to_path(out)
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_use(checkpoint))
-        with distributed.agreement(group):
+        with agreement(group):
             if config_dir is None and is_remote(checkpoint):
                 config_dir = stack.enter_context(on_disk(checkpoint / "hf"))
             plan = plan_export(
                 checkpoint, out, dtype=dtype, max_shard_bytes=max_shard_bytes, config_dir=config_dir, merge=merge
             )
-        if rank == 0:
-            stack.enter_context(plan.out.cleared_on_failure())
-        with distributed.agreement(group):
-            if rank == 0:
-                begin_export(plan)
-        with distributed.agreement(group):
-            write_files(plan, rank=rank, world_size=world_size, check=check)
-        with distributed.agreement(group):
-            if rank == 0:
-                publish_export(plan)
+        with exporting(plan, group), agreement(group):
+            write_files(plan, rank=distributed.rank(), world_size=distributed.world_size(), check=check)
 
 
 def ensure_export(
@@ -180,7 +172,7 @@ def ensure_export(
     checkpoint, directory = to_path(checkpoint), ExportDirectory(to_path(out))
     # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
     stale = True
-    with distributed.agreement(group):
+    with agreement(group):
         if distributed.rank() == 0:
             record, digest = directory.record(), _manifest_digest(checkpoint)
             if digest is not None and (record.get("manifest"), record.get("dtype")) == (digest, dtype):
@@ -264,13 +256,24 @@ def plan_files(
     *,
     kept: Iterable[str] = (),
 ) -> dict[str, list[Group]]:
-    """What goes into which file of a model's export.
+    """What goes into which file of a model's export: files are filled in order, and have transformers' names.
 
     Args:
         shapes: the model's tensors by name, a tied one once: the key under which each is read, and a meta tensor.
+        max_shard_bytes: of a file; a larger group gets its own.
         kept: the tensors that stay in float32, where `model` is None; else its class is asked.
     """
-    return _pack(_groups(shapes, model, DTYPES[dtype], kept=kept), max_shard_bytes)
+    groups = _groups(shapes, model, DTYPES[dtype], kept=kept)
+    split = split_state_dict_into_shards_factory(
+        {str(number): group for number, group in enumerate(groups)},
+        get_storage_size=lambda group: group.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    files = {name: [groups[int(number)] for number in numbers] for name, numbers in split.filename_to_tensors.items()}
+    for file in files.values():  # wider dtypes first, so that each tensor is aligned
+        file.sort(key=lambda group: -max(form.itemsize for form in group.forms.values()))
+    return files
 
 
 def plan_adapter_file(shapes: dict[str, tuple[str, Tensor]], dtype: str) -> dict[str, list[Group]]:
@@ -296,18 +299,22 @@ def _groups(
     return [Group({name: shapes[name][0] for name in one.names}, one.forms, one.is_copied) for one in groups]
 
 
-def _pack(groups: list[Group], max_bytes: int) -> dict[str, list[Group]]:
-    """Fill files of at most `max_bytes` in order (a larger group gets its own), under transformers' names."""
-    split = split_state_dict_into_shards_factory(
-        {str(number): group for number, group in enumerate(groups)},
-        get_storage_size=lambda group: group.size,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_bytes,
-    )
-    files = {name: [groups[int(number)] for number in numbers] for name, numbers in split.filename_to_tensors.items()}
-    for file in files.values():  # wider dtypes first, so that each tensor is aligned
-        file.sort(key=lambda group: -max(form.itemsize for form in group.forms.values()))
-    return files
+@contextlib.contextmanager
+def exporting(plan: ExportPlan, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around the writing of a plan's files: begin the export, and publish it or clear it away. Collective."""
+    is_first = distributed.rank() == 0
+    try:
+        with agreement(group):
+            if is_first:
+                begin_export(plan)
+        yield
+        with agreement(group):
+            if is_first:
+                publish_export(plan)
+    except BaseException:
+        if is_first:
+            plan.out.abandon()
+        raise
 
 
 def begin_export(plan: ExportPlan) -> None:

@@ -92,7 +92,7 @@ def check_same_run(
 
 
 def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict[str, Any]) -> str:
-    """One line: the step that a run resumes from, and what changed since of what may change.
+    """One line: the step that a run resumes from, and what changed since.
 
     Args:
         config, environment: those of this start.

@@ -76,11 +76,7 @@ def no_manifest(checkpoint: Path, todo: str) -> UserError:
 
 
 def read_manifest(checkpoint: str | Path) -> Manifest:
-    """The manifest of a complete checkpoint.
-
-    Raises:
-        UserError: there is no such directory, no manifest, or one that cannot be read.
-    """
+    """The manifest of a complete checkpoint."""
     checkpoint = to_path(checkpoint)
     if not checkpoint.is_dir():
         raise UserError(str(checkpoint), "there is no such checkpoint directory", "give the path of one")
@@ -120,11 +116,7 @@ def holds_best(checkpoint: Path, progress: Progress) -> bool:
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that every file is there with the size the manifest states, which costs no reading.
-
-    Raises:
-        UserError: a file is missing or has another size.
-    """
+    """Check that every file is there with the size the manifest states, which costs no reading."""
     for name, record in manifest.files.items():
         path = checkpoint / name
         try:

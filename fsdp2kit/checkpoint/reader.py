@@ -3,9 +3,9 @@
 ``.metadata`` is a pickle, and `DefaultLoadPlanner.load_bytes` unpickles whatever was saved as an object. Here only
 tensors are read (torch reads those with ``weights_only=True``), and the metadata only through an allow-list.
 
-DCP's own reader holds two copies of a stored piece and more while it loads it. In a ``.distcp`` file every piece is
-what `torch.save` writes of one tensor: a zip archive with the bytes uncompressed in one entry. `StoredTensors` lets
-`torch.load` say, without reading those bytes, which tensor that is, and the zip's directory where they lie.
+DCP's own reader holds more than two copies of a stored piece while it loads it. In a ``.distcp`` file every piece is
+what `torch.save` writes of one tensor: a zip archive with the bytes uncompressed in one entry. `StoredTensors` asks
+`torch.load` which tensor that is, without reading those bytes, and the zip's directory where they lie.
 """
 
 from __future__ import annotations

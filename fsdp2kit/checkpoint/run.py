@@ -29,36 +29,26 @@ from fsdp2kit.model.tokenizer import new_tokens, turn_ends
 
 
 class RunJob(Protocol):
-    """What a run's checkpoints need of its job (`fsdp2kit.job.Job`)."""
+    """What a run's checkpoints need of its job (`fsdp2kit.job.Job`): versions, mesh, …, kept with each of them."""
 
     @property
-    def environment(self) -> Mapping[str, Any]:
-        """Versions, mesh, …: kept with each checkpoint."""
-        ...
+    def environment(self) -> Mapping[str, Any]: ...
 
 
 class RunData(Protocol):
     """What a run's checkpoints need of its data (`fsdp2kit.data.build.Data`, `fsdp2kit.rl.prompts.Prompts`)."""
 
     @property
-    def fingerprint(self) -> str:
-        """A digest that must not change when the run is resumed."""
-        ...
+    def fingerprint(self) -> str: ...
 
     @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
+    def total_steps(self) -> int: ...
 
     @property
-    def endings(self) -> Collection[int]:
-        """Tokens at which an export's generation stops."""
-        ...
+    def endings(self) -> Collection[int]: ...
 
     @property
-    def contents(self) -> Mapping[str, Content]:
-        """What was read, by TOML key: a resumed run lists what changed."""
-        ...
+    def contents(self) -> Mapping[str, Content]: ...
 
 
 def build_checkpoints(

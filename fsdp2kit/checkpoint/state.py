@@ -122,8 +122,7 @@ def initialise_state(optimizer: Optimizer) -> None:
 def check_together(path: str | Path) -> None:
     """Check every byte of a checkpoint against its manifest, each rank its share of the files. Collective.
 
-    Raises:
-        UserError: it is incomplete or damaged; the error, the same on every rank, names the file.
+    The error is the same on every rank, and names the file.
     """
     with agreement():
         path = to_path(path)
@@ -138,11 +137,7 @@ def save_tensors(
     planner: dcp.SavePlanner | None = None,
     alone: bool = False,
 ) -> None:
-    """Write nested tensors, synced, as DCP does; every rank its own file. Collective over `group` unless `alone`.
-
-    Raises:
-        CheckpointException: it failed, on any rank.
-    """
+    """Write nested tensors, synced, as DCP does; every rank its own file. Collective over `group` unless `alone`."""
     with warnings.catch_warnings():
         # dcp.save says so each time it works in one process, which here is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -185,9 +180,6 @@ def fill_weights(section: ModelConfig, model: PreTrainedModel, *, seed: int) -> 
 
     Args:
         seed: for "random".
-
-    Raises:
-        UserError: the weights cannot be read, or are another model's.
     """
     if section.weights == "random":
         initialize(model, seed=seed)

@@ -2,8 +2,8 @@
 
 A save `begin`s a directory of its own. Its files are written there, its manifest last, and `publish` makes it the
 step's checkpoint: a checkpoint is complete if and only if it has a manifest. The next save recognises by name or mark
-what a crash left unfinished, and clears it. What no save of ours left is set aside, never deleted. A checkpoint that
-is no longer kept is moved to the trash, and `sweep` deletes it in the background.
+what a crash left unfinished, and clears it. Files that no save of ours wrote are set aside, never deleted. A
+checkpoint that is no longer kept is moved to the trash, and `sweep` deletes it in the background.
 
 Everything here is file work of one rank. No torch.
 """
@@ -259,9 +259,6 @@ def to_path(text: str | Path) -> Path:
     """A path, ``~`` expanded; for ``s3://…`` and any other URL that fsspec knows, an object with a path's methods.
 
     A path, or such an object, is returned as it is.
-
-    Raises:
-        UserError: fsspec does not know the URL's scheme, or its package is not installed.
     """
     if not isinstance(text, str):
         return text

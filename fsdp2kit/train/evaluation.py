@@ -83,8 +83,8 @@ class Evaluation:
 
         Returns:
             ``eval_loss`` and ``eval_perplexity`` over all tokens of all sets, and ``eval_loss/NAME`` and
-            ``eval_perplexity/NAME`` of each named set. Of an objective, the means over its items of its loss and, as
-            ``eval_METRIC`` and ``eval_METRIC/NAME``, of its metrics, in place of the perplexity.
+            ``eval_perplexity/NAME`` of each named set. With an objective, its loss and, in place of the perplexity,
+            its metrics ``eval_METRIC`` and ``eval_METRIC/NAME``, as means over its items.
         """
         self.model.eval()
         record: dict[str, float] = {}
@@ -112,8 +112,7 @@ class Evaluation:
 
     @torch.no_grad()
     def _sum_of_set(self, batches: HeldOut) -> tuple[list[float], int]:
-        """A set's summed loss, then the objective's metrics if there is one, over all ranks; and the number of items
-        that they are sums over: supervised tokens, or what the objective's loss is the sum over."""
+        """A set's summed loss, then the sums of the objective's metrics, over all ranks; and the number of items."""
         shard = build_slice_batch(self.model.config, path=self.plan.attention, mesh=self.mesh)
         total: Tensor | None = None
         items = 0

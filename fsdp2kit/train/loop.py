@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
 from fsdp2kit.distributed import gather_objects, seconds_alive
@@ -48,19 +49,6 @@ from fsdp2kit.train.step import (
 from fsdp2kit.train.stop import StopRequest
 
 
-class Checkpoints(Protocol):
-    """What the loop calls of `fsdp2kit.checkpoint.checkpoints.Checkpoints`."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *exception: Any) -> None: ...
-    def save(self, progress: Progress, *, is_over: bool) -> Any: ...
-    def export_resumed(self, progress: Progress, *, is_over: bool) -> None: ...
-    def wait_until_staged(self) -> None: ...
-    def has_failed(self) -> bool: ...
-    def finish_save(self) -> None: ...
-    def describe_end(self, *, is_over: bool, maximizes: str | None) -> list[str]: ...
-
-
 class Evaluates(Protocol):
     """What the loop calls of `fsdp2kit.train.evaluation.Evaluation`, or of a recipe's own.
 
@@ -73,7 +61,7 @@ class Evaluates(Protocol):
 
 
 class NoCheckpoints:
-    """Saves nothing: for benchmarks and comparisons."""
+    """Saves nothing: for benchmarks and comparisons. It has what the loop calls of `Checkpoints`."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: Any) -> None: ...
@@ -99,7 +87,7 @@ class Run:
     metrics: Metrics
     progress: Progress = field(default_factory=Progress)
     """Where the run stands, at first where it starts; `train` moves it on."""
-    checkpoints: Checkpoints | None = None
+    checkpoints: Checkpoints | NoCheckpoints | None = None
     """None: nothing is saved, and Ctrl-C, SIGTERM and SIGUSR1 do not wait for the end of a step."""
     total_steps: int | None = None
     """Steps of the whole run. None: `train.steps`; under `train.epochs` only the data tell."""
@@ -202,7 +190,7 @@ class _Loop:
             raise ValueError("give total_steps: train.epochs does not say how many that is")
         self.run, self.batches, self.evaluate, self.total = run, batches, evaluate, total
         self.config, self.metrics = run.config, run.metrics
-        self.checkpoints: Checkpoints = run.checkpoints or NoCheckpoints()
+        self.checkpoints = run.checkpoints or NoCheckpoints()
         # What a recipe of one's own evaluates with may be any function.
         self.maximizes: str | None = getattr(evaluate, "maximizes", None)
         self.measured_by: dict[str, str] = {}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.planner.search import advise
 
@@ -77,8 +77,8 @@ def what_is_alive(model: nn.Module, optimizer: Optimizer) -> Alive:
 
 
 def _bytes_on_device(tensors: Iterable[object]) -> int:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.nbytes for tensor in local if isinstance(tensor, Tensor) and tensor.is_cuda)
+    local = (local_part(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(tensor.nbytes for tensor in local if tensor.is_cuda)
 
 
 def diagnosis(alive: Alive, config: TrainingConfig, sizes: MeshSizes) -> str:

@@ -87,9 +87,9 @@ class StepProfiler:
         return self._finished in (self._before - 1, self._before, self._until)
 
     def _advance(self) -> None:
-        """Tell torch's profiler of a step; there is one from a step before the first that is traced to the last.
+        """Tell torch's profiler of a step. It exists from one step before the first traced step to the last one.
 
-        Not earlier: torch 2.11 has been seen to die of leaving a profiler that still waits for its warm-up.
+        Not earlier: torch 2.11 has crashed on leaving a profiler that still waited for its warm-up.
         """
         if not self._section.enabled:
             return

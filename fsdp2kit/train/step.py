@@ -44,7 +44,7 @@ class Measured:
     def __init__(self, objective: Objective, *, reserved: Collection[str] = ()) -> None:
         self._objective, self._reserved, self._is_first = objective, reserved, True
         self.names: tuple[str, ...] = ()
-        """Of the metrics; known from the first micro-batch on."""
+        """The metrics' names; known from the first micro-batch on."""
 
     @property
     def shown(self) -> list[str]:

@@ -17,7 +17,7 @@ class StopRequest:
 
     torchrun and most schedulers send SIGTERM, Slurm SIGUSR1 ahead of a time limit, Ctrl-C SIGINT; a second SIGINT
     interrupts as usual. The former handlers are restored at the end of the block. A torchrun that was killed sends
-    nothing; that it is gone is seen here too.
+    nothing; `reason` notices that it is gone.
     """
 
     def __init__(self, *, max_minutes: float | None = None, signals: bool = True) -> None:

@@ -17,7 +17,7 @@ from fsdp2kit.model.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.torch_compat import compile_seconds
 
 PHASES = ("forward", "backward", "optimizer")
-"""Of a step. Forward includes moving the micro-batch to the device; optimizer the gradient norm and clipping."""
+"""Forward includes moving the micro-batch to the device; optimizer the gradient norm and clipping."""
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -120,6 +123,23 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: whole(tensor) for name, tensor in named.items()}
 
 
+def exported(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face directory, by name."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """In names, dtypes and every bit."""
+    assert {name: one.dtype for name, one in left.items()} == {name: one.dtype for name, one in right.items()}
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def exported_step(out: Path) -> int | None:
+    """The step of the checkpoint that an export was made from; None where there is no export."""
+    record = out / ".fsdp2kit-export.json"
+    return json.loads(record.read_text())["step"] if record.is_file() else None
+
+
 def train_and_save(run_dir: Path, *, tied: bool, replicate: int) -> dict[str, np.ndarray]:
     model = sharded(tiny_llama(tied=tied), replicate=replicate)
     optimizer = adamw(model)
@@ -139,27 +159,6 @@ def restore(run_dir: Path, *, tied: bool, replicate: int = 1) -> tuple[dict[str,
     return full_state(model, optimizer), progress, optimizer.param_groups[0]["lr"]
 
 
-def train_with_and_without_interruption(run_dir: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Four steps in one go; and two, a save after an evaluation, a restore into fresh objects, and two more."""
-    model = sharded(tiny_llama())
-    optimizer = adamw(model)
-    train(model, optimizer, range(4))
-    in_one_go = full_state(model, optimizer)
-
-    model = sharded(tiny_llama())
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    with torch.no_grad():  # leaves the root unsharded, which a save has to cope with
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
-    path = checkpoints_of(run_dir, model, optimizer).save(progress_at(2))
-
-    model = sharded(tiny_llama(seed=1))
-    optimizer = adamw(model)
-    progress = checkpoints_of(run_dir, model, optimizer).restore(path)
-    train(model, optimizer, range(progress.step, 4))
-    return in_one_go, full_state(model, optimizer)
-
-
 def load_weights_sharded(path: Path) -> dict[str, np.ndarray]:
     model = sharded(tiny_llama(seed=1))
     load_weights(path, model)
@@ -175,28 +174,21 @@ def save_on_full_disk(run_dir: Path, *, is_async: bool) -> tuple[str, str, list[
     first = checkpoints.save(progress_at(1))
     checkpoints.finish()
     fill_disk(run_dir)
-    try:
+    with pytest.raises(StorageFailure) as failure, checkpoints:
         checkpoints.save(progress_at(2))
-        checkpoints.finish()
-        message = "saved"
-    except StorageFailure as failure:
-        message = str(failure)
     dist.barrier()  # rank 0 clears up after the failure
-    return message, verify(first), sorted(path.name for path in first.parent.iterdir())
+    return str(failure.value), verify(first), sorted(path.name for path in first.parent.iterdir())
 
 
-def export_on_full_disk(run_dir: Path) -> tuple[str, str, list[str]]:
-    """Save, fill the disk, export: the error, its kind, and what is left beside the checkpoints."""
+def export_on_full_disk(run_dir: Path) -> tuple[str, list[str]]:
+    """Save, fill the disk, export: the error, and what is left beside the checkpoints."""
     checkpoints = checkpoints_of(run_dir, sharded(tiny_llama()), export_dtype="float32")
     path = checkpoints.save(progress_at(1))
     fill_disk(run_dir)
-    try:
+    with pytest.raises(StorageFailure) as failure:
         checkpoints.export(path)
-        message, kind = "exported", ""
-    except RunFailure as failure:
-        message, kind = str(failure), type(failure).__name__
     dist.barrier()
-    return message, kind, sorted(path.name for path in run_dir.iterdir())
+    return str(failure.value), sorted(path.name for path in run_dir.iterdir())
 
 
 def export_of_unreadable_manifest(run_dir: Path) -> list[str]:
@@ -227,25 +219,16 @@ def fill_disk(folder: Path) -> None:
     dist.barrier()
 
 
-def disagreeing_assets(run_dir: Path) -> str:
-    """Assets that cannot be written on rank 0: the error on this rank."""
-    try:
-        checkpoints_of(run_dir, sharded(tiny_llama()), write_assets=disk_is_full).save(progress_at(1))
-    except RunFailure as failure:
-        return str(failure)
-    return "saved"
-
-
-def unwritable_run_dir(run_dir: Path) -> str:
-    try:
-        checkpoints_of(run_dir)
-    except UserError as error:
-        return str(error)
-    return "built"
-
-
 def resolve(run_dir: Path, resume: str) -> str:
+    """What `run.resume` means, or the error on this rank."""
     try:
         return str(checkpoints_of(run_dir).resolve(resume))
     except UserError as error:
         return str(error)
+
+
+def save_without_assets(run_dir: Path) -> str:
+    """Assets cannot be written on rank 0: the error on this rank."""
+    with pytest.raises(RunFailure) as failure:
+        checkpoints_of(run_dir, sharded(tiny_llama()), write_assets=disk_is_full).save(progress_at(1))
+    return str(failure.value)

@@ -20,6 +20,7 @@ from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.safetensors_file import file_size, write_safetensors
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
+from tests.checkpoint.jobs import assert_equal, exported
 
 
 @pytest.fixture
@@ -30,15 +31,6 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def checkpoint(tmp_path: Path, model: PreTrainedModel) -> Path:
     return jobs.checkpoints_of(tmp_path / "run", model).save(jobs.progress_at(3))
-
-
-def exported(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left)
 
 
 def plain_dcp(state: dict, path: Path) -> Path:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,6 +25,7 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.model.build import ModelSource
 from fsdp2kit.parity.reference import load_plain
 from tests.checkpoint import jobs
+from tests.checkpoint.jobs import assert_equal, exported
 from tests.kept import kept_model
 
 _NAMES = re.compile(r"_keep_in_fp32_modules(_strict)? = \[[^\]]")
@@ -47,17 +46,6 @@ UNBUILT = {
 }
 
 
-def files(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_same_files(found: Path, expected: Path) -> None:
-    ours, theirs = files(found), files(expected)
-    assert ours.keys() == theirs.keys()
-    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -71,8 +59,8 @@ def test_an_export_is_what_transformers_loads_in_its_dtype(kind: str, dtype: tor
     loaded.save_pretrained(tmp_path / "expected")
     hf_to_dcp(tmp_path / "source", tmp_path / "dcp")
     dcp_to_hf(tmp_path / "dcp", tmp_path / "export", dtype=str(dtype).removeprefix("torch."))
-    assert_same_files(tmp_path / "export", tmp_path / "expected")
-    kept = {tensor.dtype for tensor in files(tmp_path / "export").values() if tensor.is_floating_point()}
+    assert_equal(exported(tmp_path / "export"), exported(tmp_path / "expected"))
+    kept = {tensor.dtype for tensor in exported(tmp_path / "export").values() if tensor.is_floating_point()}
     assert kept == {dtype, torch.float32} or (dtype, kind) in _WITHOUT
 
 
@@ -98,7 +86,7 @@ def test_a_merge_keeps_them(tmp_path: Path) -> None:
     model.merge_and_unload().save_pretrained(tmp_path / "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
     loaded.save_pretrained(tmp_path / "expected")
-    assert_same_files(tmp_path / "merged", tmp_path / "expected")
+    assert_equal(exported(tmp_path / "merged"), exported(tmp_path / "expected"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -111,7 +99,7 @@ def test_a_directory_that_keeps_them_becomes_a_checkpoint_and_comes_back(kind: s
     assert read_manifest(tmp_path / "dcp").export_dtype == "bfloat16"
     assert "gives the same logits" in compare_logits(tmp_path / "dcp", tmp_path / "source")
     dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
-    assert_same_files(tmp_path / "back", tmp_path / "source")
+    assert_equal(exported(tmp_path / "back"), exported(tmp_path / "source"))
 
 
 class OwnForCausalLM(LlamaForCausalLM):
@@ -136,5 +124,5 @@ def test_a_model_with_code_of_its_own_keeps_them(tmp_path: Path, dtype: str) -> 
         checkpoints.save(jobs.progress_at(1), is_over=True)
     loaded = OwnForCausalLM.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype))
     loaded.save_pretrained(tmp_path / "expected")
-    assert_same_files(tmp_path / "hf", tmp_path / "expected")
-    assert {str(tensor.dtype) for tensor in files(tmp_path / "hf").values()} == {"torch.float32", f"torch.{dtype}"}
+    assert_equal(exported(tmp_path / "hf"), exported(tmp_path / "expected"))
+    assert {str(tensor.dtype) for tensor in exported(tmp_path / "hf").values()} == {"torch.float32", f"torch.{dtype}"}

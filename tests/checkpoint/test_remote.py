@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -18,15 +19,15 @@ from upath import UPath
 
 from fsdp2kit.checkpoint import store
 from fsdp2kit.checkpoint.__main__ import main
-from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_export, publish_export, write_files
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
 from fsdp2kit.errors import RunFailure, UserError
 from tests.checkpoint import jobs
-from tests.checkpoint.test_checkpoints import assert_same
-from tests.checkpoint.test_convert import exported, tool
+from tests.checkpoint.jobs import exported
+from tests.checkpoint.test_checkpoints import assert_same, saved_alone
+from tests.checkpoint.test_convert import tool
 from tests.workers import WorkerPool
 
 
@@ -38,21 +39,13 @@ def url() -> str:
     return "memory://bucket/run"
 
 
-def saved(run_dir: Path, url: str, *steps: int, **section: Any) -> tuple[Checkpoints, Path]:
-    checkpoints, path = jobs.checkpoints_of(run_dir, dir=url, **section), run_dir
-    for step in steps:
-        path = checkpoints.save(jobs.progress_at(step))
-    checkpoints.finish()
-    return checkpoints, path
-
-
 def names(url: str) -> list[str]:
     return sorted(path.name for path in UPath(url).iterdir())
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) -> None:
-    _, path = saved(tmp_path, url, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async)
+    _, path = saved_alone(tmp_path, 1, 2, 3, 4, keep=1, keep_every=2, async_save=is_async, dir=url)
     assert names(url) == ["step-000002", "step-000004"]
     assert not (tmp_path / "checkpoints").exists()
     model = jobs.tiny_llama(seed=1)
@@ -65,7 +58,7 @@ def test_saved_resumed_and_retained(tmp_path: Path, url: str, is_async: bool) ->
 
 
 def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = saved(tmp_path, url, 1)
+    _, path = saved_alone(tmp_path, 1, dir=url)
     assert main(["verify", f"{url}/step-000001"]) == 0
     assert "whole: step 1" in capsys.readouterr().out
     dcp_to_hf(path, tmp_path / "out", dtype="float32")
@@ -83,7 +76,7 @@ def test_converted_checked_and_started_from(tmp_path: Path, url: str, capsys: py
 
 
 def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = saved(tmp_path, f"{url}/checkpoints", 1)
+    _, path = saved_alone(tmp_path, 1, dir=f"{url}/checkpoints")
     out: Any = UPath(f"{url}/hf")
     arguments = [str(path), str(out), "--dtype", "float32"]
     assert tool("dcp_to_hf").main([*arguments, "--max-shard-gb", "0.00001", "--verify"]) == 0
@@ -103,7 +96,7 @@ def test_exported_to_a_url(tmp_path: Path, url: str, capsys: pytest.CaptureFixtu
 
 
 def test_an_export_to_a_url_that_was_cut_short_is_made_again(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, f"{url}/checkpoints", 1)
+    _, path = saved_alone(tmp_path, 1, dir=f"{url}/checkpoints")
     out: Any = UPath(f"{url}/hf")
     assert ensure_export(path, out=out, dtype="float32")
     assert not ensure_export(path, out=out, dtype="float32")
@@ -138,14 +131,14 @@ def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
         return original(self, path, mode, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", recorded)
-    saved(tmp_path, url, 1)
+    saved_alone(tmp_path, 1, dir=url)
     assert (written[0], written[-1]) == (".begun", "manifest.json")
     assert {"__0_0.distcp", "hf/config.json"} < set(written)
     assert len(written) == len(set(written))
 
 
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, url, 1, 2)
+    _, path = saved_alone(tmp_path, 1, 2, dir=url)
     (path / "manifest.json").unlink()  # as a kill leaves it
     resumed = jobs.checkpoints_of(tmp_path, dir=url)
     assert str(resumed.resolve("auto")).endswith("step-000001")
@@ -159,7 +152,7 @@ def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Pa
 
 
 def test_going_back_sets_later_checkpoints_aside(tmp_path: Path, url: str) -> None:
-    _, path = saved(tmp_path, url, 1, 2, keep=5)
+    _, path = saved_alone(tmp_path, 1, 2, keep=5, dir=url)
     checkpoints = jobs.checkpoints_of(tmp_path, dir=url, keep=5)
     checkpoints.restore(path.parent / "step-000001")
     checkpoints.save(jobs.progress_at(2))
@@ -196,50 +189,41 @@ class Bucket(LocalFileSystem):
         return path if path.startswith("/") else f"{os.environ['FSDP2KIT_TEST_BUCKET']}/{path}".rstrip("/")
 
 
-def save_and_resume(bucket: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def save_export_and_resume(bucket: Path, is_async: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The state that was saved last and exported, and the state of a resumed run."""
     os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
     fsspec.register_implementation("bucket", Bucket, clobber=True)
+    section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
     model = jobs.sharded(jobs.tiny_llama())
     optimizer = jobs.adamw(model)
-    jobs.train(model, optimizer, range(2))
-    with jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run", async_save=True) as checkpoints:
-        path = checkpoints.save(jobs.progress_at(2))
+    with jobs.checkpoints_of(bucket / "local", model, optimizer, **section) as checkpoints:
+        checkpoints.save(jobs.progress_at(1))
+        checkpoints.finish_save()
+        assert not (bucket / "model").exists()
+        jobs.train(model, optimizer, range(2))
+        path = checkpoints.save(jobs.progress_at(2), is_over=True)
     before = jobs.full_state(model, optimizer)
     dist.barrier()
     model = jobs.sharded(jobs.tiny_llama(seed=1))
     optimizer = jobs.adamw(model)
-    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, dir="bucket://run")
+    checkpoints = jobs.checkpoints_of(bucket / "local", model, optimizer, **section)
     assert checkpoints.resolve("auto") == path
     checkpoints.restore(path)
     return before, jobs.full_state(model, optimizer)
 
 
-def export_in_the_run(bucket: Path, is_async: bool) -> None:
-    os.environ["FSDP2KIT_TEST_BUCKET"] = str(bucket)
-    fsspec.register_implementation("bucket", Bucket, clobber=True)
-    model = jobs.sharded(jobs.tiny_llama())
-    section = {"dir": "bucket://run", "export_dir": "bucket://model", "async_save": is_async, "export_hf": "final"}
-    with jobs.checkpoints_of(bucket / "local", model, **section) as checkpoints:
-        checkpoints.save(jobs.progress_at(1))
-        checkpoints.finish_save()
-        assert not (bucket / "model").exists()
-        checkpoints.save(jobs.progress_at(2), is_over=True)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_run_exports_to_a_store(pool: WorkerPool, tmp_path: Path, is_async: bool) -> None:
-    pool.run(2, export_in_the_run, tmp_path, is_async)
+def test_a_run_saves_to_a_store_exports_to_one_and_resumes(pool: WorkerPool, tmp_path: Path, is_async: bool) -> None:
+    results = pool.run(2, save_export_and_resume, tmp_path, is_async)
+    for before, after in results:
+        assert_same(before, after)
+    assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()
     assert not (tmp_path / "local" / "hf").exists()
     record = json.loads((tmp_path / "model" / ".fsdp2kit-export.json").read_text())
     assert (record["step"], record["dtype"]) == (2, "bfloat16")
-    model, loaded = jobs.tiny_llama().bfloat16(), AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_ranks_save_to_one_store(pool: WorkerPool, tmp_path: Path) -> None:
-    for before, after in pool.run(2, save_and_resume, tmp_path):
-        assert_same(before, after)
-    assert (tmp_path / "run" / "step-000002" / "__1_0.distcp").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(results[0][0][name]).bfloat16()), name
 
 
 def test_a_sweep_deletes_only_what_was_thrown_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

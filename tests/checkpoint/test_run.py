@@ -29,12 +29,7 @@ from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import checkpoints_of
-
-
-def exported_step(out: Path) -> int | None:
-    record = out / ".fsdp2kit-export.json"
-    return json.loads(record.read_text())["step"] if record.is_file() else None
+from tests.checkpoint.jobs import checkpoints_of, exported_step
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:
-    """Of a run of rewards by the reward, which rises as ``eval_loss`` falls."""
+    """A run with rewards names the reward, which rises as ``eval_loss`` falls."""
     checkpoints = checkpoints_of(tmp_path, export="best")
     checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=-5.0), is_over=True)
     for maximizes, said in ((None, "eval_loss -5"), (Rollouts.maximizes, "eval_reward 5")):
@@ -159,22 +154,12 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
         assert checkpoints.start() == Progress()
 
 
-@pytest.mark.parametrize(("key", "value"), [("data.limit", 5), ("eval.split", 0.02), ("eval.split", 500)])
-def test_other_rows_are_another_run_and_the_key_is_named(key: str, value: Any) -> None:
-    section, _, name = key.partition(".")
-    source = ModelSource(None, None, jobs.tiny_llama().config)
-
-    def identity(**sections: Any) -> dict[str, str]:
-        return run_identity(TrainingConfig.model_validate({"recipe": "x", **sections}), source, data="d")
-
-    plain, changed = identity(), identity(**{section: {name: value}})
-    assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
-    assert identity(eval={"split": "test"}) == plain, "what is only evaluated may change"
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("data.limit", 5),
+        ("eval.split", 0.02),
+        ("eval.split", 500),
         ("rollout.n", 4),
         ("rollout.updates", 2),
         ("grpo.loss", "dapo"),
@@ -182,7 +167,7 @@ def test_other_rows_are_another_run_and_the_key_is_named(key: str, value: Any) -
         ("distill.direction", "reverse"),
     ],
 )
-def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_path: Path) -> None:
+def test_other_rows_losses_or_groups_are_another_run(key: str, value: Any, tmp_path: Path) -> None:
     class Config(RLConfig):
         dpo: AnyDPO = PlainDPOConfig()
         distill: DistillConfig = DistillConfig()
@@ -197,13 +182,13 @@ def test_another_loss_or_other_groups_are_another_run(key: str, value: Any, tmp_
 
     plain, changed = identity(), identity(**{section: {name: value}})
     assert {one for one in plain.keys() | changed.keys() if plain.get(one) != changed.get(one)} == {key}
-    assert identity(grpo={"clip_low": 0.1}, dpo={"beta": 0.5}) == plain
+    assert identity(grpo={"clip_low": 0.1}, dpo={"beta": 0.5}, eval={"split": "test"}) == plain
     with pytest.raises(UserError, match=f"was made with {key} = .*, and this run has {key} = '{value}'; undo that"):
         check_same_run(tmp_path, saved=plain, current=changed)
 
 
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
-    """Of the model, of a teacher, of an adapter that is trained further, of the checkpoint that a run starts from."""
+    """The model's, a teacher's, an adapter's that is trained further, and those of a checkpoint to start from."""
 
     class Config(TrainingConfig):
         distill: DistillConfig = DistillConfig(teacher="teacher")

@@ -18,7 +18,7 @@ from fsdp2kit.checkpoint.__main__ import main
 from fsdp2kit.checkpoint.hf import dcp_to_hf, ensure_export
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.model.assets import config_digest
-from fsdp2kit.run import load
+from tests.runs import runner
 from tests.workers import WorkerPool
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run-of-format-1.tar.gz"
@@ -33,10 +33,6 @@ def old(tmp_path: Path) -> Path:
 
 def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_it_is_verified(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,22 +56,17 @@ def test_its_weights_start_another_run(old: Path) -> None:
     assert all(torch.equal(exported[name], parameter) for name, parameter in model.named_parameters())
 
 
-def resume(toml: str, run_dir: str) -> None:
-    recipe, config = load(toml, [f"run.dir='{run_dir}'"])
-    recipe.main(config)
-
-
 def test_it_is_resumed_and_ends_as_it_did(pool: WorkerPool, old: Path) -> None:
-    expected = metrics(old)
+    expected = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
     digest = config_digest(AutoConfig.from_pretrained(old / "hf"))  # depends on transformers' version
     for path in (old / "checkpoints").glob("step-*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["identity"]["model"] = digest
         path.write_text(json.dumps(manifest))
     checkpoint(old, 4).rename(old / "of step 4")
-    pool.run(2, resume, str(old / "run.toml"), str(old))
-    assert [line["step"] for line in metrics(old)] == [1, 2, 3, 4]
-    for ours, theirs in zip(metrics(old)[2:], expected[2:], strict=True):
+    found = runner(pool, old / "run.toml")(old, 2)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for ours, theirs in zip(found[2:], expected[2:], strict=True):
         for key in ("loss", "grad_norm", "lr", "tokens_total"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
     assert main(["verify", str(checkpoint(old, 4))]) == 0

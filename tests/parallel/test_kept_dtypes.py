@@ -18,8 +18,7 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parity.engine import Sharded
-from tests.checkpoint.jobs import checkpoints_of, progress_at
-from tests.checkpoint.test_kept_dtypes import assert_same_files
+from tests.checkpoint.jobs import assert_equal, checkpoints_of, exported, progress_at
 from tests.kept import kept_model
 from tests.parallel.jobs import Case, accumulate
 from tests.reference import LENGTH, plain_batches
@@ -83,7 +82,7 @@ def test_a_step_computes_and_exports_what_transformers_does(
     assert np.array_equal(found["logits"], expected.float().numpy())
     dcp_to_hf(found["checkpoint"], tmp_path / "export", config_dir=tmp_path / kind)
     if "storage_dtype" not in dict(fsdp):
-        assert_same_files(tmp_path / "export", tmp_path / "expected")
+        assert_equal(exported(tmp_path / "export"), exported(tmp_path / "expected"))
     kept = found["plan"].ledger.kept
     assert kept
     assert f"float32 throughout, as transformers keeps them: {', '.join(kept)}" in "\n".join(found["plan"].describe())

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fsdp2kit.model.tokenizer import build_tokenizer
 from fsdp2kit.rl.generation import build_engine
 from fsdp2kit.rl.weight_sync import sync_weights
-from tests.checkpoint.test_kept_dtypes import files
+from tests.checkpoint.jobs import exported
 from tests.kept import kept_model
 from tests.parallel.jobs import Case, build
 from tests.rl.jobs import Engine, bits
@@ -45,7 +45,7 @@ def test_engines_get_what_transformers_loads(kind: str, pool: WorkerPool, tmp_pa
     kept_model(kind).save_pretrained(tmp_path / kind)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path / "expected")
-    expected = with_dtypes(files(tmp_path / "expected")), with_dtypes(plain.state_dict())
+    expected = with_dtypes(exported(tmp_path / "expected")), with_dtypes(plain.state_dict())
     assert torch.float32 in {dtype for dtype, _ in expected[0].values()}
     for ours in pool.run(2, received, tmp_path, Case(kind, 2, fsdp=(("param_dtype", "bfloat16"),))):
         for found, wanted in zip(ours, expected, strict=True):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit import distributed
-from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig, TrainingConfig
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig, TrainConfig
 from fsdp2kit.distributed import seconds_alive
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.parallel.mesh import build_mesh
@@ -41,6 +41,7 @@ from fsdp2kit.train.step import accumulate_gradients, cross_entropy, gradient_no
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_cases, run_loop
 from tests.reference import VOCABULARY, beyond, full, make_batches, tiny_model, tiny_model_dir
 from tests.traffic import count_traffic
+from tests.train.test_wiring import Evaluates, config_of
 from tests.workers import WorkerPool
 
 POISON = VOCABULARY - 1  # a token whose embedding is infinite in the models of the non-finite tests
@@ -173,9 +174,8 @@ def _train_poisoned(
     folder: Path, choice: str, most: int = 5, progress: Progress | None = None
 ) -> tuple[list[dict[str, Any]], list[list[bytes]], str]:
     """Records, this rank's shards after each step (and at the end), and the failure's message."""
-    config = Case("poisoned", 2, 1).config(folder, steps=4, rows=2)
-    config = _with(config, train={"on_nonfinite": choice, "max_nonfinite": most})
-    sharded = build(config)
+    section = {"on_nonfinite": choice, "max_nonfinite": most}
+    sharded = build(config_of(folder, Case("poisoned", 2, 1), steps=4, rows=2, train=section))
     shards: list[list[bytes]] = []
 
     def keep(record: dict[str, Any] | None = None) -> None:
@@ -299,7 +299,7 @@ def _train_with_evaluation(folder: Path, case: Case) -> tuple[float, list[float]
     held_out = make_batches(3, seed=5)
     first = 0.0
     for evaluates in (True, False):
-        config = _with(case.config(folder, steps=3, rows=4), eval={"every": 1 if evaluates else 0})
+        config = config_of(folder, case, steps=3, eval={"every": 1 if evaluates else 0})
         sharded = build(config)
         model, share = sharded.model, (sharded.mesh.dp_rank, sharded.mesh.sizes.dp)
         held = {"": DealtOut(held_out, 2 // share[1], *share)}
@@ -391,12 +391,6 @@ def _train_until_signalled(folder: Path) -> tuple[int, list[int], str]:
     return progress.step, saves.steps, " ".join(metrics.messages)
 
 
-def _with(config: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
-    """The config with other values in its sections."""
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=changed)
-
-
 def _run(
     folder: Path,
     *,
@@ -409,9 +403,10 @@ def _run(
     **options: Any,
 ) -> tuple[Progress, Recorder]:
     """Train the tiny model on every rank as a data-parallel one; ``options`` are `train`'s."""
-    config = Case("smollm2", dist.get_world_size(), 1).config(folder, steps=steps, rows=4)
-    config = _with(
-        config,
+    config = config_of(
+        folder,
+        Case("smollm2", dist.get_world_size(), 1),
+        steps=steps,
         compile={"enabled": compiled},
         train={"log_every": log_every},
         checkpoint={"every": save_every},
@@ -433,15 +428,6 @@ def test_what_is_due_happens_once(pool: WorkerPool, models: Path) -> None:
     assert progress.step == 5
     assert progress.tokens_total == sum(batch.targets for batch in batches)
     assert progress.input_tokens_total == sum(batch.input_ids.numel() for batch in batches)
-
-
-def test_checkpoints_by_time(pool: WorkerPool, models: Path) -> None:
-    """After the step that is under way when the time has come, and at the end."""
-    for every, saved in (("0.001s", [1, 2, 3]), ("1h", [3])):
-        [(events, _)] = pool.run(1, _events, models, {"save_every": every}, 3)
-        assert events == [
-            event for step in (1, 2, 3) for event in (f"log {step}", *[f"save {step}"] * (step in saved))
-        ]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -475,19 +461,13 @@ def _events(
     folder: Path, changes: dict[str, Any], steps: int, progress: Progress | None = None
 ) -> tuple[list[str], Progress]:
     events: list[str] = []
-
-    def evaluate() -> dict[str, float]:
-        events.append("evaluate")
-        return {"eval_loss": 1.0}
-
-    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
     done, _ = _run(
         folder,
         steps=steps,
         progress=progress,
         on_log=lambda record: events.append(f"log {record['step']}"),
         checkpoints=Saves(lambda step: events.append(f"save {step}")),
-        evaluate=evaluate,
+        evaluate=Evaluates(itertools.repeat(1.0), lambda: events.append("evaluate")),
         **changes,
     )
     return events, done

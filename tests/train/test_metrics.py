@@ -109,25 +109,19 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None
     assert (record["step"], record["loss"]) == (1, None)
 
 
-def test_answers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = build(tmp_path)
-    metrics.log_samples(
-        3, [{"prompt": "What is wet?", "answer": "Water.\nAnd rain."}, {"prompt": "And?", "answer": ""}]
-    )
-    metrics.close(ok=True)
-    assert capsys.readouterr().out == "> What is wet?\nWater.\nAnd rain.\n> And?\n(an empty answer)\n"
-
-
-def test_a_prompt_of_messages_is_kept_and_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_kept_and_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables: list[Any] = []
     wandb: Any = SimpleNamespace(log_samples=lambda step, samples: tables.append(samples))
     metrics = Metrics(NO_THROUGHPUT, wandb=wandb, path=tmp_path / "metrics.jsonl", console=Console(1))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wet?"}]
-    metrics.log_samples(3, [{"prompt": messages, "answer": "Yes."}])
-    assert capsys.readouterr().out == "> system: Be brief.\nuser: Wet?\nYes.\n"
-    kept = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert kept == {"step": 3, "prompt": messages, "answer": "Yes."}
-    assert tables == [[{"prompt": "system: Be brief.\nuser: Wet?", "answer": "Yes."}]]
+    text = "system: Be brief.\nuser: Wet?"
+    metrics.log_samples(3, [{"prompt": messages, "answer": "Yes.\nAnd rain."}, {"prompt": "And?", "answer": ""}])
+    assert capsys.readouterr().out == f"> {text}\nYes.\nAnd rain.\n> And?\n(an empty answer)\n"
+    assert read(tmp_path / "samples.jsonl") == [
+        {"step": 3, "prompt": messages, "answer": "Yes.\nAnd rain."},
+        {"step": 3, "prompt": "And?", "answer": ""},
+    ]
+    assert tables == [[{"prompt": text, "answer": "Yes.\nAnd rain."}, {"prompt": "And?", "answer": ""}]]
 
 
 def test_no_answers_leave_no_trace(tmp_path: Path) -> None:

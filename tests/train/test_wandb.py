@@ -49,12 +49,6 @@ class BrokenWandb:
         raise ConnectionError("the service is gone\nwith a long story")
 
 
-def test_login_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_login()
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert has_login()
-
-
 @pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
 def test_login_in_netrc(no_login: Path, host: str) -> None:
     (no_login / ".netrc").write_text(f"machine elsewhere.org login user password {KEY}\n")
@@ -86,14 +80,11 @@ def test_unreadable_files_are_no_login(no_login: Path) -> None:
     assert not has_login()
 
 
-def test_online_without_a_login_is_refused_before_the_run() -> None:
+def test_online_without_a_login_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"wandb\.mode: 'online', but there is no .* login; run `wandb login`"):
         check_wandb(WandbConfig(mode="online"))
     for mode in ("auto", "offline", "disabled"):
         check_wandb(WandbConfig(mode=mode))
-
-
-def test_a_login_satisfies_online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     check_wandb(WandbConfig(mode="online"))
 
@@ -113,38 +104,36 @@ def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it is off for this run" in messages[0]
 
 
-def test_auto_without_a_login_is_offline_and_says_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("section", "variable", "has_key", "mode", "says"),
+    [
+        ("auto", None, False, "offline", ["no login, so this run is kept offline"]),
+        ("auto", "online", False, "offline", ["no login, so this run is kept offline"]),  # it never asks for one
+        ("auto", None, True, "online", []),
+        ("auto", "online", True, "online", []),
+        ("auto", "offline", True, "offline", []),
+        ("auto", "dryrun", True, "offline", []),
+        ("offline", "disabled", False, "offline", []),
+    ],
+)
+def test_the_mode_is_the_configs_then_the_environments_then_the_logins(
+    section: Any,
+    variable: str | None,
+    has_key: bool,
+    mode: str,
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     seen = record_init(monkeypatch)
-    _, messages = start(WandbConfig(), tmp_path / "run")
-    assert seen["mode"] == "offline"
-    assert len(messages) == 1
-    assert "offline" in messages[0]
+    for name, value in (("WANDB_MODE", variable), ("WANDB_API_KEY", KEY if has_key else None)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    _, messages = start(WandbConfig(mode=section), tmp_path / "run")
+    assert seen["mode"] == mode
+    assert [says[0] in line for line in messages] == [True] * len(says)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("asked", "mode"), [("offline", "offline"), ("dryrun", "offline"), ("online", "online")])
-def test_auto_respects_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str) -> None:
-    seen = record_init(monkeypatch)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_MODE", asked)
-    _, messages = start(WandbConfig(), tmp_path / "run")
-    assert (seen["mode"], messages) == (mode, [])
-
-
-def test_auto_never_asks_for_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record_init(monkeypatch)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    start(WandbConfig(), tmp_path / "run")
-    assert seen["mode"] == "offline"
-
-
-def test_a_mode_of_the_config_beats_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record_init(monkeypatch)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    start(WandbConfig(mode="offline"), tmp_path / "run")
-    assert seen["mode"] == "offline"
 
 
 def test_disabled_starts_nothing_and_keeps_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,10 @@ from torch import Tensor
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.data.loader import Batch
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.job import start_job
-from fsdp2kit.model.build import build_model
-from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut
 from fsdp2kit.progress import Progress
 from fsdp2kit.train import loop, throughput
 from fsdp2kit.train.loop import NoCheckpoints
-from fsdp2kit.train.metrics import build_metrics
 from fsdp2kit.train.step import cross_entropy
 from tests.parallel.jobs import Case, Recorder, Saves, build, run_loop
 from tests.reference import make_batches, tiny_model_dir
@@ -35,10 +31,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("smollm2", tmp_path_factory.mktemp("models")).parent
 
 
-def config_of(folder: Path, case: Case, *, steps: int = 2, **sections: dict[str, Any]) -> TrainingConfig:
-    config = case.config(folder, steps=steps, rows=4)
+def config_of(
+    folder: Path, case: Case, *, steps: int = 2, rows: int = 4, **sections: dict[str, Any]
+) -> TrainingConfig:
+    """The case's config with other values in its sections."""
+    config = case.config(folder, steps=steps, rows=rows)
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
+
+
+class Evaluates:
+    """An evaluation that finds these losses, in turn; ``attributes`` are what else the loop asks it for."""
+
+    def __init__(
+        self, losses: Iterable[float], on_call: Callable[[], object] = lambda: None, **attributes: Any
+    ) -> None:
+        self._losses, self._on_call = iter(losses), on_call
+        vars(self).update(attributes)
+
+    def __call__(self) -> dict[str, float]:
+        self._on_call()
+        return {"eval_loss": next(self._losses)}
+
+    def answers(self) -> list[Any]:
+        return []
 
 
 class Padded(DealtOut):
@@ -77,25 +93,6 @@ def test_speeds_and_flops_are_of_input_tokens_and_of_one_device(
         assert record["tflops_per_device"] * seconds * 1e12 * dp * cp == pytest.approx(flops)
 
 
-def flops_of_a_job(run_dir: Path, model: Path) -> tuple[float, float]:
-    """FLOPs of one step a device, as the metrics of a job have them, and as they should be."""
-    values = {"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, "train": {"steps": 1}}
-    config = TrainingConfig.model_validate({"recipe": "x", "wandb": {"mode": "disabled"}, **values})
-    with start_job(config) as job:
-        built = build_model(config.model)
-        plan = plan_parallel(built, config, job.mesh.sizes)
-        job.open_run_dir()
-        metrics = build_metrics(config, job=job, plan=plan, progress=Progress(), total_steps=1)
-        metrics.throughput.add(1000, 10, 0, 0.0)
-        record = metrics.throughput.record()
-    return record["tflops_per_device"] * record["step_seconds"] * 1e12, 6000 * plan.flops.parameters / job.world.size
-
-
-def test_the_metrics_of_a_job_divide_by_its_ranks(pool: WorkerPool, models: Path, tmp_path: Path) -> None:
-    for found, expected in pool.run(2, flops_of_a_job, tmp_path / "run", models / "smollm2"):
-        assert found == pytest.approx(expected)
-
-
 # The clock
 
 
@@ -126,7 +123,7 @@ def run_by_the_clock(
     Args:
         losses: what the evaluations find, in turn.
     """
-    clock, left = Clock(), list(losses)
+    clock = Clock()
     of_step, of_evaluation, of_save = seconds
     sharded = build(config_of(folder, Case("smollm2", micro=4), steps=steps, **sections))
 
@@ -134,13 +131,9 @@ def run_by_the_clock(
         clock.wait(of_step)
         return cross_entropy(model, inputs)
 
-    def evaluate() -> dict[str, float]:
-        clock.wait(of_evaluation)
-        return {"eval_loss": left.pop(0)}
-
-    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
     saves = Saves(lambda step: clock.wait(of_save))
-    options: dict[str, Any] = {"checkpoints": saves, "objective": objective, "evaluate": evaluate if losses else None}
+    evaluate = Evaluates(losses, lambda: clock.wait(of_evaluation)) if losses else None
+    options: dict[str, Any] = {"checkpoints": saves, "objective": objective, "evaluate": evaluate}
     with pytest.MonkeyPatch.context() as patch:
         for module in (loop, throughput):
             patch.setattr(module, "time", clock)
@@ -177,12 +170,7 @@ def test_the_best_so_far_is_saved_where_it_is_kept(
 def shown_where_nothing_is_trained(folder: Path) -> list[list[str]]:
     """Which metrics the console shows of a run that only evaluates."""
     sharded = build(config_of(folder, Case("smollm2"), steps=0))
-
-    def evaluate() -> dict[str, float]:
-        return {"eval_loss": 1.0, "eval_accuracy": 0.5}
-
-    evaluate.answers = list  # pyright: ignore[reportFunctionMemberAccess]
-    evaluate.objective = SimpleNamespace(shown=["accuracy"])  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate = Evaluates([1.0], objective=SimpleNamespace(shown=["accuracy"]))
     shown: list[list[str]] = []
     metrics = Recorder(sharded, on_log=lambda record: shown.append([*metrics.shown]))
     run_loop(sharded, DealtOut(make_batches(1), 1), metrics=metrics, evaluate=evaluate)
@@ -196,12 +184,7 @@ def test_the_console_shows_an_objectives_metrics_also_where_nothing_is_trained(p
 def said_at_an_early_stop(folder: Path) -> list[str]:
     """What a run says whose evaluations are of rewards, which only fall."""
     sharded = build(config_of(folder, Case("smollm2"), steps=5, eval={"every": 1, "patience": 1}))
-    left, metrics = [-5.0, -4.0], Recorder(sharded)
-
-    def evaluate() -> dict[str, float]:
-        return {"eval_loss": left.pop(0)}
-
-    evaluate.answers, evaluate.maximizes = list, "eval_reward"  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate, metrics = Evaluates([-5.0, -4.0], maximizes="eval_reward"), Recorder(sharded)
     run_loop(sharded, DealtOut(make_batches(5), 1), metrics=metrics, evaluate=evaluate)
     return metrics.messages
 
@@ -340,25 +323,3 @@ def profiler_of_a_resumed_run(folder: Path) -> tuple[int, int]:
 
 def test_the_profiler_of_a_resumed_run_knows_its_steps(pool: WorkerPool, models: Path) -> None:
     assert pool.run(1, profiler_of_a_resumed_run, models) == [(4, 1)]
-
-
-# The job
-
-
-def determinism(folder: Path, wanted: bool) -> bool:
-    values: dict[str, Sequence[Any] | dict[str, Any] | str] = {
-        "recipe": "x",
-        "model": {"path": "m"},
-        "train": {"steps": 1},
-        "run": {"dir": str(folder), "deterministic": wanted},
-    }
-    try:
-        with start_job(TrainingConfig.model_validate(values)):
-            return torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_deterministic_run_is_torchs_setting(wanted: bool, pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(1, determinism, tmp_path, wanted) == [wanted]
