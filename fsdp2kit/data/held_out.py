@@ -45,9 +45,6 @@ def hold_out(tables: Sequence[TokenTable], held_out: float) -> list[tuple[np.nda
 
     Args:
         held_out: as `hold_out_border`'s.
-
-    Raises:
-        UserError: no row of a table is left to train on.
     """
     keys = [one.table["key"].to_numpy() for one in tables]
     border = hold_out_border(np.concatenate(keys), held_out)
@@ -61,11 +58,7 @@ def hold_out(tables: Sequence[TokenTable], held_out: float) -> list[tuple[np.nda
 def read_held_out(
     location: Location, section: DataConfig, tokenizer: Tokenizer, *, border: int, packs: int
 ) -> TokenTable:
-    """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs.
-
-    Raises:
-        UserError: a row cannot be read or encoded, or one pass over the stream has none of them.
-    """
+    """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs."""
     names, blocks, room = [], [], packs * section.seq_len
     rows = (row for row in RowReader(location) if row_key(row.parse(), section) < border)
     while room > 0 and (some := list(itertools.islice(rows, _BLOCK))):

@@ -39,9 +39,6 @@ def plan_packs(
     Args:
         lengths: integers [documents], each from 1 to ``seq_len``.
         advance: called after each window with its number of documents.
-
-    Raises:
-        ValueError: a length is outside that range. `cut_rows` prevents that.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= seq_len):

@@ -18,8 +18,9 @@ from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from recipes import distill, grpo
-from tests.data import families, templates
-from tests.data.families import MULTI, SINGLE
+from tests.data import templates
+from tests.data.families import MULTI, SINGLE, tokenizer_of
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 
 
@@ -35,8 +36,7 @@ def config_of(folder: Path, *, template: str = templates.CHATML, **sections) -> 
 
 
 def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 def test_good_rows_and_what_is_elsewhere(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_key_is_named(key: str, tmp_path: Path) -> None:
 def test_a_row_that_cannot_be_learnt_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": SINGLE}, {"messages": MULTI})
     with pytest.raises(UserError, match=r"a\.jsonl:2: .*data\.train_on"):
-        check_first_rows(config_of(tmp_path, template=families.QWEN3.source(marked=False), data={"path": path}))
+        check_first_rows(config_of(tmp_path, template=tokenizer_of("qwen3").chat_template, data={"path": path}))
     with pytest.raises(UserError, match="there are no rows"):
         check_first_rows(config_of(tmp_path, data={"path": write(tmp_path / "b.jsonl")}))
 

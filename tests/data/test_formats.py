@@ -17,20 +17,22 @@ from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import families, templates
-from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
-from tests.data.templates import make_tokenizer
+from tests.data import templates
+from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOL, talk_for, tokenizer_of
+from tests.data.templates import learnt_text, make_tokenizer
+
+TALK = talk_for("qwen25")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer(families.TOOL_CALLING.source(marked=False))
+    return tokenizer_of("qwen25")
 
 
 def learnt(row: dict, tokenizer, how: DataConfig) -> tuple[str, str]:
     """The whole row and what is learnt of it, as text."""
     [(ids, mask)] = encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
-    return tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+    return tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)
 
 
 def refused(row: dict, tokenizer, how: DataConfig) -> str:
@@ -52,10 +54,10 @@ def test_sharegpt_conversations(tokenizer) -> None:
 
 
 def test_tools_as_a_list_or_as_json(tokenizer) -> None:
-    whole, mine = learnt({"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, DataConfig(format="chat"))
+    whole, mine = learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, DataConfig(format="chat"))
     assert "<tools>" in whole
     assert mine.startswith("<tool_call>")
-    as_text = {"messages": WITH_TOOLS, "functions": json.dumps(TOOLS)}
+    as_text = {"messages": TALK, "functions": json.dumps([TOOL])}
     assert learnt(as_text, tokenizer, DataConfig(format="chat", columns=ColumnsConfig(tools="functions"))) == (
         whole,
         mine,
@@ -91,7 +93,7 @@ def test_an_empty_completion_is_refused(cell: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
-    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    tokenizer = tokenizer_of("hermes", marked=marked)
     row = {"prompt": MULTI[:3], "completion": MULTI[3:]}
     whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
     assert whole == tokenizer.apply_chat_template(MULTI, tokenize=False)
@@ -102,7 +104,7 @@ def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) ->
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
-    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    tokenizer = tokenizer_of("hermes", marked=marked)
     row, how = {"prompt": "Is water wet?", "completion": "Yes."}, DataConfig(format="prompt_completion", wrap="chat")
     messages = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]
     whole, mine = learnt(row, tokenizer, how)
@@ -164,7 +166,7 @@ def test_the_key_of_a_row_is_that_of_its_content() -> None:
         {"dialog": SINGLE}, DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
     )
     assert row_key(row, how) != row_key({"messages": MULTI}, how)
-    assert row_key(row, how) != row_key({"messages": SINGLE, "tools": TOOLS}, how)
+    assert row_key(row, how) != row_key({"messages": SINGLE, "tools": [TOOL]}, how)
     keys = [row_key({"text": str(number)}, DataConfig(format="text")) for number in range(2000)]
     for share in (0.02, 0.5):
         assert sum(key < key_border(share) for key in keys) == pytest.approx(2000 * share, rel=0.5)
@@ -191,7 +193,7 @@ def test_preferences(tokenizer) -> None:
     assert [chosen, rejected] == same
     for side, answer in ((chosen, SECOND), (rejected, "No.")):
         ids, mask = side
-        text = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+        text = learnt_text(tokenizer, ids, mask)
         assert text == f"{answer}<|im_end|>"
     texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
     _, worse = encode_rows([Row(texts, "c")], how, tokenizer)
@@ -203,10 +205,7 @@ def test_preferences(tokenizer) -> None:
 def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
     """Of the better and the worse answer, the whole text and what is learnt of it."""
     sides = encode_rows([Row(row, "x.jsonl:1")], DataConfig(format="preference", **options), tokenizer)
-    return [
-        (tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
-        for ids, mask in sides
-    ]
+    return [(tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)) for ids, mask in sides]
 
 
 def test_prompts_that_both_answers_begin_with(tokenizer) -> None:
@@ -455,12 +454,10 @@ def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
     for suffix, kind in (("csv", ","), ("tsv", "\t")):
         with (tmp_path / f"a.{suffix}").open("w", newline="") as file:
             writer = csv.writer(file, delimiter=kind)
-            writer.writerows([["messages", "tools"], [json.dumps(WITH_TOOLS), json.dumps(TOOLS)]])
+            writer.writerows([["messages", "tools"], [json.dumps(TALK), json.dumps([TOOL])]])
             writer.writerow([json.dumps(SINGLE), ""])
         [first, second] = first_rows(ChatDataConfig(path=str(tmp_path / f"a.{suffix}")), "data.path", 2)
-        assert learnt(first.parse(), tokenizer, chat) == learnt(
-            {"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, chat
-        )
+        assert learnt(first.parse(), tokenizer, chat) == learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, chat)
         assert learnt(second.parse(), tokenizer, chat) == expected
 
 
