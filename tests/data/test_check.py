@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,11 +29,27 @@ class Config(TrainingConfig):
     data: ChatDataConfig = ChatDataConfig()
 
 
-def config_of(folder: Path, *, template: str = templates.CHATML, **sections) -> Config:
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+
+
+def config_of(
+    folder: Path,
+    kind: type = Config,
+    *,
+    template: str = templates.CHATML,
+    config: dict = LLAMA,
+    attention: str = "auto",
+    **sections,
+) -> Any:
     make_tokenizer(template).save_pretrained(folder / "tokenizer")
-    model = {"tokenizer": "tokenizer", "weights": "random", "config": {"model_type": "llama"}}
-    values = {"recipe": "x", "model": model, "train": {"steps": 1}, **sections}
-    return load_config(Config, values, source=folder / "x.toml")
+    model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
+    values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
+    return load_config(kind, values, source=folder / "x.toml")
+
+
+def lines_of(folder: Path, *kind: type, **options) -> tuple[str, list[str]]:
+    lines, unchecked = check_offline(config_of(folder, *kind, **options), MeshSizes(1, 2, 1))
+    return "\n".join(lines), unchecked
 
 
 def write(path: Path, *rows: dict) -> str:
@@ -84,19 +101,6 @@ def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, mon
         count_steps(config_of(tmp_path, data=data, train=train, lr_schedule=schedule))
     with pytest.raises(UserError, match=r"^data\.path: is required"):
         build_data(config_of(tmp_path, train=train), tokenizer=build_tokenizer(config.model))
-
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
-
-
-def lines_of(
-    folder: Path, kind: type = Config, *, config: dict = LLAMA, attention: str = "auto", **sections
-) -> tuple[str, list[str]]:
-    make_tokenizer(templates.CHATML).save_pretrained(folder / "tokenizer")
-    model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
-    values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
-    lines, unchecked = check_offline(load_config(kind, values, source=folder / "x.toml"), MeshSizes(1, 2, 1))
-    return "\n".join(lines), unchecked
 
 
 def test_what_only_the_start_reads_is_said(tmp_path: Path) -> None:

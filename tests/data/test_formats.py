@@ -185,21 +185,7 @@ def test_tokens_as_they_are(tokenizer) -> None:
     assert "padded" in refused({"input_ids": [5, 6], "attention_mask": [1, 0]}, tokenizer, how)
 
 
-def test_preferences(tokenizer) -> None:
-    how = DataConfig(format="preference")
-    implicit = {"chosen": MULTI, "rejected": [*MULTI[:3], {"role": "assistant", "content": "No."}]}
-    explicit = {"prompt": MULTI[:3], "chosen": MULTI[3:], "rejected": [{"role": "assistant", "content": "No."}]}
-    chosen, rejected, *same = encode_rows([Row(implicit, "a"), Row(explicit, "b")], how, tokenizer)
-    assert [chosen, rejected] == same
-    for side, answer in ((chosen, SECOND), (rejected, "No.")):
-        ids, mask = side
-        text = learnt_text(tokenizer, ids, mask)
-        assert text == f"{answer}<|im_end|>"
-    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
-    _, worse = encode_rows([Row(texts, "c")], how, tokenizer)
-    assert tokenizer.decode(worse[0]) == "<|begin|>Wet? No<|im_end|>"
-    with pytest.raises(UserError, match="share no prompt"):
-        encode_rows([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
+NO, SYSTEM = {"role": "assistant", "content": "No."}, {"role": "system", "content": "Be brief."}
 
 
 def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
@@ -208,48 +194,68 @@ def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
     return [(tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)) for ids, mask in sides]
 
 
-def test_prompts_that_both_answers_begin_with(tokenizer) -> None:
-    start = "\n\nHuman: Is water wet?\n\nAssistant:"
-    texts = {"chosen": f"{start} Yes, it is.", "rejected": f"{start} Yesterday.", "prompt_id": 7}
-    expected = [f"{answer}<|im_end|>" for answer in (" Yes, it is.", " Yesterday.")]
-    found = pair_of(texts, tokenizer)
-    assert [learnt for _, learnt in found] == expected, "cut at a word's border, not within it"
-    assert found == pair_of({"prompt": start, "chosen": " Yes, it is.", "rejected": " Yesterday."}, tokenizer)
-    lines = pair_of({"chosen": "Wet?\nYes", "rejected": "Wet?\nNo"}, tokenizer)
-    assert [learnt for _, learnt in lines] == ["Yes<|im_end|>", "No<|im_end|>"]
-    # As ultrafeedback_binarized has it: the prompt once more, beside conversations.
-    no = {"role": "assistant", "content": "No."}
-    twice = {"prompt": SINGLE[0]["content"], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    alone = {"prompt": SINGLE[0]["content"], "chosen": SINGLE[1:], "rejected": [no]}
-    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
-    assert pair_of(twice, tokenizer) == pair_of(alone, tokenizer) == pair_of(explicit, tokenizer)
-    assert pair_of(twice, tokenizer)[1][1] == "No.<|im_end|>"
+QUESTION = SINGLE[0]["content"]
+PAIR = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [NO]}
+REPEATED = {"chosen": SINGLE, "rejected": [SINGLE[0], NO]}
+BRIEF = {**PAIR, "prompt": [SYSTEM, SINGLE[0]]}
+LONGER = {name: [SYSTEM, *value] for name, value in REPEATED.items()}
+TEXTS = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
+START = "\n\nHuman: Is water wet?\n\nAssistant:"
+SAME_PAIRS = {
+    "no prompt": (REPEATED, PAIR),
+    "a prompt that the answers repeat": ({**REPEATED, "prompt": SINGLE[:1]}, PAIR),
+    "a prompt as text, that the answers repeat": ({"prompt": QUESTION, **REPEATED}, PAIR),  # ultrafeedback_binarized
+    "a prompt as text": ({**PAIR, "prompt": QUESTION}, PAIR),
+    "columns as JSON": ({name: json.dumps(value) for name, value in PAIR.items()}, PAIR),
+    "a text and JSON": ({**PAIR, "prompt": QUESTION, "chosen": json.dumps(SINGLE[1:])}, PAIR),
+    "the last message is repeated": ({**BRIEF, **REPEATED}, BRIEF),
+    "the answers have a system message more": ({"prompt": SINGLE[:1], **LONGER}, BRIEF),
+    "the same, with a prompt as text": ({"prompt": QUESTION, **LONGER}, BRIEF),
+    "texts that repeat the prompt": ({"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "Wet? No"}, TEXTS),
+    "texts cut at a word's border": (
+        {"chosen": f"{START} Yes, it is.", "rejected": f"{START} Yesterday.", "prompt_id": 7},
+        {"prompt": START, "chosen": " Yes, it is.", "rejected": " Yesterday."},
+    ),
+    "texts cut at a line break": (
+        {"chosen": "Wet?\nYes", "rejected": "Wet?\nNo"},
+        {"prompt": "Wet?\n", "chosen": "Yes", "rejected": "No"},
+    ),
+}
 
 
-def test_a_prompt_that_both_answers_repeat_is_said_once(tokenizer) -> None:
-    no = {"role": "assistant", "content": "No."}
-    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
-    twice = {"prompt": SINGLE[:1], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    assert pair_of(twice, tokenizer) == pair_of(explicit, tokenizer)
-    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
-    again = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "Wet? No"}
-    assert pair_of(again, tokenizer) == pair_of(texts, tokenizer)
+@pytest.mark.parametrize("name", SAME_PAIRS)
+def test_ways_to_write_a_pair(name: str, tokenizer) -> None:
+    row, explicit = SAME_PAIRS[name]
+    assert pair_of(row, tokenizer) == pair_of(explicit, tokenizer)
+
+
+def test_what_is_learnt_of_a_pair(tokenizer) -> None:
+    assert [learnt for _, learnt in pair_of(PAIR, tokenizer)] == [f"{ANSWER}<|im_end|>", "No.<|im_end|>"]
+    begin = "<|begin|>Wet?"
+    expected = [(f"{begin} {answer}<|im_end|>", f" {answer}<|im_end|>") for answer in ("Yes", "No")]
+    assert pair_of(TEXTS, tokenizer) == expected
     quoted = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "No"}
     assert pair_of(quoted, tokenizer)[0][1] == "Wet? Yes<|im_end|>", "one answer alone quotes it"
+    texts = {"messages": [SYSTEM, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"}
+    named = pair_of(texts, tokenizer, wrap="chat", columns=ColumnsConfig(prompt="messages"))
+    assert "Be brief." in named[0][0]
+    assert named[0][1] == "It is wet<|im_end|>"
 
 
 def test_pairs_that_cannot_be_read_say_what_to_do(tokenizer) -> None:
-    no = [{"role": "assistant", "content": "No."}]
     mistakes = {
         "no 'chosen' (it has: prompt, better, rejected); did you mean 'better'? set data.columns.chosen = \"better\"":
             {"prompt": "a", "better": "b", "rejected": "c"},
         "did you mean 'response_rejected'?": {"prompt": "a", "chosen": "b", "response_rejected": "c"},
         "no 'prompt' (it has: question, chosen, rejected); did you mean 'question'?":
             {"question": "Is water wet?", "chosen": "It is", "rejected": "It never"},
+        "no 'prompt' (it has: messages, chosen, rejected); did you mean 'messages'? set data.columns.prompt = ":
+            {"messages": [SYSTEM, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"},
         "share no prompt": {"chosen": "Yes", "rejected": "No"},
-        "a text and a list of messages; give two of a kind": {"prompt": "a", "chosen": "b", "rejected": no},
-        "chosen is of type int": {"prompt": "a", "chosen": 3, "rejected": no},
-        "prompt is none of its messages": {"prompt": "Be brief.", "chosen": SINGLE, "rejected": [SINGLE[0], *no]},
+        "share no prompt; give rows": {"chosen": SINGLE, "rejected": MULTI[2:]},
+        "a text and a list of messages; give two of a kind": {"prompt": "a", "chosen": "b", "rejected": [NO]},
+        "chosen is of type int": {"prompt": "a", "chosen": 3, "rejected": [NO]},
+        "prompt is none of its messages": {"prompt": "Be brief.", "chosen": SINGLE, "rejected": [SINGLE[0], NO]},
     }  # fmt: skip
     for says, row in mistakes.items():
         with pytest.raises(UserError) as caught:
@@ -423,22 +429,6 @@ def test_two_conversations_in_a_row(tokenizer) -> None:
         assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, chat)
 
 
-def test_a_prompt_of_pairs_and_what_the_answers_repeat(tokenizer) -> None:
-    system, no = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "No."}
-    expected = pair_of({"prompt": [system, *SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]}, tokenizer)
-    answers = {"chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    assert pair_of({"prompt": [system, SINGLE[0]], **answers}, tokenizer) == expected, "the last message is repeated"
-    longer = {name: [system, *value] for name, value in answers.items()}
-    assert pair_of({"prompt": SINGLE[:1], **longer}, tokenizer) == expected, "the answers have a system message more"
-    assert pair_of({"prompt": SINGLE[0]["content"], **longer}, tokenizer) == expected
-    texts = {"messages": [system, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"}
-    with pytest.raises(UserError, match=r"no 'prompt' .* did you mean 'messages'\? set data\.columns\.prompt = "):
-        pair_of(texts, tokenizer)
-    named = pair_of(texts, tokenizer, wrap="chat", columns=ColumnsConfig(prompt="messages"))
-    assert "Be brief." in named[0][0]
-    assert named[0][1] == "It is wet<|im_end|>"
-
-
 def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
     chat = DataConfig(format="chat")
     sharegpt = [{"from": "human", "value": SINGLE[0]["content"]}, {"from": "gpt", "value": SINGLE[1]["content"]}]
@@ -462,11 +452,6 @@ def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
 
 
 def test_prompts_and_answers_as_json_text(tokenizer) -> None:
-    no = [{"role": "assistant", "content": "No."}]
-    row = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": no}
-    expected = pair_of(row, tokenizer)
-    assert pair_of({name: json.dumps(value) for name, value in row.items()}, tokenizer) == expected
-    assert pair_of({**row, "prompt": SINGLE[0]["content"], "chosen": json.dumps(SINGLE[1:])}, tokenizer) == expected
     how = DataConfig(format="prompt_completion")
     pair = {"prompt": MULTI[:3], "completion": MULTI[3:]}
     assert learnt({k: json.dumps(v) for k, v in pair.items()}, tokenizer, how) == learnt(pair, tokenizer, how)

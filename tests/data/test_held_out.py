@@ -25,12 +25,11 @@ def write(path: Path, texts: list[str]) -> str:
 def build(
     data: dict, *, split: float | str = 0.2, every: int = 1, dp: int = 1, rank: int = 0, steps: int | None = None
 ) -> Data:
-    evaluation = EvalConfig(every=every, split=split, steps=steps)
     config = TrainingConfig.model_construct(
         recipe="x",
         data=ChatDataConfig.model_validate({"format": "text", "seq_len": 64, "pack": False, **data}),
         train=TrainConfig(steps=3, global_batch_size=4),
-        eval=evaluation,
+        eval=EvalConfig(every=every, split=split, steps=steps),
     )
     mesh = SimpleNamespace(dp_rank=rank, sizes=SimpleNamespace(dp=dp))
     return build_data(config, tokenizer=TOKENIZER, mesh=mesh)
@@ -38,12 +37,8 @@ def build(
 
 def texts_of(loader) -> list[str]:
     """Every document that a loader of whole data holds, copies included."""
-    found = []
-    for part in loader.parts:
-        for index in range(len(part.documents)):
-            ids, _ = part.documents[index]
-            found.append(TOKENIZER.decode(ids, skip_special_tokens=True))
-    return found
+    documents = [part.documents[at] for part in loader.parts for at in range(len(part.documents))]
+    return [TOKENIZER.decode(ids, skip_special_tokens=True) for ids, _ in documents]
 
 
 def sides(data: Data) -> tuple[list[str], list[str]]:
@@ -146,15 +141,10 @@ def test_a_limit_is_the_first_rows_of_every_part_and_of_no_evaluation(tmp_path: 
 def test_a_limited_stream_resumes_within_its_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TEXTS)
     options = {"path": path, "limit": 10, "streaming": True}
-    straight = build(options, split="train", every=0).loader
-    batches = [straight.batch(index) for index in range(6)]
-    again = build(options, split="train", every=0).loader
+    straight, resumed = (build(options, split="train", every=0).loader for _ in range(2))
     for index in range(3):
-        again.batch(index)
-    state = json.loads(json.dumps(again.state(3)))
-    resumed = build(options, split="train", every=0).loader
-    resumed.seek(3, state)
+        straight.batch(index)
+    resumed.seek(3, json.loads(json.dumps(straight.state(3))))
     for index in range(3, 6):
-        assert [one.input_ids.tolist() for one in resumed.batch(index)] == [
-            one.input_ids.tolist() for one in batches[index]
-        ]
+        one, other = ([batch.input_ids.tolist() for batch in loader.batch(index)] for loader in (straight, resumed))
+        assert one == other
