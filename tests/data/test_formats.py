@@ -22,6 +22,7 @@ from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOL, talk_for, t
 from tests.data.templates import learnt_text, make_tokenizer
 
 TALK = talk_for("qwen25")
+CHAT, COMPLETION = DataConfig(format="chat"), DataConfig(format="prompt_completion")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,15 @@ def test_sharegpt_conversations(tokenizer) -> None:
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = [{"role": "system", "content": "Be brief."}, *MULTI]
     sharegpt = [{"from": names[message["role"]], "value": message["content"]} for message in rows]
-    expected = learnt({"messages": rows}, tokenizer, DataConfig(format="chat"))
-    assert learnt({"conversations": sharegpt}, tokenizer, DataConfig(format="chat")) == expected
+    expected = learnt({"messages": rows}, tokenizer, CHAT)
+    assert learnt({"conversations": sharegpt}, tokenizer, CHAT) == expected
     mapped = DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
     assert learnt({"dialog": sharegpt}, tokenizer, mapped) == expected
     assert expected[1] == f"{ANSWER}<|im_end|>{SECOND}<|im_end|>"
 
 
 def test_tools_as_a_list_or_as_json(tokenizer) -> None:
-    whole, mine = learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, DataConfig(format="chat"))
+    whole, mine = learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, CHAT)
     assert "<tools>" in whole
     assert mine.startswith("<tool_call>")
     as_text = {"messages": TALK, "functions": json.dumps([TOOL])}
@@ -62,26 +63,24 @@ def test_tools_as_a_list_or_as_json(tokenizer) -> None:
         whole,
         mine,
     )
-    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, DataConfig(format="chat"))
+    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, CHAT)
 
 
 def test_variables_for_the_template() -> None:
     template = "{% if shout %}LOUD{% endif %}" + templates.CHATML
     row = {"messages": SINGLE, "chat_template_kwargs": {"shout": True}}
-    assert learnt(row, make_tokenizer(template), DataConfig(format="chat"))[0].startswith("LOUD")
-    assert "no object" in refused(
-        {**row, "chat_template_kwargs": "x"}, make_tokenizer(template), DataConfig(format="chat")
-    )
+    assert learnt(row, make_tokenizer(template), CHAT)[0].startswith("LOUD")
+    assert "no object" in refused({**row, "chat_template_kwargs": "x"}, make_tokenizer(template), CHAT)
 
 
 def test_a_prompt_and_its_completion_as_text(tokenizer) -> None:
     row = {"prompt": "Is water wet?", "completion": " Yes."}
-    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
+    whole, mine = learnt(row, tokenizer, COMPLETION)
     assert (whole, mine) == ("<|begin|>Is water wet? Yes.<|im_end|>", " Yes.<|im_end|>")
     assert learnt(row, tokenizer, DataConfig(format="prompt_completion", train_on="all"))[1] == whole
     mapped = DataConfig(format="prompt_completion", columns=ColumnsConfig(prompt="q", completion="a"))
     assert learnt({"q": "Is water wet?", "a": " Yes."}, tokenizer, mapped) == (whole, mine)
-    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, DataConfig(format="prompt_completion"))
+    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, COMPLETION)
 
 
 @pytest.mark.parametrize("cell", ['""', '" "'])
@@ -95,11 +94,11 @@ def test_an_empty_completion_is_refused(cell: str, tmp_path: Path) -> None:
 def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
     tokenizer = tokenizer_of("hermes", marked=marked)
     row = {"prompt": MULTI[:3], "completion": MULTI[3:]}
-    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
+    whole, mine = learnt(row, tokenizer, COMPLETION)
     assert whole == tokenizer.apply_chat_template(MULTI, tokenize=False)
     assert mine == f"{SECOND}<|im_end|>"
     mixed = {"prompt": "x", "completion": MULTI[3:]}
-    assert "a text and a list" in refused(mixed, tokenizer, DataConfig(format="prompt_completion"))
+    assert "a text and a list" in refused(mixed, tokenizer, COMPLETION)
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
@@ -123,7 +122,7 @@ def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
 
 
 def test_what_looks_unwrapped() -> None:
-    tokenizer, plain = make_tokenizer(templates.CHATML), DataConfig(format="prompt_completion")
+    tokenizer, plain = make_tokenizer(templates.CHATML), COMPLETION
     row = Row({"prompt": "Is water wet?", "completion": "Yes."}, "x")
     assert looks_unwrapped(row, plain, tokenizer)
     assert not looks_unwrapped(row, plain, make_tokenizer(None))
@@ -141,25 +140,23 @@ def test_alpaca_rows_are_conversations(tokenizer) -> None:
     row = {"instruction": "Answer.", "input": "Is water wet?", "output": "Yes."}
     user = {"role": "user", "content": "Answer.\n\nIs water wet?"}
     answer = {"role": "assistant", "content": "Yes."}
-    expected = learnt({"messages": [user, answer]}, tokenizer, DataConfig(format="chat"))
+    expected = learnt({"messages": [user, answer]}, tokenizer, CHAT)
     assert learnt(row, tokenizer, how) == expected
     named = DataConfig(format="alpaca", columns=ColumnsConfig(instruction="task", input="context", output="response"))
     assert learnt({"task": "Answer.", "context": "Is water wet?", "response": "Yes."}, tokenizer, named) == expected
-    short = learnt(
-        {"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, DataConfig(format="chat")
-    )
+    short = learnt({"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, CHAT)
     for without in ({}, {"input": ""}, {"input": None}):
         assert learnt({"instruction": "Answer.", "output": "Yes.", **without}, tokenizer, how) == short
     system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
     whole = [system, first, {"role": "assistant", "content": "Hi"}, user, answer]
     extended = {**row, "system": "Be brief.", "history": [["Hello", "Hi"]]}
-    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, DataConfig(format="chat"))
+    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, CHAT)
     assert "no 'output'" in refused({"instruction": "Answer."}, tokenizer, how)
     assert "history" in refused({**row, "history": ["Hello"]}, tokenizer, how)
 
 
 def test_the_key_of_a_row_is_that_of_its_content() -> None:
-    how = DataConfig(format="chat")
+    how = CHAT
     row = {"messages": SINGLE, "id": 1}
     assert row_key(row, how) == row_key({"id": 2, "tools": None, "messages": SINGLE}, how)
     assert row_key(row, how) == row_key(
@@ -351,22 +348,22 @@ def say_of(rows: list[dict], tokenizer, how: DataConfig, **options) -> str:
 
 
 def test_advice_fits_the_rows_beside_it(tokenizer) -> None:
-    chat, good, wrong = DataConfig(format="chat"), {"messages": SINGLE, "id": 1}, {"mesages": SINGLE, "id": 2}
+    good, wrong = {"messages": SINGLE, "id": 1}, {"mesages": SINGLE, "id": 2}
     rename = (
         "x.jsonl:3: the row has no 'messages' (it has: mesages, id), and other rows have one; rename 'mesages', or"
     )
-    assert say_of([good, good, wrong], tokenizer, chat).startswith(rename)
-    assert "; rename 'mesages', or drop" in say_of([wrong, good], tokenizer, chat)
-    assert "; rename 'mesages', or drop" in say_of([{"conversations": SINGLE}, wrong], tokenizer, chat)
-    assert "; rename 'mesages', or drop" in say_of([wrong], tokenizer, chat, follows=True)
-    assert 'set data.columns.messages = "mesages"' in say_of([wrong, wrong], tokenizer, chat)
-    assert 'data.columns.messages = "…"' in say_of([wrong, {"dialog": SINGLE}], tokenizer, chat)
-    null = say_of([good, {"messages": None, "message_id": 4}], tokenizer, chat)
+    assert say_of([good, good, wrong], tokenizer, CHAT).startswith(rename)
+    assert "; rename 'mesages', or drop" in say_of([wrong, good], tokenizer, CHAT)
+    assert "; rename 'mesages', or drop" in say_of([{"conversations": SINGLE}, wrong], tokenizer, CHAT)
+    assert "; rename 'mesages', or drop" in say_of([wrong], tokenizer, CHAT, follows=True)
+    assert 'set data.columns.messages = "mesages"' in say_of([wrong, wrong], tokenizer, CHAT)
+    assert 'data.columns.messages = "…"' in say_of([wrong, {"dialog": SINGLE}], tokenizer, CHAT)
+    null = say_of([good, {"messages": None, "message_id": 4}], tokenizer, CHAT)
     assert null.startswith("x.jsonl:2: 'messages' is null; fill it in, or drop")
     shared = [{**good, "message_id": 1}, {"message_id": 2, "mesages": SINGLE}, {"message_id": 3}]
-    assert "rename 'mesages'" in say_of(shared, tokenizer, chat), "not 'message_id', which the others have as well"
+    assert "rename 'mesages'" in say_of(shared, tokenizer, CHAT), "not 'message_id', which the others have as well"
     pairs = [{"prompt": "Wet?", "completion": "Yes"}, {"prompt": "Wet?", "answer": "Yes"}]
-    assert "rename 'answer', or drop the row" in say_of(pairs, tokenizer, DataConfig(format="prompt_completion"))
+    assert "rename 'answer', or drop the row" in say_of(pairs, tokenizer, COMPLETION)
 
 
 def test_a_misspelt_row_of_a_later_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,42 +414,40 @@ def ask(text: str) -> list[dict]:
 
 
 def test_two_conversations_in_a_row(tokenizer) -> None:
-    chat = DataConfig(format="chat")
-    expected = learnt({"messages": MULTI}, tokenizer, chat)
-    assert learnt({"messages": MULTI, "conversations": MULTI}, tokenizer, chat) == expected
-    assert learnt({"messages": None, "conversations": MULTI}, tokenizer, chat) == expected
-    assert learnt({"messages": MULTI, "prompt": "x"}, tokenizer, chat) == expected, "chat reads no prompt"
+    expected = learnt({"messages": MULTI}, tokenizer, CHAT)
+    assert learnt({"messages": MULTI, "conversations": MULTI}, tokenizer, CHAT) == expected
+    assert learnt({"messages": None, "conversations": MULTI}, tokenizer, CHAT) == expected
+    assert learnt({"messages": MULTI, "prompt": "x"}, tokenizer, CHAT) == expected, "chat reads no prompt"
     differing = {"messages": SINGLE, "conversations": MULTI}
-    assert refused(differing, tokenizer, chat) == "the row has 'messages' and 'conversations', which differ"
+    assert refused(differing, tokenizer, CHAT) == "the row has 'messages' and 'conversations', which differ"
     for name in ("messages", "conversations"):
         how = DataConfig(format="chat", columns=ColumnsConfig(messages=name))
-        assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, chat)
+        assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, CHAT)
 
 
 def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
-    chat = DataConfig(format="chat")
     sharegpt = [{"from": "human", "value": SINGLE[0]["content"]}, {"from": "gpt", "value": SINGLE[1]["content"]}]
-    expected = learnt({"messages": SINGLE}, tokenizer, chat)
+    expected = learnt({"messages": SINGLE}, tokenizer, CHAT)
     for name, value in (("messages", SINGLE), ("conversations", sharegpt)):
-        assert learnt({name: json.dumps(value, indent=1)}, tokenizer, chat) == expected
+        assert learnt({name: json.dumps(value, indent=1)}, tokenizer, CHAT) == expected
     assert learnt({"d": json.dumps(SINGLE)}, tokenizer, DataConfig(columns=ColumnsConfig(messages="d"))) == expected
     broken = "messages is not valid JSON (Expecting property name enclosed in double quotes, column 3)"
-    assert refused({"messages": str(SINGLE)}, tokenizer, chat) == broken
-    assert refused({"messages": "Hello"}, tokenizer, chat) == "messages is of type str, not a list"
-    assert refused({"messages": ""}, tokenizer, chat) == "messages is empty"
-    assert "not a list" in refused({"messages": '{"role": "user"}'}, tokenizer, chat)
+    assert refused({"messages": str(SINGLE)}, tokenizer, CHAT) == broken
+    assert refused({"messages": "Hello"}, tokenizer, CHAT) == "messages is of type str, not a list"
+    assert refused({"messages": ""}, tokenizer, CHAT) == "messages is empty"
+    assert "not a list" in refused({"messages": '{"role": "user"}'}, tokenizer, CHAT)
     for suffix, kind in (("csv", ","), ("tsv", "\t")):
         with (tmp_path / f"a.{suffix}").open("w", newline="") as file:
             writer = csv.writer(file, delimiter=kind)
             writer.writerows([["messages", "tools"], [json.dumps(TALK), json.dumps([TOOL])]])
             writer.writerow([json.dumps(SINGLE), ""])
         [first, second] = first_rows(ChatDataConfig(path=str(tmp_path / f"a.{suffix}")), "data.path", 2)
-        assert learnt(first.parse(), tokenizer, chat) == learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, chat)
-        assert learnt(second.parse(), tokenizer, chat) == expected
+        assert learnt(first.parse(), tokenizer, CHAT) == learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, CHAT)
+        assert learnt(second.parse(), tokenizer, CHAT) == expected
 
 
 def test_prompts_and_answers_as_json_text(tokenizer) -> None:
-    how = DataConfig(format="prompt_completion")
+    how = COMPLETION
     pair = {"prompt": MULTI[:3], "completion": MULTI[3:]}
     assert learnt({k: json.dumps(v) for k, v in pair.items()}, tokenizer, how) == learnt(pair, tokenizer, how)
     text = {"prompt": "Write a chat as JSON: ", "completion": json.dumps(SINGLE)}
