@@ -81,7 +81,7 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
             body += [_border(f"document {at}: {total:,} tokens, {learnt:,} learnt"), _document(pieces, most_tokens)]
         if padding:
             body.append(_border(f"padding: {padding:,} tokens"))
-        title = f"row {number}: {counted(len(documents), 'document')} in {preview.seq_len:,} tokens"
+        title = f"pack {number}: {counted(len(documents), 'document')} in {preview.seq_len:,} tokens"
         console.print(Panel(Group(*body), title=title, title_align="left", border_style="cyan"))
     for name, statistics in preview.statistics.items():
         console.print(_table(preview, name, statistics), _histogram(statistics))
@@ -160,7 +160,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page instead")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
-    parser.add_argument("--rows", type=int, default=2, help="rows of the batch that are shown (2)")
+    parser.add_argument("--rows", type=int, default=2, help="packs that are shown (2)")
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
     return parse_with_overrides(parser, arguments)
 

@@ -111,9 +111,12 @@ class Data:
     def describe(self) -> list[str]:
         """What the user should know about the data before training, line by line."""
         seq_len = self.loader.share.seq_len
+        reports = {name: loader.parts[0].documents.report for name, loader in self.held_out.items()}
+        notes = [f"held out{f' of {name}' if name else ''}: {report}" for name, report in reports.items()]
+        notes += [f"warning: {text}" for text in self.warnings]
         if isinstance(self.loader, StreamLoader):
             mix = f" of {', '.join(self.loader.source_names)}" if self.loader.source_names else ""
-            return [f"data: a stream{mix}, packed into sequences of {seq_len:,} tokens as it is read", *self._notes()]
+            return [f"data: a stream{mix}, packed into sequences of {seq_len:,} tokens as it is read", *notes]
         lines = []
         for number, part in enumerate(self.loader.parts):
             times = self.loader.mix.counts[number] / len(part.plan)
@@ -123,13 +126,8 @@ class Data:
             *lines,
             f"an epoch: {counted(self.loader.packs_per_epoch, 'pack')} of {seq_len:,} tokens, "
             f"{self.loader.packing_efficiency:.1%} full, in {counted(self.loader.steps_per_epoch, 'step')}",
-            *self._notes(),
+            *notes,
         ]
-
-    def _notes(self) -> list[str]:
-        reports = {name: loader.parts[0].documents.report for name, loader in self.held_out.items()}
-        held_out = [f"held out{f' of {name}' if name else ''}: {report}" for name, report in reports.items()]
-        return [*held_out, *(f"warning: {text}" for text in self.warnings)]
 
 
 def build_data(
@@ -184,18 +182,12 @@ def build_data(
         config.lr_schedule.warmup(total_steps)  # refused before the weights are read
     warnings = () if tokenizer is None else _find_unwrapped(sets, tokenizer, cache)
     endings = frozenset().union(*(one.endings for one in documents))
-    contents = _contents_of(whole)
-    contents |= {one.key: stream_content(one.section) for one in sets if section.streaming}
+    contents = {one.key: stream_content(one.section) for one in sets if section.streaming}
+    with agreement():
+        for one, found in whole:
+            rows, digest = found.report.rows, found.fingerprint
+            contents[one.key] = content_of(one.section, one.key, rows=rows, digest=digest)
     return Data(loader, fingerprint, evaluated, total_steps, section.prefetch, warnings, endings, contents)
-
-
-@agreement()
-def _contents_of(whole: Sequence[tuple[RowSet, Documents]]) -> dict[str, Content]:
-    """What identifies each set of rows that was read whole, by its TOML key. Collective."""
-    return {
-        one.key: content_of(one.section, one.key, rows=found.report.rows, digest=found.fingerprint)
-        for one, found in whole
-    }
 
 
 def _share(config: Any, tokenizer: Tokenizer | None, mesh: Any) -> Share:
@@ -220,7 +212,8 @@ def _read_whole(
         return [read(one.section, key=one.key, seed=config.run.seed) for one in sets], {}
     tables = [read_tokens(one.section, tokenizer=tokenizer, key=one.key, cache=cache) for one in sets]
     with agreement():
-        lines = hold_out(tables, config.eval.split)
+        keys = [one.table["key"].to_numpy() for one in tables]
+        lines = hold_out(keys, config.eval.split, names=[one.where for one in tables])
     train, held_out = [], {}
     for one, tokens, (kept, out) in zip(sets, tables, lines, strict=True):
         train.append(read(one.section, key=one.key, tokens=tokens, lines=kept))

@@ -32,11 +32,7 @@ class Cache:
         return cached if cached.is_file() else self.writable() / "fsdp2kit" / name
 
     def writable(self) -> Path:
-        """`datasets`' cache or its replacement. A line on stderr names a replacement once.
-
-        Raises:
-            UserError: no folder can be written.
-        """
+        """`datasets`' cache or its replacement. A line on stderr names a replacement once."""
         cache = _datasets_cache()
         run_dir = self.run_dir if self.run_dir is not None and self.run_dir.is_dir() else None
         return cache if (why := _refusal(cache)) is None else _replacement(cache, why, run_dir)

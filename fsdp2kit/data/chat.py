@@ -118,9 +118,6 @@ class Chat:
         where: names the row in errors.
         variables: passed to the template, like ``enable_thinking``.
         learn_from: index of the first message that may be supervised; the messages before it are a prompt.
-
-    Raises:
-        UserError: the tokenizer has no template, or its template leaves out a field of the messages.
     """
 
     def __init__(
@@ -150,11 +147,7 @@ def turn_endings(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def supervised_spans(chat: Chat, endings: tuple[str, ...], train_on: TrainOn) -> tuple[str, list[Span]]:
-    """A chat's text, and its supervised spans in ascending order, each with its end-of-turn token.
-
-    Raises:
-        UserError: the template rejects the messages, or the assistant's text cannot be told apart.
-    """
+    """A chat's text, and its supervised spans in ascending order, each with its end-of-turn token."""
     text, learn_from = chat.text(), chat.learn_from
     turns = [at for at, one in enumerate(chat.messages) if one["role"] == "assistant" and at >= learn_from]
     turns = turns[-1:] if train_on == "last" else turns

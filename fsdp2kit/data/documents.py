@@ -147,9 +147,6 @@ def cut_rows(
         tokens: a table of tokens: of all rows, or of a block of a stream.
         name: names the row of a line in errors.
         lines: int64, the lines to cut; None: all.
-
-    Raises:
-        UserError: a row is too long under ``overlong = "error"``.
     """
     overlong, together = section.overlong, answers_per_row(section)
     chosen = np.arange(len(tokens)) if lines is None else lines

@@ -27,33 +27,24 @@ def key_border(share: float) -> int:
     return int(share * 2**64)
 
 
-def hold_out_border(keys: np.ndarray, held_out: float) -> int:
-    """The key below which rows are held out.
+def hold_out(
+    keys: Sequence[np.ndarray], held_out: float, *, names: Sequence[str]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The rows of each set to train on, and those that are held out: int64, both ascending.
 
     Args:
-        keys: uint64, of all rows.
-        held_out: a share of the rows, or (an int) their number, without copies; at least one row is held out.
+        keys: uint64, of the rows of each set. Copies have the same key, and stay together.
+        held_out: a share of all rows, or (an int) their number, without copies; at least one row is held out.
+        names: of the sets, for the error that no row of one is left to train on.
     """
-    everything = np.unique(keys)
+    everything = np.unique(np.concatenate(keys))
     if isinstance(held_out, int):
-        return int(everything[min(held_out, len(everything)) - 1]) + 1
-    return max(key_border(held_out), int(everything[0]) + 1)
-
-
-def hold_out(tables: Sequence[TokenTable], held_out: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The lines of each table to train on, and those that are held out: int64, both ascending.
-
-    Args:
-        held_out: as `hold_out_border`'s.
-
-    Raises:
-        UserError: no row of a table is left to train on.
-    """
-    keys = [one.table["key"].to_numpy() for one in tables]
-    border = hold_out_border(np.concatenate(keys), held_out)
-    for one, key in zip(tables, keys, strict=True):
+        border = int(everything[min(held_out, len(everything)) - 1]) + 1
+    else:
+        border = max(key_border(held_out), int(everything[0]) + 1)
+    for name, key in zip(names, keys, strict=True):
         if key.max() < border:
-            what = f"{held_out} holds out every row of {one.where}"
+            what = f"{held_out} holds out every row of {name}"
             raise UserError("eval.split", what, "hold fewer rows out, or give more data")
     return [(np.flatnonzero(key >= border), np.flatnonzero(key < border)) for key in keys]
 
@@ -61,11 +52,7 @@ def hold_out(tables: Sequence[TokenTable], held_out: float) -> list[tuple[np.nda
 def read_held_out(
     location: Location, section: DataConfig, tokenizer: Tokenizer, *, border: int, packs: int
 ) -> TokenTable:
-    """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs.
-
-    Raises:
-        UserError: a row cannot be read or encoded, or one pass over the stream has none of them.
-    """
+    """The first rows of a stream whose key is below ``border``: enough to fill ``packs`` packs."""
     names, blocks, room = [], [], packs * section.seq_len
     rows = (row for row in RowReader(location) if row_key(row.parse(), section) < border)
     while room > 0 and (some := list(itertools.islice(rows, _BLOCK))):

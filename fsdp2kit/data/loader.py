@@ -75,11 +75,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """The packs of a global batch that one data-parallel rank reads: [r × n, (r + 1) × n), n = global ÷ dp_size.
-
-    Raises:
-        UserError: ``global_batch_size`` is not a multiple of ``dp_size × micro_batch_size``.
-    """
+    """The packs of a global batch that one data-parallel rank reads: [r × n, (r + 1) × n), n = global ÷ dp_size."""
 
     seq_len: int
     global_batch_size: int
@@ -162,11 +158,6 @@ class Loader:
     share: Share
     shuffle: bool
     seed: int
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of every token id and mask bit of all documents."""
-        return " ".join(part.documents.fingerprint for part in self.parts)
 
     @property
     def packs_per_epoch(self) -> int:

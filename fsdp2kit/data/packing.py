@@ -39,9 +39,6 @@ def plan_packs(
     Args:
         lengths: integers [documents], each from 1 to ``seq_len``.
         advance: called after each window with its number of documents.
-
-    Raises:
-        ValueError: a length is outside that range. `cut_rows` prevents that.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= seq_len):
@@ -68,23 +65,19 @@ def plan_packs(
         pack_of[start + order] = placed
         del open_packs[:-window]  # closes the fullest
         advance(len(part))
-    return _numbered(pack_of, packs)
-
-
-def plan_single(lengths: np.ndarray) -> PackPlan:
-    """One document a pack, in the given order."""
-    return _numbered(np.arange(len(lengths), dtype=np.int64), len(lengths))
-
-
-def _numbered(pack_of: np.ndarray, packs: int) -> PackPlan:
-    """Number the packs by their first document, and list each one's documents in their order."""
-    first = np.full(packs, len(pack_of), dtype=np.int64)
-    np.minimum.at(first, pack_of, np.arange(len(pack_of)))
+    # Number the packs by their first document, and list each one's documents in their order.
+    first = np.full(packs, len(lengths), dtype=np.int64)
+    np.minimum.at(first, pack_of, np.arange(len(lengths)))
     number = np.empty(packs, dtype=np.int64)
     number[np.argsort(first, kind="stable")] = np.arange(packs)
     pack_of = number[pack_of]
     borders = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs))]).astype(np.int64)
     return PackPlan(np.argsort(pack_of, kind="stable").astype(np.int64), borders)
+
+
+def plan_single(lengths: np.ndarray) -> PackPlan:
+    """One document a pack, in the given order."""
+    return PackPlan(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,7 @@ class Row:
     where: str
 
     def parse(self) -> dict[str, Any]:
-        """The row's columns.
-
-        Raises:
-            UserError: the line is no JSON object.
-        """
+        """The row's columns."""
         if isinstance(self.content, dict):
             return self.content
         return _as_row(_parse_json(self.content, self.where), self.where)
@@ -57,9 +53,6 @@ class RowReader:
     Args:
         position: the `position` of another reader of the set; None is the start.
         download: keep a local copy of what is remote, instead of reading it over the network.
-
-    Raises:
-        UserError: while iterating: the set cannot be opened, has no row, or a row is malformed.
     """
 
     def __init__(self, location: Location, position: Position | None = None, *, download: bool = False) -> None:
@@ -127,11 +120,7 @@ def _bounds(location: Location, *, download: bool) -> tuple[int, float]:
 
 
 def hub_content(location: Location) -> str:
-    """What identifies a hub dataset's rows: its files in the cache, named by revision, configuration and split.
-
-    Raises:
-        UserError: the dataset is not in the cache and cannot be downloaded.
-    """
+    """What identifies a hub dataset's rows: its files in the cache, named by revision, configuration and split."""
     import datasets
 
     with _readable(location), _quiet():

@@ -141,9 +141,6 @@ def locate(section: DataConfig | DataPathConfig, key: str = "data.path", *, cach
     Args:
         section: its `path`, `split` (a name or a slice of it, as `datasets` writes them) and `limit` are read.
         key: the TOML key that names the path, for errors.
-
-    Raises:
-        UserError: there is no such file, folder or split, or a suffix is unknown. A hub dataset is not looked up.
     """
     path, split = section.path, section.split
     if path is None:

@@ -45,10 +45,6 @@ def iterate_packs(
         pool: `start_workers`'s processes.
         held_out: rows with a `row_key` below this are left out.
         state: where to continue; None is the start.
-
-    Raises:
-        UserError: a row cannot be read or encoded, is too long under ``overlong = "error"``, or holds a token beyond
-            the vocabulary; or no row has anything to learn.
     """
     state = state or {"place": None, "carried": [], "taken": 0}
     position, taken, waiting = state["place"], state["taken"], [_from_json(one) for one in state["carried"]]
@@ -118,12 +114,7 @@ class StreamLoader:
         self.seek(0, None)
 
     def batch(self, index: int) -> list[Batch]:
-        """This rank's micro-batches of global batch ``index``, which must follow the one before.
-
-        Raises:
-            UserError: a row cannot be read or encoded, naming it.
-            ValueError: another batch than the next is asked for.
-        """
+        """This rank's micro-batches of global batch ``index``, which must follow the one before."""
         self._check_next(index)
         packs = []
         for _ in range(self.share.global_batch_size):

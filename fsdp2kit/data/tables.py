@@ -205,9 +205,6 @@ def iterate_blocks(
 
     Args:
         pool: `start_workers`'s processes; the blocks do not depend on them. None tokenises here, block by block.
-
-    Raises:
-        UserError: a row cannot be read or encoded, or a pass has no row.
     """
 
     def passes() -> Iterator[tuple[list[Row], Position | None]]:

@@ -68,9 +68,6 @@ class Template:
     Args:
         variables: passed to the template, like ``enable_thinking``.
         where: names the row in errors.
-
-    Raises:
-        UserError: the tokenizer has no template.
     """
 
     _answers: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 (shared by all rows: the key holds the template)
@@ -99,9 +96,6 @@ class Template:
         Args:
             prompt: append the generation prompt.
             marked: put `OPEN` and `CLOSE` around what ``{% generation %}`` encloses.
-
-        Raises:
-            UserError: the template rejects the messages.
         """
         try:
             texts, _ = render_jinja_template(
@@ -121,11 +115,7 @@ class Template:
         return texts[0]
 
     def fit(self, messages: list[Message]) -> list[Message]:
-        """The messages, changed so that the template renders every field.
-
-        Raises:
-            UserError: a role is unknown, or the template leaves out a field or the tools.
-        """
+        """The messages, changed so that the template renders every field."""
         for at, message in enumerate(messages):
             self._check_role(at, message["role"])
         if any("tool_calls" in message for message in messages):

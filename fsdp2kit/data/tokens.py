@@ -48,9 +48,6 @@ def encode_rows(
     Args:
         section: its `format`, `columns`, `train_on` and `wrap` are read.
         follows: whether rows before these were encoded. An error then does not advise to read other columns.
-
-    Raises:
-        UserError: a row is malformed or lacks a column, or the template does not tell the assistant's text apart.
     """
     named = [Columns(row, section, tokenizer, block=rows, follows=follows) for row in rows]
     if section.format == "tokens":
@@ -64,11 +61,7 @@ def encode_rows(
 
 
 def encode_prompts(rows: Sequence[Row], section: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of rows of the format "prompts", tokenised with the generation prompt.
-
-    Raises:
-        UserError: a row is malformed, has no prompt or two, or the template rejects it.
-    """
+    """The prompts of rows of the format "prompts", tokenised with the generation prompt."""
     found = []
     for row in [Columns(one, section, tokenizer, block=rows) for one in rows]:
         asked = asked_in(row)

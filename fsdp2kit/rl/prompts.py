@@ -19,7 +19,7 @@ from fsdp2kit.data.cache import Cache
 from fsdp2kit.data.checks import ROWS_CHECKED
 from fsdp2kit.data.contents import Content, content_of
 from fsdp2kit.data.formats import content_key
-from fsdp2kit.data.held_out import hold_out_border
+from fsdp2kit.data.held_out import hold_out
 from fsdp2kit.data.loader import permutation
 from fsdp2kit.data.rows import RowReader, first_rows
 from fsdp2kit.data.sources import RowSet, held_out_sets, locate
@@ -125,7 +125,10 @@ def build_prompts(config: RLConfig, *, tokenizer: PreTrainedTokenizerBase) -> Pr
     contents = {trained_on.key: _content_of(trained_on, prompts, dropped)}
     held_out: list[Prompt] = []
     if not isinstance(evaluation.split, str):
-        prompts, held_out = _hold_out(prompts, evaluation.split)
+        # Rows that ask the same stay together.
+        keys = np.array([content_key(prompt.messages) for prompt in prompts], dtype=np.uint64)
+        [(kept, out)] = hold_out([keys], evaluation.split, names=[f"{trained_on.key}: {section.path}"])
+        prompts, held_out = [prompts[at] for at in kept], [prompts[at] for at in out]
     for one in held_out_sets(config) if config.evaluates else []:
         found, long = _read_set(one, config, tokenizer)
         held_out += found
@@ -160,16 +163,6 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
 
 def _content_of(one: RowSet, prompts: Sequence[Prompt], dropped: int) -> Content:
     return content_of(one.section, one.key, rows=len(prompts) + dropped, digest=digest_of(prompts))
-
-
-def _hold_out(prompts: Sequence[Prompt], held_out: float) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on, and those held out of them. Rows that ask the same stay together."""
-    keys = np.array([content_key(prompt.messages) for prompt in prompts], dtype=np.uint64)
-    border = hold_out_border(keys, held_out)
-    if int(keys.max()) < border:
-        raise UserError("eval.split", f"{held_out} holds out every prompt", "hold fewer rows out, or give more data")
-    pairs = list(zip(prompts, map(int, keys), strict=True))
-    return [one for one, key in pairs if key >= border], [one for one, key in pairs if key < border]
 
 
 def _read_set(one: RowSet, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:

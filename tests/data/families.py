@@ -1,187 +1,165 @@
-"""Eight families of chat templates, written down from their public syntax, with and without generation markers.
+"""The families of chat templates in ``jinja/``, and what each makes of the conversations below.
 
-``«`` and ``»`` in a template stand where the markers would be: around the assistant's text and its end of turn.
+``«`` and ``»`` stand around what is learnt: in a text, and in a template where generation markers would be.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-USER, ANSWER, AGAIN, SECOND = "Is water wet?", "Yes, wet.\nüber-wet 🌊!", "Sure?", "Yes."
-SINGLE = [{"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}]
-MULTI = [*SINGLE, {"role": "user", "content": AGAIN}, {"role": "assistant", "content": SECOND}]
-CALL = {"type": "function", "function": {"name": "touch", "arguments": {"what": "water"}}}
-WITH_TOOLS = [
-    {"role": "user", "content": USER},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "cold"},
-    {"role": "tool", "content": "wet"},
-    {"role": "assistant", "content": SECOND},
+from transformers import PreTrainedTokenizerFast
+
+from tests.data.templates import make_tokenizer
+
+ANSWER, SECOND = "Yes, wet.\nüber-wet 🌊!", "Yes."
+SINGLE = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": ANSWER}]
+MULTI = [*SINGLE, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": SECOND}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+SIGNATURE = json.dumps(TOOL)
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Orléans"}}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Look it up."},
+    {"role": "tool", "content": "18", "tool_call_id": "call00001"},
+    {"role": "assistant", "content": "18 °C.", "reasoning_content": "Mild."},
 ]
-TOOLS = [{"type": "function", "function": {"name": "touch", "parameters": {"type": "object", "properties": {}}}}]
+AGAIN = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Still."}]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A template with what it makes of the conversations above."""
+    """What a template makes of the conversations."""
 
-    template: str
     eos: str
     """The tokenizer's ``eos_token``, which is not always what ends a turn."""
-    single: str
-    """What is learnt of `SINGLE`: the assistant's text and its end of turn."""
-    multi: str
-    """What is learnt of `MULTI`."""
-    special: tuple[str, ...] = ()
+    special: tuple[str, ...]
     """Special tokens of its vocabulary."""
-    rewrites_history: bool = False
-    """Whether earlier answers are rendered otherwise than they were generated."""
+    talk: str
+    """The text of `TALK`, without the reasoning where the template renders none; "" if it renders no calls."""
+    single: str
+    """What is learnt of `SINGLE`."""
+    multi: str = ""
+    """What is learnt of `MULTI`, where earlier answers are rendered otherwise than they were generated."""
+    reasons: bool = False
+    """Whether it renders reasoning."""
 
-    def source(self, *, marked: bool) -> str:
-        """The Jinja source, with or without ``{% generation %}`` markers."""
-        opening, closing = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
-        return self.template.replace("«", opening).replace("»", closing)
 
-
-CHATML = Family(
-    template=(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' %}«{{ m.content + '<|im_end|>' }}»{{ '\n' }}"
-        "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    eos="<|im_end|>",
-    single=f"{ANSWER}<|im_end|>",
-    multi=f"{ANSWER}<|im_end|>{SECOND}<|im_end|>",
-    special=("<|im_start|>", "<|im_end|>"),
-)
-LLAMA3 = Family(
-    template=(
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
-        "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
-        "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n' + system"
-        " + '<|eot_id|>' }}"
-        "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-        "{% if m.role == 'assistant' %}«{{ m.content | trim + '<|eot_id|>' }}»"
-        "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-    eos="<|eot_id|>",
-    single=f"{ANSWER}<|eot_id|>",
-    multi=f"{ANSWER}<|eot_id|>{SECOND}<|eot_id|>",
-    special=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-)
-MISTRAL = Family(
-    template=(
-        "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
-        "{% set loop_messages = messages[1:] %}{% else %}{% set system = '' %}{% set loop_messages = messages %}"
-        "{% endif %}{{ bos_token }}{% for m in loop_messages %}"
-        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
-        "{% else %}«{{ ' ' + m.content + eos_token }}»{% endif %}{% endfor %}"
-    ),
-    eos="</s>",
-    single=f" {ANSWER}</s>",
-    multi=f" {ANSWER}</s> {SECOND}</s>",
-    special=("[INST]", "[/INST]", "</s>"),
-)
-GEMMA = Family(
-    template=(
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-        "{{ '<start_of_turn>' + role + '\n' }}{% if role == 'model' %}«{{ m.content | trim + '<end_of_turn>\n' }}»"
-        "{% else %}{{ m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-    ),
-    eos="<eos>",
-    single=f"{ANSWER}<end_of_turn>",
-    multi=f"{ANSWER}<end_of_turn>{SECOND}<end_of_turn>",
-    special=("<start_of_turn>", "<end_of_turn>", "<eos>"),
-)
-# Reasoning is kept only after the last question, and the last answer has a (possibly empty) block of it.
-QWEN3 = Family(
-    template=(
-        "{%- set ns = namespace(asked=messages | length - 1, found=false) %}{%- for m in messages[::-1] %}"
-        "{%- if not ns.found and m.role == 'user' and not (m.content.startswith('<tool_response>') and"
-        " m.content.endswith('</tool_response>')) %}{%- set ns.found = true %}"
-        "{%- set ns.asked = messages | length - 1 - loop.index0 %}{%- endif %}{%- endfor %}"
-        "{%- for m in messages %}{%- if m.role != 'assistant' %}"
-        "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{%- else %}"
-        "{%- set content, reasoning = m.content, '' %}{%- if m.reasoning_content is string %}"
-        "{%- set reasoning = m.reasoning_content %}{%- elif '</think>' in m.content %}"
-        "{%- set reasoning = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-        "{%- set content = m.content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
-        "{{- '<|im_start|>assistant\n' }}«{%- if loop.index0 > ns.asked and (loop.last or reasoning) %}"
-        "{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
-        "{%- else %}{{- content }}{%- endif %}{{- '<|im_end|>' }}»{{- '\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    ),
-    eos="<|im_end|>",
-    single=f"<think>\n\n</think>\n\n{ANSWER}<|im_end|>",
-    multi=f"{ANSWER}<|im_end|><think>\n\n</think>\n\n{SECOND}<|im_end|>",
-    special=("<|im_start|>", "<|im_end|>"),
-    rewrites_history=True,
-)
-# Where no generation prompt follows, the text (not the turn) is closed by the eos_token.
-PHI3 = Family(
-    template=(
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
-        "{% if m.role == 'assistant' %}«{{ m.content + '<|end|>\n' }}»"
-        "{% else %}{{ m.content + '<|end|>\n' }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-    ),
-    eos="<|endoftext|>",
-    single=f"{ANSWER}<|end|>",
-    multi=f"{ANSWER}<|end|>{SECOND}<|end|>",
-    special=("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
-)
-DEEPSEEK = Family(
-    template=(
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
-        "{% elif m.role == 'assistant' %}{{ '<｜Assistant｜>' }}«{{ m.content + '<｜end▁of▁sentence｜>' }}»{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
-    ),
-    eos="<｜end▁of▁sentence｜>",
-    single=f"{ANSWER}<｜end▁of▁sentence｜>",
-    multi=f"{ANSWER}<｜end▁of▁sentence｜>{SECOND}<｜end▁of▁sentence｜>",
-    special=("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-)
-# Qwen2.5 and Hermes: signatures in the system message, calls as JSON, results of one round in one user turn.
-TOOL_CALLING = Family(
-    template=(
-        "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'Be helpful.') }}"
-        "{%- if tools %}{{- '\n\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' + tool | tojson }}{%- endfor %}"
-        "{{- '\n</tools>' }}{%- endif %}{{- '<|im_end|>\n' }}"
-        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
-        "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}«"
-        "{%- if m.content %}{{- m.content }}{%- endif %}{%- for call in m.tool_calls or [] %}"
-        "{%- if m.content or not loop.first %}{{- '\n' }}{%- endif %}"
-        '{{- \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \''
-        " + call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>' }}»{{- '\n' }}"
-        "{%- elif m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}"
-        "{%- endif %}{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-        "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
-        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    ),
-    eos="<|im_end|>",
-    single=f"{ANSWER}<|im_end|>",
-    multi=f"{ANSWER}<|im_end|>{SECOND}<|im_end|>",
-    special=("<|im_start|>", "<|im_end|>"),
-)
+CHATML = ("<|im_start|>", "<|im_end|>")
 FAMILIES = {
-    "chatml": CHATML,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "qwen3": QWEN3,
-    "phi3": PHI3,
-    "deepseek": DEEPSEEK,
-    "tools": TOOL_CALLING,
+    "qwen3": Family(
+        "<|im_end|>",
+        CHATML,
+        f"<|im_start|>system\nBe brief.\n\n# Tools\n\n<tools>\n{SIGNATURE}\n</tools><|im_end|>\n"
+        "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n«<think>\nLook it up.\n</think>\n\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Orléans"}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\n18\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«<think>\nMild.\n</think>\n\n18 °C.<|im_end|>»\n",
+        f"<think>\n\n</think>\n\n{ANSWER}<|im_end|>",
+        multi=f"{ANSWER}<|im_end|><think>\n\n</think>\n\n{SECOND}<|im_end|>",
+        reasons=True,
+    ),
+    "qwen25": Family(
+        "<|im_end|>",
+        CHATML,
+        f"<|im_start|>system\nBe brief.\n\n# Tools\n\n<tools>\n{SIGNATURE}\n</tools><|im_end|>\n"
+        "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Orléans"}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\n18\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«18 °C.<|im_end|>»\n",
+        f"{ANSWER}<|im_end|>",
+    ),
+    "hermes": Family(
+        "<|im_end|>",
+        CHATML,
+        f"<|im_start|>system\nTools: <tools>{SIGNATURE}</tools><|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Orléans"}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>tool\n<tool_response>\n18\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«18 °C.<|im_end|>»\n",
+        f"{ANSWER}<|im_end|>",
+    ),
+    "llama31": Family(
+        "<|eot_id|>",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnswer with a call of one of:\n\n"
+        f"{json.dumps(TOOL, indent=4)}\n\nWeather?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '«{"name": "weather", "parameters": {"city": "Orléans"}}<|eot_id|>»'
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"18"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n«18 °C.<|eot_id|>»",
+        f"{ANSWER}<|eot_id|>",
+    ),
+    "mistral": Family(
+        "</s>",
+        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
+        f"<|begin|>[AVAILABLE_TOOLS] [{SIGNATURE}][/AVAILABLE_TOOLS][INST] Be brief.\n\nWeather?[/INST]"
+        '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Orléans"}, "id": "call00001"}]</s>»'
+        '[TOOL_RESULTS] {"content": 18, "call_id": "call00001"}[/TOOL_RESULTS]« 18 °C.</s>»',
+        f" {ANSWER}</s>",
+    ),
+    "deepseek": Family(
+        "<｜end▁of▁sentence｜>",
+        ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜end▁of▁sentence｜>"),
+        f"<|begin|>Be brief.\n\nTools:\n{SIGNATURE}<｜User｜>Weather?<｜Assistant｜>"
+        "«<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Orléans"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>»'
+        "<｜tool▁output▁begin｜>18<｜tool▁output▁end｜>«18 °C.<｜end▁of▁sentence｜>»",
+        f"{ANSWER}<｜end▁of▁sentence｜>",
+    ),
+    "gpt_oss": Family(
+        "<|return|>",
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\nnamespace functions {\n"
+        f"type weather = (_: {json.dumps(PARAMETERS)}) => any;\n}}<|end|><|start|>user<|message|>Weather?<|end|>"
+        "<|start|>assistant«<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Orléans"}<|call|>»'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"18"<|end|>'
+        "<|start|>assistant«<|channel|>analysis<|message|>Mild.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>18 °C.<|return|>»",
+        f"<|channel|>final<|message|>{ANSWER}<|return|>",
+        multi=f"<|channel|>final<|message|>{ANSWER}<|end|><|channel|>final<|message|>{SECOND}<|return|>",
+        reasons=True,
+    ),
+    "granite": Family(
+        "<|end_of_text|>",
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        f"<|start_of_role|>available_tools<|end_of_role|>[{SIGNATURE}]<|end_of_text|>\n"
+        "<|start_of_role|>system<|end_of_role|>Be brief.<|end_of_text|>\n"
+        "<|start_of_role|>user<|end_of_role|>Weather?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>"
+        '«<|tool_call|>[{"name": "weather", "arguments": {"city": "Orléans"}}]<|end_of_text|>»\n'
+        "<|start_of_role|>tool_response<|end_of_role|>18<|end_of_text|>\n"
+        "<|start_of_role|>assistant<|end_of_role|>«18 °C.<|end_of_text|>»\n",
+        f"{ANSWER}<|end_of_text|>",
+    ),
+    "gemma": Family("<eos>", ("<start_of_turn>", "<end_of_turn>", "<eos>"), "", f"{ANSWER}<end_of_turn>"),
+    "phi3": Family(
+        "<|endoftext|>",
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
+        "",
+        f"{ANSWER}<|end|>",
+    ),
 }
-# DeepSeek-R1 and its kin open the reasoning in the prompt, and cut it out of every answer that they render.
-DEEPSEEK_R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}"
-    "{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
-)
+
+
+def tokenizer_of(name: str, *, marked: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with the family's template, with or without ``{% generation %}`` markers."""
+    source = (Path(__file__).parent / "jinja" / f"{name}.jinja").read_text(encoding="utf-8")
+    for sign, tag in (("«", "{%- generation -%}"), ("»", "{%- endgeneration -%}")):
+        source = source.replace(sign, tag if marked else "")
+    family = FAMILIES[name]
+    return make_tokenizer(source, eos=family.eos, special=family.special, trim_offsets=trim_offsets)
+
+
+def talk_for(name: str) -> list[dict[str, Any]]:
+    talk = copy.deepcopy(TALK)
+    for message in talk:
+        if not FAMILIES[name].reasons:
+            message.pop("reasoning_content", None)
+    return talk

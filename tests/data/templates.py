@@ -1,7 +1,8 @@
-"""Chat templates in the public syntax of well-known models, and a byte-level tokenizer that knows their tokens."""
+"""A byte-level tokenizer, a few chat templates for it, and the texts of encoded conversations."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -23,28 +24,6 @@ LLAMA3 = (
     " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
     "{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
-    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-# Qwen3 drops the reasoning of all but the last turn.
-QWEN3 = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% if loop.last %}{{ '<think>\n' + message.reasoning_content | default('') | trim + '\n</think>\n\n' }}"
-    "{% endif %}{{ message.content + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Markers that leave the end-of-turn token out, as some published templates do; block tags on lines of their own.
 MARKED = """\
@@ -83,6 +62,18 @@ def encode_chat(
     """Token ids and mask of one conversation."""
     rows = [Row({"messages": messages, "tools": tools}, where)]
     return encode_rows(rows, DataConfig(format="chat", train_on=train_on), tokenizer)[0]
+
+
+def spoken(tokenizer: Any, ids: list[int], supervised: list[bool]) -> str:
+    """The text with « and » around each run of supervised tokens."""
+    runs = itertools.groupby(zip(ids, supervised, strict=True), key=lambda token: token[1])
+    texts = [(learn, tokenizer.decode([token for token, _ in run])) for learn, run in runs]
+    return "".join(f"«{text}»" if learn else text for learn, text in texts)
+
+
+def learnt_text(tokenizer: Any, ids: list[int], supervised: list[bool]) -> str:
+    """The text of the supervised tokens."""
+    return tokenizer.decode([token for token, learn in zip(ids, supervised, strict=True) if learn])
 
 
 def make_tokenizer(

@@ -1,4 +1,4 @@
-"""A cache that cannot be written: a folder that can be stands in for it, and what cannot do without is one line."""
+"""If the cache cannot be written, another folder replaces it; without any such folder, the error is one line."""
 
 from __future__ import annotations
 

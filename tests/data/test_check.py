@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,8 +19,9 @@ from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.tokenizer import build_tokenizer
 from recipes import distill, grpo
-from tests.data import families, templates
-from tests.data.families import MULTI, SINGLE
+from tests.data import templates
+from tests.data.families import MULTI, SINGLE, tokenizer_of
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 
 
@@ -27,16 +29,31 @@ class Config(TrainingConfig):
     data: ChatDataConfig = ChatDataConfig()
 
 
-def config_of(folder: Path, *, template: str = templates.CHATML, **sections) -> Config:
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+
+
+def config_of(
+    folder: Path,
+    kind: type = Config,
+    *,
+    template: str = templates.CHATML,
+    config: dict = LLAMA,
+    attention: str = "auto",
+    **sections,
+) -> Any:
     make_tokenizer(template).save_pretrained(folder / "tokenizer")
-    model = {"tokenizer": "tokenizer", "weights": "random", "config": {"model_type": "llama"}}
-    values = {"recipe": "x", "model": model, "train": {"steps": 1}, **sections}
-    return load_config(Config, values, source=folder / "x.toml")
+    model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
+    values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
+    return load_config(kind, values, source=folder / "x.toml")
+
+
+def lines_of(folder: Path, *kind: type, **options) -> tuple[str, list[str]]:
+    lines, unchecked = check_offline(config_of(folder, *kind, **options), MeshSizes(1, 2, 1))
+    return "\n".join(lines), unchecked
 
 
 def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 def test_good_rows_and_what_is_elsewhere(tmp_path: Path) -> None:
@@ -60,7 +77,7 @@ def test_the_key_is_named(key: str, tmp_path: Path) -> None:
 def test_a_row_that_cannot_be_learnt_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": SINGLE}, {"messages": MULTI})
     with pytest.raises(UserError, match=r"a\.jsonl:2: .*data\.train_on"):
-        check_first_rows(config_of(tmp_path, template=families.QWEN3.source(marked=False), data={"path": path}))
+        check_first_rows(config_of(tmp_path, template=tokenizer_of("qwen3").chat_template, data={"path": path}))
     with pytest.raises(UserError, match="there are no rows"):
         check_first_rows(config_of(tmp_path, data={"path": write(tmp_path / "b.jsonl")}))
 
@@ -84,19 +101,6 @@ def test_steps_are_counted_where_all_data_is_here_and_little(tmp_path: Path, mon
         count_steps(config_of(tmp_path, data=data, train=train, lr_schedule=schedule))
     with pytest.raises(UserError, match=r"^data\.path: is required"):
         build_data(config_of(tmp_path, train=train), tokenizer=build_tokenizer(config.model))
-
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
-
-
-def lines_of(
-    folder: Path, kind: type = Config, *, config: dict = LLAMA, attention: str = "auto", **sections
-) -> tuple[str, list[str]]:
-    make_tokenizer(templates.CHATML).save_pretrained(folder / "tokenizer")
-    model = {"tokenizer": "tokenizer", "weights": "random", "attention": attention, "config": config}
-    values = {"recipe": "x", "model": model, "train": {"steps": 2}, **sections}
-    lines, unchecked = check_offline(load_config(kind, values, source=folder / "x.toml"), MeshSizes(1, 2, 1))
-    return "\n".join(lines), unchecked
 
 
 def test_what_only_the_start_reads_is_said(tmp_path: Path) -> None:

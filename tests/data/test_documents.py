@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from fsdp2kit.data import tables
 from fsdp2kit.data.documents import Documents, build_documents, check_vocabulary
 from fsdp2kit.errors import UserError
 from tests.data import templates
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 from tests.workers import WorkerPool
 
@@ -26,19 +26,13 @@ CHAT = [
 ]
 
 
-def write(path: Path, rows: list) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def chat(path: str, *, tokenizer=None, **options) -> Documents:
+def chat(path: Path | str, *, tokenizer=None, **options) -> Documents:
     tokenizer = tokenizer or make_tokenizer(templates.MARKED_WIDE)
-    return build_documents(ChatDataConfig(path=path, **options), tokenizer=tokenizer)
+    return build_documents(ChatDataConfig(path=str(path), **options), tokenizer=tokenizer)
 
 
-def text(path: str, tokenizer, **options) -> Documents:
-    return build_documents(TextDataConfig(path=path, **options), tokenizer=tokenizer)
+def text(path: Path, tokenizer, **options) -> Documents:
+    return build_documents(TextDataConfig(path=str(path), **options), tokenizer=tokenizer)
 
 
 def contents(documents: Documents) -> list[tuple[list[int], list[bool]]]:
@@ -47,7 +41,7 @@ def contents(documents: Documents) -> list[tuple[list[int], list[bool]]]:
 
 def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(templates.MARKED_WIDE)
-    documents = chat(write(tmp_path / "a.jsonl", CHAT), tokenizer=tokenizer)
+    documents = chat(write_rows(tmp_path / "a.jsonl", CHAT), tokenizer=tokenizer)
     assert len(documents) == 2
     ids, supervised = documents[0]
     assert ids.dtype == np.int64
@@ -62,15 +56,15 @@ def test_chat_documents_are_what_the_mask_says(tmp_path: Path) -> None:
 
 
 def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, monkeypatch) -> None:
-    path = write(tmp_path / "a.jsonl", CHAT)
+    path = write_rows(tmp_path / "a.jsonl", CHAT)
     first = chat(path, seq_len=64)
     original = tables.encode_rows
     monkeypatch.setattr(tables, "encode_rows", lambda *_, **__: pytest.fail("tokenised again"))
     assert contents(chat(path, seq_len=64)) == contents(first)
     chat(path, seq_len=128, overlong="split")  # the cut is no part of the cache
     monkeypatch.setattr(tables, "encode_rows", original)
-    stat = Path(path).stat()
-    write(Path(path), [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
+    stat = path.stat()
+    write_rows(path, [{"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": "No.."}]}, *CHAT[1:]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # not even the time may hide an edit
     edited = chat(path, seq_len=64)
     assert edited.fingerprint != first.fingerprint
@@ -78,19 +72,19 @@ def test_the_second_start_tokenises_nothing_and_an_edit_does(tmp_path: Path, mon
 
 
 def test_the_fingerprint_is_of_what_the_model_sees(tmp_path: Path) -> None:
-    here = chat(write(tmp_path / "a.jsonl", CHAT))
-    assert chat(write(tmp_path / "elsewhere" / "b.jsonl", CHAT)).fingerprint == here.fingerprint
+    here = chat(write_rows(tmp_path / "a.jsonl", CHAT))
+    assert chat(write_rows(tmp_path / "elsewhere" / "b.jsonl", CHAT)).fingerprint == here.fingerprint
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(CHAT).to_parquet(str(tmp_path / "a.parquet"))
     assert chat(str(tmp_path / "a.parquet")).fingerprint == here.fingerprint
     assert chat(str(tmp_path / "a.jsonl"), seq_len=32).fingerprint != here.fingerprint
-    assert chat(write(tmp_path / "c.jsonl", CHAT[1::-1])).fingerprint != here.fingerprint
+    assert chat(write_rows(tmp_path / "c.jsonl", CHAT[1::-1])).fingerprint != here.fingerprint
     wide = make_tokenizer(templates.MARKED_WIDE.replace("+ '<|im_end|>\n' }}{%- endg", "}}{%- endg"))
     assert chat(str(tmp_path / "a.jsonl"), tokenizer=wide).fingerprint != here.fingerprint
 
 
 def test_a_cut_answer_keeps_its_end_of_turn(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", CHAT)
+    path = write_rows(tmp_path / "a.jsonl", CHAT)
     whole = chat(path)
     ids, supervised = whole[1]
     [ending] = make_tokenizer(None).convert_tokens_to_ids(["<|im_end|>"])
@@ -105,13 +99,13 @@ def test_a_cut_answer_keeps_its_end_of_turn(tmp_path: Path) -> None:
 
 
 def test_a_cut_elsewhere_invents_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", CHAT)
+    path = write_rows(tmp_path / "a.jsonl", CHAT)
     first_target = int(np.flatnonzero(chat(path)[1][1])[0])
     gone = chat(path, seq_len=first_target)
     assert (len(gone), gone.report.truncated, gone.report.unsupervised) == (1, 1, 2)
     # In the question that follows an answer, nothing is learnt: the document ends as it is.
     turns = [*CHAT[0]["messages"], {"role": "user", "content": "Is water wet? " * 8}, CHAT[0]["messages"][1]]
-    path = write(tmp_path / "b.jsonl", [{"messages": turns}])
+    path = write_rows(tmp_path / "b.jsonl", [{"messages": turns}])
     [(ids, mask)] = contents(chat(path))
     inside = int(np.flatnonzero(mask)[len(np.flatnonzero(mask)) // 2 - 1]) + 12
     assert contents(chat(path, seq_len=inside)) == [(ids[:inside], mask[:inside])]
@@ -119,7 +113,7 @@ def test_a_cut_elsewhere_invents_nothing(tmp_path: Path) -> None:
 
 def test_cut_text_ends(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(None, eos="<|end|>")
-    path = write(tmp_path / "a.jsonl", [{"text": "Is water wet? " * 8}])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "Is water wet? " * 8}])
     [(ids, mask)] = contents(text(path, tokenizer, seq_len=9, overlong="truncate"))
     assert tokenizer.decode(ids).endswith("<|end|>")
     assert (len(ids), all(mask)) == (9, True)
@@ -129,7 +123,7 @@ def test_cut_text_ends(tmp_path: Path) -> None:
 def test_workers_change_nothing(workers, tmp_path: Path, datasets_cache: Path, monkeypatch) -> None:
     monkeypatch.setattr(tables, "_TABLE_BLOCK", 4)
     monkeypatch.setattr(tables, "_WORTH_WORKERS", 8)
-    path = write(tmp_path / "a.jsonl", CHAT * 5)
+    path = write_rows(tmp_path / "a.jsonl", CHAT * 5)
     with_workers = chat(path, workers=workers)
     assert contents(chat(path)) == contents(with_workers), "read from the cache that they filled"
     tokens_of = [(documents.fingerprint, contents(documents)) for documents in (with_workers,)]
@@ -139,14 +133,14 @@ def test_workers_change_nothing(workers, tmp_path: Path, datasets_cache: Path, m
 
 
 def test_a_worker_that_meets_a_mistake_names_the_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*CHAT, {"messages": [{"role": "user"}]}])
+    path = write_rows(tmp_path / "a.jsonl", [*CHAT, {"messages": [{"role": "user"}]}])
     with pytest.raises(UserError, match=r"a\.jsonl:4: messages\[0\] has no content"):
         chat(path, workers=2)
     assert not list(Path(datasets.config.HF_DATASETS_CACHE).rglob("*.*")), "nothing of it is kept"
 
 
 def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", CHAT)
+    path = write_rows(tmp_path / "a.jsonl", CHAT)
     whole = chat(path)
     seq_len = int(whole.lengths[1]) - 5
     dropped = chat(path, seq_len=seq_len, overlong="drop")
@@ -162,7 +156,7 @@ def test_long_rows_are_dropped_split_or_refused(tmp_path: Path) -> None:
 
 def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(None, eos="<|end|>")
-    path = write(tmp_path / "a.jsonl", [{"text": "Is water wet?"}, {"text": ""}, {"text": "Yes."}])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "Is water wet?"}, {"text": ""}, {"text": "Yes."}])
     documents = text(path, tokenizer, seq_len=64)
     assert [tokenizer.decode(documents[at][0]) for at in range(3)] == [
         "<|begin|>Is water wet?<|end|>",
@@ -180,15 +174,15 @@ def test_text_has_the_tokenizers_bos_and_an_eos(tmp_path: Path) -> None:
 
 def test_text_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="text is of type int"):
-        text(write(tmp_path / "b.jsonl", [{"text": 1}]), make_tokenizer(None))
+        text(write_rows(tmp_path / "b.jsonl", [{"text": 1}]), make_tokenizer(None))
 
 
 def test_nothing_to_learn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no document holds a token to learn \(1 row\)"):
-        chat(write(tmp_path / "a.jsonl", CHAT[2:]))
+        chat(write_rows(tmp_path / "a.jsonl", CHAT[2:]))
     message = r"all 1 rows are cut at data\.seq_len = 3 before their first token to learn; raise it"
     with pytest.raises(UserError, match=message):
-        chat(write(tmp_path / "b.jsonl", CHAT[:1]), seq_len=3, overlong="truncate")
+        chat(write_rows(tmp_path / "b.jsonl", CHAT[:1]), seq_len=3, overlong="truncate")
 
 
 def test_what_is_missing_is_named() -> None:
@@ -237,8 +231,10 @@ def build_on_a_rank(path: str, cache: str) -> tuple[str, int]:
 
 
 def test_one_rank_tokenises_and_all_agree(pool: WorkerPool, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", CHAT)
-    (first, calls_of_first), (second, calls_of_second) = pool.run(2, build_on_a_rank, path, str(tmp_path / "cache"))
+    path = write_rows(tmp_path / "a.jsonl", CHAT)
+    (first, calls_of_first), (second, calls_of_second) = pool.run(
+        2, build_on_a_rank, str(path), str(tmp_path / "cache")
+    )
     assert first == second == chat(path).fingerprint
     assert (calls_of_first, calls_of_second) == (1, 0)
     missing = pool.run(2, build_on_a_rank, str(tmp_path / "missing.jsonl"), str(tmp_path / "cache"))

@@ -17,20 +17,23 @@ from fsdp2kit.data.held_out import key_border
 from fsdp2kit.data.rows import Row, first_rows
 from fsdp2kit.data.tokens import encode_prompts, encode_rows
 from fsdp2kit.errors import UserError
-from tests.data import families, templates
-from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOLS, WITH_TOOLS
-from tests.data.templates import make_tokenizer
+from tests.data import templates
+from tests.data.families import ANSWER, MULTI, SECOND, SINGLE, TOOL, talk_for, tokenizer_of
+from tests.data.templates import learnt_text, make_tokenizer
+
+TALK = talk_for("qwen25")
+CHAT, COMPLETION = DataConfig(format="chat"), DataConfig(format="prompt_completion")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer(families.TOOL_CALLING.source(marked=False))
+    return tokenizer_of("qwen25")
 
 
 def learnt(row: dict, tokenizer, how: DataConfig) -> tuple[str, str]:
     """The whole row and what is learnt of it, as text."""
     [(ids, mask)] = encode_rows([Row(row, "x.jsonl:1")], how, tokenizer)
-    return tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+    return tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)
 
 
 def refused(row: dict, tokenizer, how: DataConfig) -> str:
@@ -44,42 +47,40 @@ def test_sharegpt_conversations(tokenizer) -> None:
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = [{"role": "system", "content": "Be brief."}, *MULTI]
     sharegpt = [{"from": names[message["role"]], "value": message["content"]} for message in rows]
-    expected = learnt({"messages": rows}, tokenizer, DataConfig(format="chat"))
-    assert learnt({"conversations": sharegpt}, tokenizer, DataConfig(format="chat")) == expected
+    expected = learnt({"messages": rows}, tokenizer, CHAT)
+    assert learnt({"conversations": sharegpt}, tokenizer, CHAT) == expected
     mapped = DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
     assert learnt({"dialog": sharegpt}, tokenizer, mapped) == expected
     assert expected[1] == f"{ANSWER}<|im_end|>{SECOND}<|im_end|>"
 
 
 def test_tools_as_a_list_or_as_json(tokenizer) -> None:
-    whole, mine = learnt({"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, DataConfig(format="chat"))
+    whole, mine = learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, CHAT)
     assert "<tools>" in whole
     assert mine.startswith("<tool_call>")
-    as_text = {"messages": WITH_TOOLS, "functions": json.dumps(TOOLS)}
+    as_text = {"messages": TALK, "functions": json.dumps([TOOL])}
     assert learnt(as_text, tokenizer, DataConfig(format="chat", columns=ColumnsConfig(tools="functions"))) == (
         whole,
         mine,
     )
-    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, DataConfig(format="chat"))
+    assert "not valid JSON" in refused({"messages": SINGLE, "tools": "{"}, tokenizer, CHAT)
 
 
 def test_variables_for_the_template() -> None:
     template = "{% if shout %}LOUD{% endif %}" + templates.CHATML
     row = {"messages": SINGLE, "chat_template_kwargs": {"shout": True}}
-    assert learnt(row, make_tokenizer(template), DataConfig(format="chat"))[0].startswith("LOUD")
-    assert "no object" in refused(
-        {**row, "chat_template_kwargs": "x"}, make_tokenizer(template), DataConfig(format="chat")
-    )
+    assert learnt(row, make_tokenizer(template), CHAT)[0].startswith("LOUD")
+    assert "no object" in refused({**row, "chat_template_kwargs": "x"}, make_tokenizer(template), CHAT)
 
 
 def test_a_prompt_and_its_completion_as_text(tokenizer) -> None:
     row = {"prompt": "Is water wet?", "completion": " Yes."}
-    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
+    whole, mine = learnt(row, tokenizer, COMPLETION)
     assert (whole, mine) == ("<|begin|>Is water wet? Yes.<|im_end|>", " Yes.<|im_end|>")
     assert learnt(row, tokenizer, DataConfig(format="prompt_completion", train_on="all"))[1] == whole
     mapped = DataConfig(format="prompt_completion", columns=ColumnsConfig(prompt="q", completion="a"))
     assert learnt({"q": "Is water wet?", "a": " Yes."}, tokenizer, mapped) == (whole, mine)
-    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, DataConfig(format="prompt_completion"))
+    assert "no 'completion'" in refused({"prompt": "x"}, tokenizer, COMPLETION)
 
 
 @pytest.mark.parametrize("cell", ['""', '" "'])
@@ -91,18 +92,18 @@ def test_an_empty_completion_is_refused(cell: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_a_prompt_of_messages_is_not_learnt_even_the_assistants(marked: bool) -> None:
-    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    tokenizer = tokenizer_of("hermes", marked=marked)
     row = {"prompt": MULTI[:3], "completion": MULTI[3:]}
-    whole, mine = learnt(row, tokenizer, DataConfig(format="prompt_completion"))
+    whole, mine = learnt(row, tokenizer, COMPLETION)
     assert whole == tokenizer.apply_chat_template(MULTI, tokenize=False)
     assert mine == f"{SECOND}<|im_end|>"
     mixed = {"prompt": "x", "completion": MULTI[3:]}
-    assert "a text and a list" in refused(mixed, tokenizer, DataConfig(format="prompt_completion"))
+    assert "a text and a list" in refused(mixed, tokenizer, COMPLETION)
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
-    tokenizer = make_tokenizer(families.CHATML.source(marked=marked))
+    tokenizer = tokenizer_of("hermes", marked=marked)
     row, how = {"prompt": "Is water wet?", "completion": "Yes."}, DataConfig(format="prompt_completion", wrap="chat")
     messages = [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "Yes."}]
     whole, mine = learnt(row, tokenizer, how)
@@ -121,7 +122,7 @@ def test_plain_prompts_are_wrapped_in_the_chat_template(marked: bool) -> None:
 
 
 def test_what_looks_unwrapped() -> None:
-    tokenizer, plain = make_tokenizer(templates.CHATML), DataConfig(format="prompt_completion")
+    tokenizer, plain = make_tokenizer(templates.CHATML), COMPLETION
     row = Row({"prompt": "Is water wet?", "completion": "Yes."}, "x")
     assert looks_unwrapped(row, plain, tokenizer)
     assert not looks_unwrapped(row, plain, make_tokenizer(None))
@@ -139,32 +140,30 @@ def test_alpaca_rows_are_conversations(tokenizer) -> None:
     row = {"instruction": "Answer.", "input": "Is water wet?", "output": "Yes."}
     user = {"role": "user", "content": "Answer.\n\nIs water wet?"}
     answer = {"role": "assistant", "content": "Yes."}
-    expected = learnt({"messages": [user, answer]}, tokenizer, DataConfig(format="chat"))
+    expected = learnt({"messages": [user, answer]}, tokenizer, CHAT)
     assert learnt(row, tokenizer, how) == expected
     named = DataConfig(format="alpaca", columns=ColumnsConfig(instruction="task", input="context", output="response"))
     assert learnt({"task": "Answer.", "context": "Is water wet?", "response": "Yes."}, tokenizer, named) == expected
-    short = learnt(
-        {"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, DataConfig(format="chat")
-    )
+    short = learnt({"messages": [{"role": "user", "content": "Answer."}, answer]}, tokenizer, CHAT)
     for without in ({}, {"input": ""}, {"input": None}):
         assert learnt({"instruction": "Answer.", "output": "Yes.", **without}, tokenizer, how) == short
     system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
     whole = [system, first, {"role": "assistant", "content": "Hi"}, user, answer]
     extended = {**row, "system": "Be brief.", "history": [["Hello", "Hi"]]}
-    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, DataConfig(format="chat"))
+    assert learnt(extended, tokenizer, how) == learnt({"messages": whole}, tokenizer, CHAT)
     assert "no 'output'" in refused({"instruction": "Answer."}, tokenizer, how)
     assert "history" in refused({**row, "history": ["Hello"]}, tokenizer, how)
 
 
 def test_the_key_of_a_row_is_that_of_its_content() -> None:
-    how = DataConfig(format="chat")
+    how = CHAT
     row = {"messages": SINGLE, "id": 1}
     assert row_key(row, how) == row_key({"id": 2, "tools": None, "messages": SINGLE}, how)
     assert row_key(row, how) == row_key(
         {"dialog": SINGLE}, DataConfig(format="chat", columns=ColumnsConfig(messages="dialog"))
     )
     assert row_key(row, how) != row_key({"messages": MULTI}, how)
-    assert row_key(row, how) != row_key({"messages": SINGLE, "tools": TOOLS}, how)
+    assert row_key(row, how) != row_key({"messages": SINGLE, "tools": [TOOL]}, how)
     keys = [row_key({"text": str(number)}, DataConfig(format="text")) for number in range(2000)]
     for share in (0.02, 0.5):
         assert sum(key < key_border(share) for key in keys) == pytest.approx(2000 * share, rel=0.5)
@@ -183,74 +182,77 @@ def test_tokens_as_they_are(tokenizer) -> None:
     assert "padded" in refused({"input_ids": [5, 6], "attention_mask": [1, 0]}, tokenizer, how)
 
 
-def test_preferences(tokenizer) -> None:
-    how = DataConfig(format="preference")
-    implicit = {"chosen": MULTI, "rejected": [*MULTI[:3], {"role": "assistant", "content": "No."}]}
-    explicit = {"prompt": MULTI[:3], "chosen": MULTI[3:], "rejected": [{"role": "assistant", "content": "No."}]}
-    chosen, rejected, *same = encode_rows([Row(implicit, "a"), Row(explicit, "b")], how, tokenizer)
-    assert [chosen, rejected] == same
-    for side, answer in ((chosen, SECOND), (rejected, "No.")):
-        ids, mask = side
-        text = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
-        assert text == f"{answer}<|im_end|>"
-    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
-    _, worse = encode_rows([Row(texts, "c")], how, tokenizer)
-    assert tokenizer.decode(worse[0]) == "<|begin|>Wet? No<|im_end|>"
-    with pytest.raises(UserError, match="share no prompt"):
-        encode_rows([Row({"chosen": SINGLE, "rejected": MULTI[2:]}, "d")], how, tokenizer)
+NO, SYSTEM = {"role": "assistant", "content": "No."}, {"role": "system", "content": "Be brief."}
 
 
 def pair_of(row: dict, tokenizer, **options) -> list[tuple[str, str]]:
     """Of the better and the worse answer, the whole text and what is learnt of it."""
     sides = encode_rows([Row(row, "x.jsonl:1")], DataConfig(format="preference", **options), tokenizer)
-    return [
-        (tokenizer.decode(ids), tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
-        for ids, mask in sides
-    ]
+    return [(tokenizer.decode(ids), learnt_text(tokenizer, ids, mask)) for ids, mask in sides]
 
 
-def test_prompts_that_both_answers_begin_with(tokenizer) -> None:
-    start = "\n\nHuman: Is water wet?\n\nAssistant:"
-    texts = {"chosen": f"{start} Yes, it is.", "rejected": f"{start} Yesterday.", "prompt_id": 7}
-    expected = [f"{answer}<|im_end|>" for answer in (" Yes, it is.", " Yesterday.")]
-    found = pair_of(texts, tokenizer)
-    assert [learnt for _, learnt in found] == expected, "cut at a word's border, not within it"
-    assert found == pair_of({"prompt": start, "chosen": " Yes, it is.", "rejected": " Yesterday."}, tokenizer)
-    lines = pair_of({"chosen": "Wet?\nYes", "rejected": "Wet?\nNo"}, tokenizer)
-    assert [learnt for _, learnt in lines] == ["Yes<|im_end|>", "No<|im_end|>"]
-    # As ultrafeedback_binarized has it: the prompt once more, beside conversations.
-    no = {"role": "assistant", "content": "No."}
-    twice = {"prompt": SINGLE[0]["content"], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    alone = {"prompt": SINGLE[0]["content"], "chosen": SINGLE[1:], "rejected": [no]}
-    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
-    assert pair_of(twice, tokenizer) == pair_of(alone, tokenizer) == pair_of(explicit, tokenizer)
-    assert pair_of(twice, tokenizer)[1][1] == "No.<|im_end|>"
+QUESTION = SINGLE[0]["content"]
+PAIR = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [NO]}
+REPEATED = {"chosen": SINGLE, "rejected": [SINGLE[0], NO]}
+BRIEF = {**PAIR, "prompt": [SYSTEM, SINGLE[0]]}
+LONGER = {name: [SYSTEM, *value] for name, value in REPEATED.items()}
+TEXTS = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
+START = "\n\nHuman: Is water wet?\n\nAssistant:"
+SAME_PAIRS = {
+    "no prompt": (REPEATED, PAIR),
+    "a prompt that the answers repeat": ({**REPEATED, "prompt": SINGLE[:1]}, PAIR),
+    "a prompt as text, that the answers repeat": ({"prompt": QUESTION, **REPEATED}, PAIR),  # ultrafeedback_binarized
+    "a prompt as text": ({**PAIR, "prompt": QUESTION}, PAIR),
+    "columns as JSON": ({name: json.dumps(value) for name, value in PAIR.items()}, PAIR),
+    "a text and JSON": ({**PAIR, "prompt": QUESTION, "chosen": json.dumps(SINGLE[1:])}, PAIR),
+    "the last message is repeated": ({**BRIEF, **REPEATED}, BRIEF),
+    "the answers have a system message more": ({"prompt": SINGLE[:1], **LONGER}, BRIEF),
+    "the same, with a prompt as text": ({"prompt": QUESTION, **LONGER}, BRIEF),
+    "texts that repeat the prompt": ({"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "Wet? No"}, TEXTS),
+    "texts cut at a word's border": (
+        {"chosen": f"{START} Yes, it is.", "rejected": f"{START} Yesterday.", "prompt_id": 7},
+        {"prompt": START, "chosen": " Yes, it is.", "rejected": " Yesterday."},
+    ),
+    "texts cut at a line break": (
+        {"chosen": "Wet?\nYes", "rejected": "Wet?\nNo"},
+        {"prompt": "Wet?\n", "chosen": "Yes", "rejected": "No"},
+    ),
+}
 
 
-def test_a_prompt_that_both_answers_repeat_is_said_once(tokenizer) -> None:
-    no = {"role": "assistant", "content": "No."}
-    explicit = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": [no]}
-    twice = {"prompt": SINGLE[:1], "chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    assert pair_of(twice, tokenizer) == pair_of(explicit, tokenizer)
-    texts = {"prompt": "Wet?", "chosen": " Yes", "rejected": " No"}
-    again = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "Wet? No"}
-    assert pair_of(again, tokenizer) == pair_of(texts, tokenizer)
+@pytest.mark.parametrize("name", SAME_PAIRS)
+def test_ways_to_write_a_pair(name: str, tokenizer) -> None:
+    row, explicit = SAME_PAIRS[name]
+    assert pair_of(row, tokenizer) == pair_of(explicit, tokenizer)
+
+
+def test_what_is_learnt_of_a_pair(tokenizer) -> None:
+    assert [learnt for _, learnt in pair_of(PAIR, tokenizer)] == [f"{ANSWER}<|im_end|>", "No.<|im_end|>"]
+    begin = "<|begin|>Wet?"
+    expected = [(f"{begin} {answer}<|im_end|>", f" {answer}<|im_end|>") for answer in ("Yes", "No")]
+    assert pair_of(TEXTS, tokenizer) == expected
     quoted = {"prompt": "Wet?", "chosen": "Wet? Yes", "rejected": "No"}
     assert pair_of(quoted, tokenizer)[0][1] == "Wet? Yes<|im_end|>", "one answer alone quotes it"
+    texts = {"messages": [SYSTEM, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"}
+    named = pair_of(texts, tokenizer, wrap="chat", columns=ColumnsConfig(prompt="messages"))
+    assert "Be brief." in named[0][0]
+    assert named[0][1] == "It is wet<|im_end|>"
 
 
 def test_pairs_that_cannot_be_read_say_what_to_do(tokenizer) -> None:
-    no = [{"role": "assistant", "content": "No."}]
     mistakes = {
         "no 'chosen' (it has: prompt, better, rejected); did you mean 'better'? set data.columns.chosen = \"better\"":
             {"prompt": "a", "better": "b", "rejected": "c"},
         "did you mean 'response_rejected'?": {"prompt": "a", "chosen": "b", "response_rejected": "c"},
         "no 'prompt' (it has: question, chosen, rejected); did you mean 'question'?":
             {"question": "Is water wet?", "chosen": "It is", "rejected": "It never"},
+        "no 'prompt' (it has: messages, chosen, rejected); did you mean 'messages'? set data.columns.prompt = ":
+            {"messages": [SYSTEM, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"},
         "share no prompt": {"chosen": "Yes", "rejected": "No"},
-        "a text and a list of messages; give two of a kind": {"prompt": "a", "chosen": "b", "rejected": no},
-        "chosen is of type int": {"prompt": "a", "chosen": 3, "rejected": no},
-        "prompt is none of its messages": {"prompt": "Be brief.", "chosen": SINGLE, "rejected": [SINGLE[0], *no]},
+        "share no prompt; give rows": {"chosen": SINGLE, "rejected": MULTI[2:]},
+        "a text and a list of messages; give two of a kind": {"prompt": "a", "chosen": "b", "rejected": [NO]},
+        "chosen is of type int": {"prompt": "a", "chosen": 3, "rejected": [NO]},
+        "prompt is none of its messages": {"prompt": "Be brief.", "chosen": SINGLE, "rejected": [SINGLE[0], NO]},
     }  # fmt: skip
     for says, row in mistakes.items():
         with pytest.raises(UserError) as caught:
@@ -346,22 +348,22 @@ def say_of(rows: list[dict], tokenizer, how: DataConfig, **options) -> str:
 
 
 def test_advice_fits_the_rows_beside_it(tokenizer) -> None:
-    chat, good, wrong = DataConfig(format="chat"), {"messages": SINGLE, "id": 1}, {"mesages": SINGLE, "id": 2}
+    good, wrong = {"messages": SINGLE, "id": 1}, {"mesages": SINGLE, "id": 2}
     rename = (
         "x.jsonl:3: the row has no 'messages' (it has: mesages, id), and other rows have one; rename 'mesages', or"
     )
-    assert say_of([good, good, wrong], tokenizer, chat).startswith(rename)
-    assert "; rename 'mesages', or drop" in say_of([wrong, good], tokenizer, chat)
-    assert "; rename 'mesages', or drop" in say_of([{"conversations": SINGLE}, wrong], tokenizer, chat)
-    assert "; rename 'mesages', or drop" in say_of([wrong], tokenizer, chat, follows=True)
-    assert 'set data.columns.messages = "mesages"' in say_of([wrong, wrong], tokenizer, chat)
-    assert 'data.columns.messages = "…"' in say_of([wrong, {"dialog": SINGLE}], tokenizer, chat)
-    null = say_of([good, {"messages": None, "message_id": 4}], tokenizer, chat)
+    assert say_of([good, good, wrong], tokenizer, CHAT).startswith(rename)
+    assert "; rename 'mesages', or drop" in say_of([wrong, good], tokenizer, CHAT)
+    assert "; rename 'mesages', or drop" in say_of([{"conversations": SINGLE}, wrong], tokenizer, CHAT)
+    assert "; rename 'mesages', or drop" in say_of([wrong], tokenizer, CHAT, follows=True)
+    assert 'set data.columns.messages = "mesages"' in say_of([wrong, wrong], tokenizer, CHAT)
+    assert 'data.columns.messages = "…"' in say_of([wrong, {"dialog": SINGLE}], tokenizer, CHAT)
+    null = say_of([good, {"messages": None, "message_id": 4}], tokenizer, CHAT)
     assert null.startswith("x.jsonl:2: 'messages' is null; fill it in, or drop")
     shared = [{**good, "message_id": 1}, {"message_id": 2, "mesages": SINGLE}, {"message_id": 3}]
-    assert "rename 'mesages'" in say_of(shared, tokenizer, chat), "not 'message_id', which the others have as well"
+    assert "rename 'mesages'" in say_of(shared, tokenizer, CHAT), "not 'message_id', which the others have as well"
     pairs = [{"prompt": "Wet?", "completion": "Yes"}, {"prompt": "Wet?", "answer": "Yes"}]
-    assert "rename 'answer', or drop the row" in say_of(pairs, tokenizer, DataConfig(format="prompt_completion"))
+    assert "rename 'answer', or drop the row" in say_of(pairs, tokenizer, COMPLETION)
 
 
 def test_a_misspelt_row_of_a_later_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,65 +414,40 @@ def ask(text: str) -> list[dict]:
 
 
 def test_two_conversations_in_a_row(tokenizer) -> None:
-    chat = DataConfig(format="chat")
-    expected = learnt({"messages": MULTI}, tokenizer, chat)
-    assert learnt({"messages": MULTI, "conversations": MULTI}, tokenizer, chat) == expected
-    assert learnt({"messages": None, "conversations": MULTI}, tokenizer, chat) == expected
-    assert learnt({"messages": MULTI, "prompt": "x"}, tokenizer, chat) == expected, "chat reads no prompt"
+    expected = learnt({"messages": MULTI}, tokenizer, CHAT)
+    assert learnt({"messages": MULTI, "conversations": MULTI}, tokenizer, CHAT) == expected
+    assert learnt({"messages": None, "conversations": MULTI}, tokenizer, CHAT) == expected
+    assert learnt({"messages": MULTI, "prompt": "x"}, tokenizer, CHAT) == expected, "chat reads no prompt"
     differing = {"messages": SINGLE, "conversations": MULTI}
-    assert refused(differing, tokenizer, chat) == "the row has 'messages' and 'conversations', which differ"
+    assert refused(differing, tokenizer, CHAT) == "the row has 'messages' and 'conversations', which differ"
     for name in ("messages", "conversations"):
         how = DataConfig(format="chat", columns=ColumnsConfig(messages=name))
-        assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, chat)
-
-
-def test_a_prompt_of_pairs_and_what_the_answers_repeat(tokenizer) -> None:
-    system, no = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "No."}
-    expected = pair_of({"prompt": [system, *SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]}, tokenizer)
-    answers = {"chosen": SINGLE, "rejected": [SINGLE[0], no]}
-    assert pair_of({"prompt": [system, SINGLE[0]], **answers}, tokenizer) == expected, "the last message is repeated"
-    longer = {name: [system, *value] for name, value in answers.items()}
-    assert pair_of({"prompt": SINGLE[:1], **longer}, tokenizer) == expected, "the answers have a system message more"
-    assert pair_of({"prompt": SINGLE[0]["content"], **longer}, tokenizer) == expected
-    texts = {"messages": [system, SINGLE[0]], "chosen": "It is wet", "rejected": "It is dry"}
-    with pytest.raises(UserError, match=r"no 'prompt' .* did you mean 'messages'\? set data\.columns\.prompt = "):
-        pair_of(texts, tokenizer)
-    named = pair_of(texts, tokenizer, wrap="chat", columns=ColumnsConfig(prompt="messages"))
-    assert "Be brief." in named[0][0]
-    assert named[0][1] == "It is wet<|im_end|>"
+        assert learnt(differing, tokenizer, how) == learnt({"messages": differing[name]}, tokenizer, CHAT)
 
 
 def test_messages_as_json_text(tokenizer, tmp_path: Path) -> None:
-    chat = DataConfig(format="chat")
     sharegpt = [{"from": "human", "value": SINGLE[0]["content"]}, {"from": "gpt", "value": SINGLE[1]["content"]}]
-    expected = learnt({"messages": SINGLE}, tokenizer, chat)
+    expected = learnt({"messages": SINGLE}, tokenizer, CHAT)
     for name, value in (("messages", SINGLE), ("conversations", sharegpt)):
-        assert learnt({name: json.dumps(value, indent=1)}, tokenizer, chat) == expected
+        assert learnt({name: json.dumps(value, indent=1)}, tokenizer, CHAT) == expected
     assert learnt({"d": json.dumps(SINGLE)}, tokenizer, DataConfig(columns=ColumnsConfig(messages="d"))) == expected
     broken = "messages is not valid JSON (Expecting property name enclosed in double quotes, column 3)"
-    assert refused({"messages": str(SINGLE)}, tokenizer, chat) == broken
-    assert refused({"messages": "Hello"}, tokenizer, chat) == "messages is of type str, not a list"
-    assert refused({"messages": ""}, tokenizer, chat) == "messages is empty"
-    assert "not a list" in refused({"messages": '{"role": "user"}'}, tokenizer, chat)
+    assert refused({"messages": str(SINGLE)}, tokenizer, CHAT) == broken
+    assert refused({"messages": "Hello"}, tokenizer, CHAT) == "messages is of type str, not a list"
+    assert refused({"messages": ""}, tokenizer, CHAT) == "messages is empty"
+    assert "not a list" in refused({"messages": '{"role": "user"}'}, tokenizer, CHAT)
     for suffix, kind in (("csv", ","), ("tsv", "\t")):
         with (tmp_path / f"a.{suffix}").open("w", newline="") as file:
             writer = csv.writer(file, delimiter=kind)
-            writer.writerows([["messages", "tools"], [json.dumps(WITH_TOOLS), json.dumps(TOOLS)]])
+            writer.writerows([["messages", "tools"], [json.dumps(TALK), json.dumps([TOOL])]])
             writer.writerow([json.dumps(SINGLE), ""])
         [first, second] = first_rows(ChatDataConfig(path=str(tmp_path / f"a.{suffix}")), "data.path", 2)
-        assert learnt(first.parse(), tokenizer, chat) == learnt(
-            {"messages": WITH_TOOLS, "tools": TOOLS}, tokenizer, chat
-        )
-        assert learnt(second.parse(), tokenizer, chat) == expected
+        assert learnt(first.parse(), tokenizer, CHAT) == learnt({"messages": TALK, "tools": [TOOL]}, tokenizer, CHAT)
+        assert learnt(second.parse(), tokenizer, CHAT) == expected
 
 
 def test_prompts_and_answers_as_json_text(tokenizer) -> None:
-    no = [{"role": "assistant", "content": "No."}]
-    row = {"prompt": SINGLE[:1], "chosen": SINGLE[1:], "rejected": no}
-    expected = pair_of(row, tokenizer)
-    assert pair_of({name: json.dumps(value) for name, value in row.items()}, tokenizer) == expected
-    assert pair_of({**row, "prompt": SINGLE[0]["content"], "chosen": json.dumps(SINGLE[1:])}, tokenizer) == expected
-    how = DataConfig(format="prompt_completion")
+    how = COMPLETION
     pair = {"prompt": MULTI[:3], "completion": MULTI[3:]}
     assert learnt({k: json.dumps(v) for k, v in pair.items()}, tokenizer, how) == learnt(pair, tokenizer, how)
     text = {"prompt": "Write a chat as JSON: ", "completion": json.dumps(SINGLE)}

@@ -12,26 +12,24 @@ import pytest
 from fsdp2kit.config.schema import ChatDataConfig, EvalConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.errors import UserError
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 
 TOKENIZER = make_tokenizer(None, eos="<|end|>")
 
 
-def write(path: Path, texts: list[str], *, ids: bool = False) -> Path:
-    rows = [{"text": text, **({"id": number} if ids else {})} for number, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write(path: Path, texts: list[str]) -> str:
+    return str(write_rows(path, [{"text": text, "id": number} for number, text in enumerate(texts)]))
 
 
 def build(
     data: dict, *, split: float | str = 0.2, every: int = 1, dp: int = 1, rank: int = 0, steps: int | None = None
 ) -> Data:
-    evaluation = EvalConfig(every=every, split=split, steps=steps)
     config = TrainingConfig.model_construct(
         recipe="x",
         data=ChatDataConfig.model_validate({"format": "text", "seq_len": 64, "pack": False, **data}),
         train=TrainConfig(steps=3, global_batch_size=4),
-        eval=evaluation,
+        eval=EvalConfig(every=every, split=split, steps=steps),
     )
     mesh = SimpleNamespace(dp_rank=rank, sizes=SimpleNamespace(dp=dp))
     return build_data(config, tokenizer=TOKENIZER, mesh=mesh)
@@ -39,12 +37,8 @@ def build(
 
 def texts_of(loader) -> list[str]:
     """Every document that a loader of whole data holds, copies included."""
-    found = []
-    for part in loader.parts:
-        for index in range(len(part.documents)):
-            ids, _ = part.documents[index]
-            found.append(TOKENIZER.decode(ids, skip_special_tokens=True))
-    return found
+    documents = [part.documents[at] for part in loader.parts for at in range(len(part.documents))]
+    return [TOKENIZER.decode(ids, skip_special_tokens=True) for ids, _ in documents]
 
 
 def sides(data: Data) -> tuple[list[str], list[str]]:
@@ -56,7 +50,7 @@ TEXTS = [f"text number {number}" for number in range(200)]
 
 def test_each_row_is_on_one_side_and_its_copies_with_it(tmp_path: Path) -> None:
     twice = TEXTS + TEXTS[::3]
-    train, held_out = sides(build({"path": str(write(tmp_path / "a.jsonl", twice, ids=True))}))
+    train, held_out = sides(build({"path": write(tmp_path / "a.jsonl", twice)}))
     assert sorted(train + held_out) == sorted(twice)
     assert not {*train} & {*held_out}
     assert 20 <= len({*held_out}) <= 60, "about a fifth"
@@ -65,7 +59,7 @@ def test_each_row_is_on_one_side_and_its_copies_with_it(tmp_path: Path) -> None:
 def test_any_order_files_mesh_and_kind_hold_the_same_rows_out(tmp_path: Path) -> None:
     import datasets
 
-    expected = sides(build({"path": str(write(tmp_path / "a.jsonl", TEXTS))}))
+    expected = sides(build({"path": write(tmp_path / "a.jsonl", TEXTS)}))
     shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
     (tmp_path / "parts").mkdir()
     write(tmp_path / "parts" / "0.jsonl", shuffled[:50])
@@ -77,23 +71,23 @@ def test_any_order_files_mesh_and_kind_hold_the_same_rows_out(tmp_path: Path) ->
     rows.to_parquet(str(tmp_path / "a.parquet"))
     assert sides(build({"path": str(tmp_path / "a.parquet"), "columns": {"text": "body"}})) == expected
     longer = write(tmp_path / "b.jsonl", [*TEXTS, "another text"])
-    assert {*sides(build({"path": str(longer)}))[1]} >= {*expected[1]}, "more data moves no row"
+    assert {*sides(build({"path": longer}))[1]} >= {*expected[1]}, "more data moves no row"
 
 
 def test_a_number_of_rows_over_all_parts_of_a_mix(tmp_path: Path) -> None:
     parts = [write(tmp_path / "a.jsonl", TEXTS[:150]), write(tmp_path / "b.jsonl", TEXTS[100:])]
-    data = build({"sources": [{"path": str(part)} for part in parts]}, split=30)
+    data = build({"sources": [{"path": part} for part in parts]}, split=30)
     train, held_out = sides(data)
     assert len({*held_out}) == 30
     assert not {*train} & {*held_out}, "a row that both parts have is on one side"
     assert {*train} | {*held_out} == {*TEXTS}
     assert {*data.held_out} == {"a", "b"}
-    alone = sides(build({"path": str(write(tmp_path / "c.jsonl", TEXTS))}, split=30))
+    alone = sides(build({"path": write(tmp_path / "c.jsonl", TEXTS)}, split=30))
     assert {*alone[1]} == {*held_out}
 
 
 def test_a_run_without_evaluations_leaves_the_same_rows_out(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", TEXTS))
+    path = write(tmp_path / "a.jsonl", TEXTS)
     evaluated, quiet = build({"path": path}), build({"path": path}, every=0)
     assert quiet.held_out == {}
     assert quiet.fingerprint == evaluated.fingerprint
@@ -101,7 +95,7 @@ def test_a_run_without_evaluations_leaves_the_same_rows_out(tmp_path: Path) -> N
 
 
 def test_a_small_share_holds_a_row_and_all_rows_are_too_many(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", TEXTS[:3]))
+    path = write(tmp_path / "a.jsonl", TEXTS[:3])
     assert len(sides(build({"path": path}, split=0.0001))[1]) == 1
     with pytest.raises(UserError, match=r"^eval\.split: 3 holds out every row of data\.path"):
         build({"path": path}, split=3)
@@ -118,7 +112,7 @@ def stream_texts(data: Data, steps: int) -> set[str]:
 
 
 def test_a_stream_leaves_out_what_whole_data_does(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", TEXTS))
+    path = write(tmp_path / "a.jsonl", TEXTS)
     train, held_out = sides(build({"path": path}))
     data = build({"path": path, "streaming": True}, steps=2)
     assert stream_texts(data, 60) == {*train}
@@ -131,31 +125,26 @@ def test_a_stream_leaves_out_what_whole_data_does(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_the_first_rows_of_every_part_and_of_no_evaluation(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", TEXTS))
+    path = write(tmp_path / "a.jsonl", TEXTS)
     data = build({"path": path, "limit": 7}, split="train", every=0)
     assert sorted(texts_of(data.loader)) == sorted(TEXTS[:7])
     streamed = build({"path": path, "limit": 7, "streaming": True}, split="train", every=0)
     assert stream_texts(streamed, 10) == {*TEXTS[:7]}
     prints = {build({"path": path, "limit": n, "streaming": True}, every=0, split="train").fingerprint for n in (7, 8)}
     assert len({*prints, data.fingerprint}) == 3
-    other = str(write(tmp_path / "b.jsonl", TEXTS))
+    other = write(tmp_path / "b.jsonl", TEXTS)
     sources = [{"path": path}, {"path": other, "limit": 3}]
     mixed = build({"sources": sources, "limit": 7}, split="train", every=0)
     assert [len(part.documents) for part in mixed.loader.parts] == [7, 3]
 
 
 def test_a_limited_stream_resumes_within_its_limit(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", TEXTS))
+    path = write(tmp_path / "a.jsonl", TEXTS)
     options = {"path": path, "limit": 10, "streaming": True}
-    straight = build(options, split="train", every=0).loader
-    batches = [straight.batch(index) for index in range(6)]
-    again = build(options, split="train", every=0).loader
+    straight, resumed = (build(options, split="train", every=0).loader for _ in range(2))
     for index in range(3):
-        again.batch(index)
-    state = json.loads(json.dumps(again.state(3)))
-    resumed = build(options, split="train", every=0).loader
-    resumed.seek(3, state)
+        straight.batch(index)
+    resumed.seek(3, json.loads(json.dumps(straight.state(3))))
     for index in range(3, 6):
-        assert [one.input_ids.tolist() for one in resumed.batch(index)] == [
-            one.input_ids.tolist() for one in batches[index]
-        ]
+        one, other = ([batch.input_ids.tolist() for batch in loader.batch(index)] for loader in (straight, resumed))
+        assert one == other

@@ -9,7 +9,8 @@ from fsdp2kit.data.rows import Row
 from fsdp2kit.data.tokens import Encoded, encode_rows
 from fsdp2kit.errors import UserError
 from tests.data import templates
-from tests.data.templates import encode_chat, make_tokenizer
+from tests.data.families import tokenizer_of
+from tests.data.templates import encode_chat, learnt_text, make_tokenizer
 
 
 def turns(*contents: str) -> list[dict]:
@@ -18,9 +19,7 @@ def turns(*contents: str) -> list[dict]:
 
 
 def learnt(tokenizer, messages, **options) -> str:
-    ids, supervised = encode_chat(messages, tokenizer, **options)
-    assert len(ids) == len(supervised)
-    return tokenizer.decode([token for token, learn in zip(ids, supervised, strict=True) if learn])
+    return learnt_text(tokenizer, *encode_chat(messages, tokenizer, **options))
 
 
 def encode_together(rows: list[list[dict]], tokenizer, **options) -> list[Encoded]:
@@ -29,13 +28,8 @@ def encode_together(rows: list[list[dict]], tokenizer, **options) -> list[Encode
 
 
 QUESTIONS = turns("Is water wet?", "Yes, wet.\nüber-wet 🌊!", "Sure?", "Yes  ")
-SYSTEM = [{"role": "system", "content": "Be brief."}]
 CASES = {
     "chatml": (templates.CHATML, "<|im_end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
-    "llama3": (templates.LLAMA3, "<|eot_id|>", "Yes, wet.\nüber-wet 🌊!<|eot_id|>Yes<|eot_id|>"),
-    "mistral": (templates.MISTRAL, "</s>", "Yes, wet.\nüber-wet 🌊!</s>Yes  </s>"),
-    # Gemma's eos_token is not what ends its turns.
-    "gemma": (templates.GEMMA, "<|end|>", "Yes, wet.\nüber-wet 🌊!<end_of_turn>Yes<end_of_turn>"),
     "marked": (templates.MARKED, "<|end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
     "marked_wide": (templates.MARKED_WIDE, "<|im_end|>", "Yes, wet.\nüber-wet 🌊!<|im_end|>Yes  <|im_end|>"),
 }
@@ -69,10 +63,9 @@ def test_a_span_that_ends_in_a_space_outside_all_offsets() -> None:
 
 
 def test_the_mask_begins_after_a_generation_prompt_that_ends_in_a_space() -> None:
-    template = templates.MISTRAL.replace("' [/INST]'", "' [/INST] '")
-    tokenizer = make_tokenizer(template, eos="</s>")
+    template = templates.CHATML.replace("['role'] + '\n'", "['role'] + ' '").replace("assistant\n", "assistant ")
     # " water" is one token that straddles the border: it is the assistant's, or the word would never be learnt.
-    assert learnt(tokenizer, turns("Is it?", "water is")) == " water is</s>"
+    assert learnt(make_tokenizer(template), turns("Is it?", "water is")) == " water is<|im_end|>"
 
 
 def test_a_template_without_generation_prompt_does_not_teach_its_header() -> None:
@@ -87,24 +80,6 @@ def test_a_turn_that_ends_without_a_special_token_keeps_its_newline() -> None:
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     assert learnt(make_tokenizer(template), turns("Wet?", "Yes.")) == " Yes.\n"
-
-
-def test_tool_calls_and_tools_reach_the_template() -> None:
-    template = (
-        "{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.tool_calls %}{{ '<call>' + m.tool_calls[0].name + '</call>' }}{% else %}{{ m.content }}{% endif %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokenizer = make_tokenizer(template)
-    row = [
-        {"role": "user", "content": "Wet?", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "touch"}]},
-        {"role": "tool", "content": "wet"},
-        {"role": "assistant", "content": "Yes."},
-    ]
-    assert learnt(tokenizer, row, tools=[{"name": "touch"}]) == "<call>touch</call><|im_end|>Yes.<|im_end|>"
-    ids, _ = encode_chat(row, tokenizer, tools=[{"name": "touch"}])
-    assert tokenizer.decode(ids).startswith("touch<|im_start|>user")
 
 
 def test_many_at_once_equal_one_by_one() -> None:
@@ -148,10 +123,9 @@ def test_a_template_that_is_no_jinja_is_named_itself() -> None:
 
 
 def test_what_a_template_raises_is_the_users_to_mend() -> None:
+    system = {"role": "system", "content": "Be brief."}
     with pytest.raises(UserError, match="System role not supported"):
-        encode_chat(SYSTEM + QUESTIONS, make_tokenizer(templates.GEMMA))
-    with pytest.raises(UserError, match="roles must alternate"):
-        encode_chat(turns("a", "b") + turns("c")[:1] + turns("d")[:1], make_tokenizer(templates.MISTRAL))
+        encode_chat([system, *QUESTIONS], tokenizer_of("gemma"))
 
 
 def test_no_template_at_all() -> None:

@@ -1,4 +1,4 @@
-"""Packing neither loses, repeats, splits nor reorders documents, and fills its rows."""
+"""Packing neither loses, repeats, splits nor reorders documents, and fills its packs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.integers(40, 80), st.integers(1, 50))
-def test_every_document_once_in_order_and_within_its_row(lengths: list[int], seq_len: int, window: int) -> None:
+def test_every_document_once_in_order_and_within_its_pack(lengths: list[int], seq_len: int, window: int) -> None:
     plan = plan_packs(np.array(lengths), seq_len=seq_len, window=window)
-    rows = [plan[row].tolist() for row in range(len(plan))]
-    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
-    assert all(row and row == sorted(row) for row in rows)
-    assert all(sum(lengths[document] for document in row) <= seq_len for row in rows)
-    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    packs = [plan[pack].tolist() for pack in range(len(plan))]
+    assert sorted(document for pack in packs for document in pack) == list(range(len(lengths)))
+    assert all(pack and pack == sorted(pack) for pack in packs)
+    assert all(sum(lengths[document] for document in pack) <= seq_len for pack in packs)
+    assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
     again = plan_packs(np.array(lengths), seq_len=seq_len, window=window)
     assert np.array_equal(plan.documents, again.documents)
     assert np.array_equal(plan.borders, again.borders)
 
 
-def test_rows_are_nearly_full() -> None:
+def test_packs_are_nearly_full() -> None:
     lengths = np.minimum(2048, np.random.RandomState(0).lognormal(5, 1, 20000).astype(int) + 2)
     plan = plan_packs(lengths, seq_len=2048)
     assert lengths.sum() / (len(plan) * 2048) > 0.99
 
 
-def test_a_row_is_filled_by_what_fits_best() -> None:
+def test_a_pack_is_filled_by_what_fits_best() -> None:
     plan = plan_packs(np.array([6, 5, 4, 5, 3]), seq_len=10)
-    assert [plan[row].tolist() for row in range(len(plan))] == [[0, 2], [1, 3], [4]]
+    assert [plan[pack].tolist() for pack in range(len(plan))] == [[0, 2], [1, 3], [4]]
 
 
 def test_single_documents_keep_their_order() -> None:
     plan = plan_single(np.array([3, 1, 2]))
-    assert [plan[row].tolist() for row in range(len(plan))] == [[0], [1], [2]]
+    assert [plan[pack].tolist() for pack in range(len(plan))] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("lengths", [[3, 11], [0, 3]])

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp2kit.data.build import Prefetch
 from fsdp2kit.data.stream import StreamLoader
-from tests.data.test_stream import rows_of, stream, write
+from tests.data.files import write_rows
+from tests.data.test_stream import rows_of, stream
 
 
 class Slow:
@@ -65,7 +66,7 @@ def test_nothing_is_made_beyond_the_end() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_a_streams_state_is_that_of_the_batch_that_was_used(ahead: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of([3 + at % 9 for at in range(200)]))
+    path = write_rows(tmp_path / "a.jsonl", rows_of([3 + at % 9 for at in range(200)]))
     plain = stream(path).loader
     assert isinstance(plain, StreamLoader)
     batches = stream(path, prefetch=ahead, steps=20).batches()

@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fsdp2kit.data.loader import Loader
 from fsdp2kit.data.preview import Preview, build_preview, pieces_of
 from tests.data import templates
 from tests.data.families import ANSWER, MULTI, SINGLE
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 from tools.preview import main, print_preview
 
@@ -26,7 +28,7 @@ DEMO = Path(__file__).parents[2] / "toml" / "demo_cp2.toml"
 def preview_of(
     folder: Path, rows: list[dict], *, template=templates.MARKED_WIDE, vocab_size=10**6, **options
 ) -> Preview:
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "a.jsonl", rows)
     config = TrainingConfig.model_construct(
         recipe="x",
         data=ChatDataConfig(path=str(folder / "a.jsonl"), **{"seq_len": 64, **options}),
@@ -36,6 +38,22 @@ def preview_of(
     loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
     assert isinstance(loader, Loader)
     return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=2, title="x")
+
+
+def toml_of(folder: Path, rows: list[dict], data: str, *, recipe: str = "sft") -> tuple[str, Path]:
+    """A TOML and its file of rows."""
+    make_tokenizer(templates.CHATML).save_pretrained(folder / "tokenizer")
+    (folder / "x.toml").write_text(
+        f'recipe = "{recipe}"\nmodel.tokenizer = "tokenizer"\nmodel.config.model_type = "llama"\n'
+        f'model.weights = "random"\ndata = {{ path = "a.jsonl", {data} }}\n'
+        "train = { steps = 1, global_batch_size = 2 }\n"
+    )
+    return str(folder / "x.toml"), write_rows(folder / "a.jsonl", rows)
+
+
+def shown_of(toml: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main([toml, "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_pieces_are_the_document_and_its_mask(tmp_path: Path) -> None:
@@ -105,8 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     for text in ("document 1: ", "<|im_start|>user", "steps an epoch", "documents by length"):
         assert text in shown
-    assert main([str(DEMO), "--json", "--rows", "1", "data.streaming=true"]) == 0
-    assert json.loads(capsys.readouterr().out)["statistics"][""]["rows"] == 600
+    assert shown_of(str(DEMO), capsys, "--rows", "1", "data.streaming=true")["statistics"][""]["rows"] == 600
     assert main([str(DEMO), "--html", str(tmp_path / "x.html")]) == 0
     assert main([str(DEMO), "--html", str(tmp_path)]) == 2
     assert "cannot be written (Is a directory); give a file" in capsys.readouterr().err
@@ -121,16 +138,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_lengths_to_choose_from_are_those_of_runs_at_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of 10 to 3,000 words: what a run with each seq_len would see."""
     rows = [{"text": "a " * count} for count in (10, 20, 700, 1500, 3000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer(templates.CHATML)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "x.toml").write_text(
-        'recipe = "sft"\nmodel = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }\n'
-        'data = { path = "a.jsonl", format = "text", seq_len = 512, overlong = "error" }\n'
-        "train = { steps = 1, global_batch_size = 2 }\n"
-    )
-    assert main([str(tmp_path / "x.toml"), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    toml, _ = toml_of(tmp_path, rows, 'format = "text", seq_len = 512, overlong = "error"')
+    shown = shown_of(toml, capsys)
     lengths = np.sort([len(tokenizer(row["text"])["input_ids"]) + 1 for row in rows])
     expected = {f"p{at}": int(np.percentile(lengths, at, method="inverted_cdf")) for at in (50, 90, 100)}
     assert expected.items() <= shown["statistics"][""]["row_lengths"].items()
@@ -146,22 +156,17 @@ def test_lengths_to_choose_from_are_those_of_runs_at_each(tmp_path: Path, capsys
         assert one["packing_efficiency"] == pytest.approx(cut.sum() / one["seq_len"] / one["packed_rows"])
         assert one["steps_per_epoch"] == -(-one["packed_rows"] // 2)
     assert any('data.overlong = "error" refuses them' in text for text in shown["warnings"])
-    assert main([str(tmp_path / "x.toml")]) == 0
+    assert main([toml]) == 0
     text = capsys.readouterr().out
     for words in ("other lengths, in batches of 2", "row length before cutting, p90", "1,024"):
         assert words in text
 
 
 def test_prompts_outside_the_chat_template_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Is water wet?", "completion": " Yes."}) + "\n")
-    make_tokenizer(templates.CHATML).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "x.toml").write_text(
-        'recipe = "sft"\nmodel = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }\n'
-        'data = { path = "a.jsonl", format = "prompt_completion" }\ntrain.steps = 1\n'
-    )
+    rows = [{"prompt": "Is water wet?", "completion": " Yes."}]
+    toml, _ = toml_of(tmp_path, rows, 'format = "prompt_completion"')
     for wrap, is_warned in (("none", True), ("chat", False)):
-        assert main([str(tmp_path / "x.toml"), "--json", f"data.wrap={wrap}"]) == 0
-        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        warnings = shown_of(toml, capsys, f"data.wrap={wrap}")["warnings"]
         assert any('set data.wrap = "chat"' in text for text in warnings) is is_warned
 
 
@@ -171,27 +176,17 @@ def test_two_system_messages_in_a_row_are_warned_of(tmp_path: Path, capsys: pyte
     chats = [{"messages": SINGLE}, {"messages": once}, {"messages": twice}, {"messages": json.dumps(twice)}]
     pairs = [{"prompt": [*SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]}]
     pairs.append({"prompt": [system, system, *SINGLE[:1]], "chosen": SINGLE[1:], "rejected": [no]})
-    for name, rows in (("chat", chats), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make_tokenizer(templates.CHATML).save_pretrained(tmp_path / "tokenizer")
-    model = 'model = { tokenizer = "tokenizer", weights = "random", config = { model_type = "llama" } }'
-    cases = [("sft", "chat", "false", 3), ("sft", "chat", "true", 3), ("dpo", "pairs", "false", 2)]
-    for recipe, name, streaming, line in cases:
-        path = tmp_path / f"{name}.jsonl"
-        (tmp_path / "x.toml").write_text(
-            f'recipe = "{recipe}"\n{model}\ndata = {{ path = "{path}", streaming = {streaming} }}\ntrain.steps = 1\n'
-        )
-        assert main([str(tmp_path / "x.toml"), "--json", "data.seq_len=256"]) == 0
-        found = [text for text in json.loads(capsys.readouterr().out)["warnings"] if "two system" in text]
-        assert len(found) == 1
+    cases = [("sft", chats, "false", 3), ("sft", chats, "true", 3), ("dpo", pairs, "false", 2)]
+    for recipe, rows, streaming, line in cases:
+        toml, path = toml_of(tmp_path, rows, f"streaming = {streaming}", recipe=recipe)
+        [found] = [text for text in shown_of(toml, capsys, "data.seq_len=256")["warnings"] if "two system" in text]
         says = f"data.path: 2 of 4 conversations have two system messages in a row, first in {path}:{line}: "
-        assert found[0].startswith(says)
+        assert found.startswith(says)
 
 
 def test_what_the_start_would_say_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["data.seq_len=1024", "train.epochs=1", "lr_schedule.warmup_ratio=none", "lr_schedule.warmup_steps=999"]
-    assert main([str(DEMO), "--json", *options]) == 0
-    said = "\n".join(json.loads(capsys.readouterr().out)["warnings"])
+    said = "\n".join(shown_of(str(DEMO), capsys, *options)["warnings"])
     assert "data.seq_len 1,024 is beyond the 512 positions" in said
     assert "this would be refused: lr_schedule.warmup_steps: 999, but the whole run has" in said
 

@@ -12,14 +12,9 @@ from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.data.rows import RowReader
 from fsdp2kit.data.sources import locate
 from fsdp2kit.errors import UserError
+from tests.data.files import write_rows
 
 ROWS = [{"text": "first"}, {"text": "second\u2028line"}]
-
-
-def write(path: Path, rows: list) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def read(path: Path | str, split: str = "train") -> list[dict]:
@@ -36,7 +31,7 @@ def save(kind: str, folder: Path) -> Path:
     elif kind == "json":
         path.write_text(json.dumps(ROWS))
     elif kind == "jsonl":
-        write(path, ROWS)
+        write_rows(path, ROWS)
     elif kind == "tsv":
         rows.to_csv(str(path), sep="\t")
     else:
@@ -67,7 +62,7 @@ def test_json_rows_keep_their_own_keys_types_and_nulls(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": [{"type": "text"}]}], "tools": [{"p": {"b": [None]}}], "id": 1},
         {"messages": "not a list", "id": "one"},
     ]
-    assert read(write(tmp_path / "a.jsonl", rows)) == rows
+    assert read(write_rows(tmp_path / "a.jsonl", rows)) == rows
 
 
 def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
@@ -78,9 +73,9 @@ def test_arrow_fills_in_none_and_reading_takes_it_out(tmp_path: Path) -> None:
 
 
 def test_an_edited_file_is_read_anew(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "one"}])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "one"}])
     assert read(path) == [{"text": "one"}]
-    assert read(write(path, [{"text": "two"}])) == [{"text": "two"}]
+    assert read(write_rows(path, [{"text": "two"}])) == [{"text": "two"}]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "saved"])
@@ -94,18 +89,18 @@ def test_a_slice_of_a_split_is_that_of_datasets(kind: str, part: str, tmp_path: 
     elif kind == "json":
         path.write_text(json.dumps(rows.to_list()))
     elif kind == "jsonl":
-        write(path, rows.to_list())
+        write_rows(path, rows.to_list())
     else:
         getattr(rows, f"to_{kind}")(str(path))
-    write(tmp_path / "reference.jsonl", rows.to_list())
+    write_rows(tmp_path / "reference.jsonl", rows.to_list())
     expected = datasets.load_dataset("json", data_files=str(tmp_path / "reference.jsonl"), split=f"train{part}")
     assert read(path, f"train{part}") == expected.to_list()
 
 
 def test_slices_go_over_the_files_of_a_split(tmp_path: Path) -> None:
     for number in range(3):
-        write(tmp_path / f"train-{number}.jsonl", [{"n": 4 * number + at} for at in range(4)])
-    write(tmp_path / "test.jsonl", [{"n": -1}])
+        write_rows(tmp_path / f"train-{number}.jsonl", [{"n": 4 * number + at} for at in range(4)])
+    write_rows(tmp_path / "test.jsonl", [{"n": -1}])
     assert [row["n"] for row in read(tmp_path, "train[3:9]")] == [3, 4, 5, 6, 7, 8]
     source = locate(DataConfig(path=str(tmp_path), split="train[3:9]", limit=2))
     assert [row.parse()["n"] for row in RowReader(source)] == [3, 4]
@@ -126,15 +121,15 @@ def test_slices_go_over_the_files_of_a_split(tmp_path: Path) -> None:
 
 
 def test_folders_globs_and_splits(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "train-0.jsonl", [{"n": 0}])
-    write(tmp_path / "data" / "train-1.jsonl", [{"n": 1}])
-    write(tmp_path / "data" / "dev.jsonl", [{"n": 2}])
+    write_rows(tmp_path / "data" / "train-0.jsonl", [{"n": 0}])
+    write_rows(tmp_path / "data" / "train-1.jsonl", [{"n": 1}])
+    write_rows(tmp_path / "data" / "dev.jsonl", [{"n": 2}])
     assert read(tmp_path) == [{"n": 0}, {"n": 1}]
     assert read(tmp_path, "validation") == [{"n": 2}]
     assert read(f"{tmp_path}/data/*.jsonl") == [{"n": 2}, {"n": 0}, {"n": 1}]
     with pytest.raises(UserError, match=r"no split 'test'; the folder has: train, validation"):
         read(tmp_path, "test")
-    write(tmp_path / "plain" / "x.jsonl", [{"n": 3}])
+    write_rows(tmp_path / "plain" / "x.jsonl", [{"n": 3}])
     assert read(tmp_path / "plain") == [{"n": 3}]
 
 
@@ -186,8 +181,8 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches no file"):
         read(f"{tmp_path}/*.jsonl")
     with pytest.raises(UserError, match="a file has no split 'test'"):
-        read(str(write(tmp_path / "a.jsonl", ROWS)), "test")
-    write(tmp_path / "b.jsonl", ROWS)
+        read(str(write_rows(tmp_path / "a.jsonl", ROWS)), "test")
+    write_rows(tmp_path / "b.jsonl", ROWS)
     (tmp_path / "b.csv").write_text("x\n1\n")
     with pytest.raises(UserError, match="several kinds"):
         read(f"{tmp_path}/b.*")
@@ -199,8 +194,8 @@ def test_a_hub_dataset_that_cannot_be_reached() -> None:
 
 
 def test_a_pattern_looks_into_linked_directories_and_past_dangling_links(tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere" / "x.jsonl", ROWS)
-    write(tmp_path / "data" / "a" / "x.jsonl", ROWS)
+    write_rows(tmp_path / "elsewhere" / "x.jsonl", ROWS)
+    write_rows(tmp_path / "data" / "a" / "x.jsonl", ROWS)
     (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "a" / ".#x.jsonl").symlink_to("user@host.1234")  # an editor's lock
     assert read(f"{tmp_path}/data/*/x.jsonl") == 2 * ROWS

@@ -12,23 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.config.schema import ChatDataConfig, TextDataConfig, TrainingConfig
+from fsdp2kit.config.schema import ChatDataConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.data.stream import StreamLoader
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.loss_head import IGNORE
+from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 from tests.reference import full
 
 SEQ_LEN, GLOBAL = 16, 4
 MESHES = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2) if 4 % (dp * micro) == 0]
 TOKENIZER = make_tokenizer(None, eos="<|end|>")
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int = 1, steps: int = 1, **options) -> Data:
@@ -39,13 +34,10 @@ def stream(paths: list[Path] | Path, *, dp: int = 1, rank: int = 0, micro: int =
         section["sources"] = names
     else:
         section["path"] = str(paths)
-    kind = TextDataConfig if section["format"] == "text" else ChatDataConfig
     config = TrainingConfig.model_construct(
         recipe="x",
-        data=kind.model_validate(section),
-        train=TrainingConfig.model_fields["train"].annotation(
-            steps=steps, global_batch_size=GLOBAL, micro_batch_size=micro
-        ),
+        data=ChatDataConfig.model_validate(section),
+        train=TrainConfig(steps=steps, global_batch_size=GLOBAL, micro_batch_size=micro),
     )
     mesh = SimpleNamespace(dp_rank=rank, sizes=SimpleNamespace(dp=dp))
     return build_data(config, tokenizer=TOKENIZER, mesh=mesh, vocab_size=10**6)
@@ -92,7 +84,7 @@ LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=60)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LENGTHS, st.booleans(), st.lists(st.sampled_from(MESHES), min_size=3, max_size=8))
 def test_stopped_after_every_batch_and_taken_up_on_another_mesh(tmp_path: Path, lengths, pack, meshes) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of(lengths))
+    path = write_rows(tmp_path / "a.jsonl", rows_of(lengths))
     states: list = [None]
     resumed = [global_batch(path, index, states, mesh, pack=pack) for index, mesh in enumerate(meshes)]
     straight = stream(path, micro=GLOBAL, pack=pack).loader
@@ -105,7 +97,7 @@ def test_stopped_after_every_batch_and_taken_up_on_another_mesh(tmp_path: Path, 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LENGTHS, st.booleans())
 def test_a_pass_gives_every_token_once_and_in_order(tmp_path: Path, lengths, pack) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of(lengths))
+    path = write_rows(tmp_path / "a.jsonl", rows_of(lengths))
     pieces = []
     for row in rows_of(lengths):
         ids = row["input_ids"]
@@ -125,8 +117,10 @@ def test_every_kind_of_file_goes_on_where_it_stopped(kind: str, tmp_path: Path) 
     rows = [{"text": f"row {number} " + "water " * (number % 7)} for number in range(200)]
     for part, some in enumerate((rows[:150], rows[150:])):
         path = tmp_path / f"{part}.{kind}"
-        if kind in ("jsonl", "json"):
-            path.write_text(json.dumps(some) if kind == "json" else "".join(json.dumps(row) + "\n" for row in some))
+        if kind == "jsonl":
+            write_rows(path, some)
+        elif kind == "json":
+            path.write_text(json.dumps(some))
         elif kind == "txt":
             path.write_text("".join(row["text"] + "\n" for row in some))
         elif kind == "saved":
@@ -152,7 +146,8 @@ def straight_state(source: Path, index: int) -> dict:
 
 def test_a_mix_keeps_its_shares_of_tokens(tmp_path: Path) -> None:
     paths = [
-        write(tmp_path / f"{name}.jsonl", rows_of(lengths)) for name, lengths in (("a", [9] * 50), ("b", [5] * 70))
+        write_rows(tmp_path / f"{name}.jsonl", rows_of(lengths))
+        for name, lengths in (("a", [9] * 50), ("b", [5] * 70))
     ]
     loader = stream(paths, weights=[3.0, 1.0]).loader
     assert loader.source_names == ("a", "b")
@@ -170,40 +165,17 @@ def test_a_mix_keeps_its_shares_of_tokens(tmp_path: Path) -> None:
 
 def test_packing_is_nearly_full(tmp_path: Path) -> None:
     lengths = [2 + (at * 7919) % 11 for at in range(3000)]
-    loader = stream(write(tmp_path / "a.jsonl", rows_of(lengths)), seq_len=64).loader
+    loader = stream(write_rows(tmp_path / "a.jsonl", rows_of(lengths)), seq_len=64).loader
     batches = [batch for index in range(50) for batch in loader.batch(index)]
     assert sum(batch.input_tokens for batch in batches) / sum(batch.capacity for batch in batches) > 0.98
 
 
-def rows_in_order(path: Path, **options) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of the first global batch, a document a row."""
-    batches = stream(path, pack=False, shuffle=False, **options).loader.batch(0)
-    return [(batch.input_ids[0].tolist(), batch.labels[0].tolist()) for batch in batches]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_long_row_keeps_its_beginning(streaming: bool, tmp_path: Path) -> None:
-    [row, *_] = rows = rows_of([SEQ_LEN + 9] * GLOBAL)
-    [(ids, labels), *_] = rows_in_order(write(tmp_path / "a.jsonl", rows), overlong="truncate", streaming=streaming)
-    assert ids == row["input_ids"][:SEQ_LEN]
-    assert labels == [*ids[1:], IGNORE]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_an_end_of_turn_is_put_only_where_an_answer_is_cut(streaming: bool, tmp_path: Path) -> None:
-    [end] = TOKENIZER.convert_tokens_to_ids(["<|end|>"])
-    ids = [*range(100, 120), end]
-    in_answer = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:]}
-    in_question = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:6] + [IGNORE] * 12 + ids[18:]}
-    path = write(tmp_path / "a.jsonl", [in_answer, in_question] * 2)
-    answer, question, *_ = rows_in_order(path, overlong="truncate", streaming=streaming)
-    assert answer == ([*ids[:15], end], [IGNORE, *ids[2:15], end, IGNORE])
-    assert question == (ids[:16], [IGNORE, *ids[2:6], *[IGNORE] * 11])
-
-
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
 def test_a_stream_and_a_table_are_cut_alike(overlong: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of([5, 40, 16, 17]))
+    ids = [*range(100, 120), *TOKENIZER.convert_tokens_to_ids(["<|end|>"])]
+    in_answer = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:]}
+    in_question = {"input_ids": ids, "labels": [IGNORE] * 2 + ids[2:6] + [IGNORE] * 12 + ids[18:]}
+    path = write_rows(tmp_path / "a.jsonl", [in_answer, in_question, *rows_of([5, 40, 16, 17])])
     options = {"overlong": overlong, "micro": GLOBAL, "pack": False, "shuffle": False}
     streamed, whole = (stream(path, streaming=streaming, **options).loader.batch(0)[0] for streaming in (True, False))
     assert (streamed.labels[:2] == whole.labels[:2]).all()
@@ -211,7 +183,7 @@ def test_a_stream_and_a_table_are_cut_alike(overlong: str, tmp_path: Path) -> No
 
 
 def test_a_long_row_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of([5, 40]))
+    path = write_rows(tmp_path / "a.jsonl", rows_of([5, 40]))
     with pytest.raises(UserError, match=r"a\.jsonl:2: 40 tokens, more than data.seq_len = 16"):
         stream(path, overlong="error").loader.batch(0)
 
@@ -230,7 +202,7 @@ def test_a_malformed_row_in_the_middle_is_named(workers: int, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_workers_change_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": f"water {number}"} for number in range(400)])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"water {number}"} for number in range(400)])
     alone, helped = (stream(path, format="text", workers=workers).loader for workers in (0, 2))
     for index in range(30):
         pairs = zip(alone.batch(index), helped.batch(index), strict=True)
@@ -238,7 +210,7 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_to_learn_ends(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"input_ids": [1]}] * 5)
+    path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1]}] * 5)
     with pytest.raises(UserError, match=r"no document holds a token to learn"):
         stream(path).loader.batch(0)
     (tmp_path / "b.jsonl").write_text("\n")
@@ -247,14 +219,14 @@ def test_nothing_to_learn_ends(tmp_path: Path) -> None:
 
 
 def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, 10**6]}])
+    path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1, 10**6]}])
     with pytest.raises(UserError, match="token id 1000000, but the model's vocabulary has 1000000"):
         stream(path).loader.batch(0)
 
 
 @pytest.mark.full
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"input_ids": list(range(2, 2 + 2 + row % 14))} for row in range(20000)])
+    path = write_rows(tmp_path / "a.jsonl", [{"input_ids": list(range(2, 2 + 2 + row % 14))} for row in range(20000)])
     loader, peaks, index = stream(path).loader, [], 0
     tracemalloc.start()
     try:
@@ -270,7 +242,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 
 
 def test_another_batch_than_the_next_is_refused(tmp_path: Path) -> None:
-    loader = stream(write(tmp_path / "a.jsonl", rows_of([9] * 400))).loader
+    loader = stream(write_rows(tmp_path / "a.jsonl", rows_of([9] * 400))).loader
     for index in range(30):
         loader.batch(index)
     for asked_for in (loader.state, loader.batch):

@@ -252,8 +252,7 @@ def test_every_ready_template_is_named_in_the_schema() -> None:
 
 @pytest.mark.parametrize("name", READY)
 def test_a_ready_template(name: str, tmp_path: Path) -> None:
-    from tests.data.templates import make_tokenizer
-    from tests.data.test_tools import spoken
+    from tests.data.templates import make_tokenizer, spoken
 
     make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))
@@ -276,8 +275,7 @@ def test_a_ready_template(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_calls_in_a_ready_template(name: str, learnt: str, tmp_path: Path) -> None:
-    from tests.data.templates import make_tokenizer
-    from tests.data.test_tools import spoken
+    from tests.data.templates import make_tokenizer, spoken
 
     make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))

@@ -498,7 +498,7 @@ def test_groups_without_signal_and_masked_responses_change_nothing(
         ("eval.every=1", "eval: evaluation would run on the training data itself"),
         ("eval={every=1, split=3, prompts=['Hi']}", "eval.prompts: held-out rewards have answers"),
         ("eval={every=1, sets={a={path='prompts.jsonl'}}}", "eval.sets: prompts are held out as one set"),
-        ("eval.split=10", "eval.split: 10 holds out every prompt"),
+        ("eval.split=10", "eval.split: 10 holds out every row of data.path: "),
         ("rollout.ahead=2", "rollout.ahead"),
         ("rollout.ahead=1", "rollout.ahead: 1 with rollout.engine = 'transformers'.*; leave it out, or use a server"),
         ("rollout={engine='vllm', ahead=1, n=4, sleep=true, max_new_tokens=8}", "rollout.sleep: with rollout.ahead"),
