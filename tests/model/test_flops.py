@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -107,41 +108,30 @@ def test_heads_of_two_widths() -> None:
     assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
 
 
-def test_experts_count_by_the_share_a_token_visits() -> None:
-    mixtral = model_on_meta("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    router = 32 * 4
-    expected = 2 * (ATTENTION + router + 2 * MLP) + HEAD
-    assert count_model_flops(mixtral).parameters == expected
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = 32 * 8 + 2 * (3 * 32 * 16)  # the router, and two experts
 
 
-def test_sparse_and_dense_layers_mixed() -> None:
-    qwen = model_on_meta(
-        "qwen3_moe",
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        mlp_only_layers=[1],
-    )
-    sparse = 32 * 8 + 2 * (3 * 32 * 16)
-    assert count_model_flops(qwen).parameters == 2 * ATTENTION + sparse + MLP + HEAD
-
-
-def test_shared_experts_count_in_full() -> None:
-    qwen = model_on_meta(
-        "qwen2_moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-    )
-    layer = ATTENTION + 32 * 8 + 2 * (3 * 32 * 16) + 3 * 32 * 24 + 32  # router, routed, shared, shared gate
-    assert count_model_flops(qwen).parameters == 2 * layer + HEAD
-
-
-def test_experts_outside_a_module_of_that_name() -> None:
-    granite = model_on_meta("granitemoe", num_local_experts=4, num_experts_per_tok=2)
-    assert count_model_flops(granite).parameters == 2 * (ATTENTION + 32 * 4 + 2 * MLP) + HEAD
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "parameters"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (ATTENTION + 32 * 4 + 2 * MLP)),
+        # its experts are not in a module of that name
+        ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (ATTENTION + 32 * 4 + 2 * MLP)),
+        # sparse and dense layers mixed
+        ("qwen3_moe", {**SPARSE, "head_dim": 8, "mlp_only_layers": [1]}, 2 * ATTENTION + ROUTED + MLP),
+        # a shared expert, which counts in full, and its gate
+        (
+            "qwen2_moe",
+            {**SPARSE, "shared_expert_intermediate_size": 24},
+            2 * (ATTENTION + ROUTED + 3 * 32 * 24 + 32),
+        ),
+    ],
+)
+def test_experts_count_by_the_share_a_token_visits(
+    model_type: str, overrides: dict[str, Any], parameters: int
+) -> None:
+    assert count_model_flops(model_on_meta(model_type, **overrides)).parameters == parameters + HEAD
 
 
 def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
