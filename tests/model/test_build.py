@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
@@ -151,7 +152,7 @@ def test_an_override_by_another_name_of_the_key(kind: str, tmp_path: Path) -> No
         (
             {"config": {"model_type": "llama", "hidden_act": "nosuch"}},
             r"model\.config: transformers cannot build 'llama' from this config \(KeyError: 'nosuch', at "
-            r"`self\.act_fn = ACT2FN\[config\.hidden_act\]`\); mend it \(\[model\.config\] sets",
+            r"`self\.act_fn = ACT2FN\[config\.hidden_act\]`\); correct it \(\[model\.config\] sets",
         ),
         (
             {"config": {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}},
@@ -201,6 +202,22 @@ def test_a_model_that_transformers_warns_about_is_not_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_hf_config(ModelConfig(path=str(tmp_path), config={"num_hidden_layers": 1}))
     assert "its_own" in caplog.text
+
+
+def test_a_model_with_its_own_code_is_loaded_if_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    fields = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code = "from transformers import LlamaConfig\n\n\nclass MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    (tmp_path / "configuration_mine.py").write_text(code)
+    section = ModelConfig(path=str(tmp_path), config={"hidden_size": 16})
+    with pytest.raises(UserError, match="'mine' is not known to transformers"):
+        load_hf_config(section)
+    config = load_hf_config(section.model_copy(update={"trust_remote_code": True}))
+    assert (type(config).__name__, config.hidden_size) == ("MineConfig", 16)
 
 
 def test_frozen_parameters_are_those_of_the_patterns() -> None:

@@ -112,12 +112,13 @@ def outcomes(folder: Path, cp: int, variants: list[tuple[str, int, bool]]) -> li
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    found = {}
-    for name, options in LOSSES.items():
-        documents = documents_of(folder, name)
-        scratch = tmp_path_factory.mktemp("trl")
-        found[name] = trl_outcome(folder / "policy", folder / "reference", documents, options, scratch)
-    return found
+    models, scratch = (folder / "policy", folder / "reference"), tmp_path_factory.mktemp("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            name: trl_outcome(*models, documents_of(folder, name), options, scratch)
+            for name, options in LOSSES.items()
+        }
 
 
 def documents_of(folder: Path, name: str) -> list[Document]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +38,6 @@ def trl_outcome(
     Args:
         options: ours, of ``[dpo]``, all of them given.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _outcome(policy, reference, documents, options, scratch)
-
-
-def _outcome(
-    policy: Path, reference: Path, documents: Sequence[Document], options: dict[str, Any], scratch: Path
-) -> Outcome:
     pytest.importorskip("trl")
     model: Any = load_plain(policy)
     common = {"output_dir": str(scratch), "use_cpu": True, "report_to": "none", "bf16": False, "beta": options["beta"]}
