@@ -43,7 +43,7 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
 
 
 def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int) -> None:
-    """Shard a frozen meta model, none of which stays gathered after forward, and give it its values. Collective."""
+    """Shard a frozen meta model so that nothing stays gathered after forward, and give it its values. Collective."""
     units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
     plan = replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig())
     parallelize_model(model, plan, mesh=mesh)

@@ -244,7 +244,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_frozen_matrices_count_four_flops_and_adapters_six() -> None:
-    """Of a tiny Llama without a tie: 2 layers, and a head that is trained whole, whose frozen original is not run."""
+    """A tiny untied Llama: 2 layers, and a head that is trained whole, so its frozen original does not run."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 64, "tie_word_embeddings": False, **sizes}
     model = build_model(

@@ -1,4 +1,4 @@
-"""Tiny twins, what is found out on them, and the limits of a model: those where plain transformers fails."""
+"""Tiny twins and the traits found on them; a model's limits are those where plain transformers fails."""
 
 from __future__ import annotations
 

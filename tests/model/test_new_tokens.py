@@ -65,7 +65,7 @@ def save_base(folder: Path, kind: str, *, padding: int = 0, dtype: torch.dtype =
 
 
 def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
-    """What one process of plain torch makes of the stored weights: the means of all rows but the new ones."""
+    """The stored weights with new rows by plain torch: the mean of all rows but the new ones."""
     found = {}
     for name, stored in load_file(path / "model.safetensors").items():
         value = stored.float()
@@ -81,7 +81,7 @@ def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str, dict[str, np.ndarray]]:
-    """Of the Hugging Face directories and of checkpoints made of them, read in blocks of a few rows."""
+    """Parameters read from Hugging Face directories and from checkpoints made of them, in blocks of a few rows."""
     found = {}
     for kind in kinds:
         path = folder / kind
@@ -195,7 +195,7 @@ def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) 
     inputs = exported.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert exported.decode(answer) == "Yes, wet.<|im_end|>"
-    # From the export itself, whose tokens are known: nothing is averaged again.
+    # The export knows its tokens: nothing is averaged again.
     section = ModelConfig(path=str(export), chat_template="chatml")
     stored = load_file(export / "model.safetensors")["model.embed_tokens.weight"]
     assert np.array_equal(loaded_in_one(section)["model.embed_tokens.weight"], stored.numpy())
