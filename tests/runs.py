@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,21 @@ def run_recipe(toml: str, overrides: Sequence[str]) -> str:
     return said.getvalue()
 
 
-def run_all(toml: str, runs: Sequence[Sequence[str]]) -> list[str]:
+def _run_all(toml: str, runs: Sequence[Sequence[str]]) -> list[str]:
     return [run_recipe(toml, overrides) for overrides in runs]
+
+
+def assert_refused(
+    pool: WorkerPool, toml: Path, mistakes: Mapping[tuple[str, ...], str], folder: Path, *, size: int = 2
+) -> None:
+    """A run with each of these overrides ends in one line, which says this."""
+    runs = [[*overrides, f"run.dir='{folder / str(number)}'"] for number, overrides in enumerate(mistakes)]
+    lines = pool.run(size, _run_all, str(toml), runs)[0]
+    for (overrides, says), said in zip(mistakes.items(), lines, strict=True):
+        assert said.startswith("error: "), overrides
+        assert says in said, overrides
+        assert "\n" not in said
+        assert said.count("; ") >= 1, "where: what; what to do"
 
 
 def runner(pool: WorkerPool, toml: Path) -> Run:
@@ -41,3 +55,9 @@ def runner(pool: WorkerPool, toml: Path) -> Run:
         return [{**line, "said": said} for line in lines]
 
     return run_into
+
+
+def resume(run: Run, checkpoint: Path, folder: Path, size: int, *overrides: str) -> list[dict[str, Any]]:
+    """The records of a run in ``folder`` that goes on from a copy of a checkpoint."""
+    shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+    return run(folder, size, *overrides)

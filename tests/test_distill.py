@@ -17,7 +17,7 @@ from fsdp2kit.parity.reference import load_plain, worst_relative
 from fsdp2kit.planner.estimate import plan_for
 from fsdp2kit.run import load
 from tests.reference import DEMO, DEMO_VOCABULARY, demo_model_dir, tiny_model
-from tests.runs import Run, run_all, runner
+from tests.runs import Run, assert_refused, resume, runner
 from tests.workers import WorkerPool
 
 
@@ -70,9 +70,7 @@ def test_a_run_learns_and_is_resumed_on_another_mesh(run: Run, toml: Path, tmp_p
     names = {key for key in SafeReader(checkpoint).stored_tensors() if key.startswith("model.")}
     assert len(names) == len(dict(load_plain(toml.parent).named_parameters())), "nothing of the teacher is kept"
     for size, mesh in ((1, ()), (4, ("mesh.cp=2", "train.micro_batch_size=2"))):
-        folder = tmp_path / f"{size}"
-        shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
-        resumed = run(folder, size, *mesh)
+        resumed = resume(run, checkpoint, tmp_path / f"{size}", size, *mesh)
         for key in ("loss", "grad_norm", "kl", "cross_entropy"):
             assert worst_relative([line[key] for line in resumed], [line[key] for line in straight[2:]]) < 1e-4, key
 
@@ -129,12 +127,7 @@ def test_mistakes_are_one_line(toml: Path, pool: WorkerPool, tmp_path: Path) -> 
         f"distill.teacher='{fewer}' data.path=none data.sources=[{chat},{ids}]": too_few,
         f"distill.teacher='{fewer}' eval.every=2 eval.sets={{ids={ids}}}": too_few,
     }
-    runs = [[*overrides.split(), f"run.dir='{tmp_path / str(n)}'"] for n, overrides in enumerate(mistakes)]
-    for said, (override, says) in zip(pool.run(2, run_all, str(toml), runs)[0], mistakes.items(), strict=True):
-        assert said.startswith("error: "), override
-        assert says in said
-        assert "\n" not in said
-        assert said.count("; ") >= 1, "where: what; what to do"
+    assert_refused(pool, toml, {tuple(overrides.split()): says for overrides, says in mistakes.items()}, tmp_path)
     assert not list(tmp_path.glob("[0-9]*")), "nothing is made of a run that is refused"
 
 

@@ -16,9 +16,9 @@ from fsdp2kit.config.schema import ChatDataConfig, PreferenceDataConfig, TrainCo
 from fsdp2kit.data.documents import Documents, build_documents
 from fsdp2kit.data.loader import Share, build_loader
 from fsdp2kit.errors import UserError
-from fsdp2kit.run import load
 from tests.data.templates import make_tokenizer
 from tests.reference import tiny_model
+from tests.runs import run_recipe
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,15 +153,10 @@ def test_a_recipe_of_ones_own_computes_something_of_each_pair(pool: WorkerPool, 
         run.dir = "{tmp_path}/run"
         wandb.mode = "disabled"
     """)
-    pool.run(2, _run_recipe, str(tmp_path / "x.toml"))
+    pool.run(2, run_recipe, str(tmp_path / "x.toml"), [])
     [line] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["loss"] == pytest.approx(expected_losses(model, tokenizer, PAIRS)[0], rel=1e-5)
     assert line["eval_loss"] == pytest.approx(expected_losses(model, tokenizer, PAIRS[:3])[1], rel=1e-5)
-
-
-def _run_recipe(toml: str) -> None:
-    recipe, config = load(toml, [])
-    recipe.main(config)
 
 
 def test_other_recipes_refuse_them_still(tmp_path: Path) -> None:

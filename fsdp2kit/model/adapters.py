@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv:2106.09685), by peft: built into a model, and merged into its weights.
 
 peft decides what an adapter is and computes: layers, scaling, rslora, DoRA, modules that are trained whole. It builds
-them into the meta model before anything is planned, and the model keeps its class, so whatever is done to a model
-(sharding, recomputation, compiling) is done to its adapters.
+adapters into the meta model before anything is planned, and the model keeps its class, so sharding, recomputation and
+compiling work on adapters, too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
-# What an adapter_config.json may say otherwise than peft's defaults do. All else (adapters of fused experts, trained
-# biases or tokens, …) is refused, rather than trained, exported or merged as something else.
+# Keys of an adapter_config.json whose values may differ from peft's defaults. Others (adapters of fused experts,
+# trained biases or tokens, …) are refused: they would be trained, exported or merged as something else.
 _KNOWN = {
     "r",
     "lora_alpha",
@@ -55,16 +55,16 @@ class Adapter:
     """The adapters of a model; see `adapter_of`."""
 
     config: Any
-    """peft's ``LoraConfig``, its layers by name."""
+    """peft's ``LoraConfig``."""
     layers: tuple[str, ...]
     """Names of the linear layers that have an adapter."""
     directory: Path | None
-    """The directory of the adapter that is trained further; None: they start from peft's initialisation."""
+    """The directory of the adapter that is trained further; None: adapters start from peft's initialisation."""
     quantize: str = "none"
     """How the frozen model is stored: ``lora.quantize``."""
 
     def identity(self) -> dict[str, str]:
-        """What may not change when a run is resumed, by the TOML's keys: not dropout, nor the model."""
+        """What may not change when a run is resumed, by the TOML's keys; dropout may."""
         config = self.config
         layers = json.dumps([self.layers, config.rank_pattern, config.alpha_pattern])
         return {
@@ -78,7 +78,7 @@ class Adapter:
         }
 
     def save(self, directory: Path) -> None:
-        """Write ``adapter_config.json``, as peft does for an adapter that is to be used."""
+        """Write ``adapter_config.json`` as peft does, for inference."""
         text = json.dumps({**self.config.to_dict(), "inference_mode": True}, indent=2, sort_keys=True, default=sorted)
         (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -94,17 +94,25 @@ def apply_lora(
     """Freeze a meta model and build adapters into it, in place; without ``lora.rank`` or ``directory`` do nothing.
 
     Args:
-        directory: of the adapter that is trained further; its config decides what ``section`` else would.
+        directory: of the adapter that is trained further; its config takes precedence over ``section``.
         base: what the adapter's config names as its model: a directory or hub id.
-
-    Raises:
-        UserError: layers that the model does not have, or that cannot have an adapter; not an adapter of LoRA.
     """
     if section.rank is None and directory is None:
         return
-    config = read_adapter_config(directory, "model.adapter") if directory else _new_config(section)
+    if directory:
+        config = read_adapter_config(directory, "model.adapter")
+    else:
+        config = _peft().LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            target_modules=section.target_modules,
+            modules_to_save=section.modules_to_save or None,
+            use_rslora=section.rslora,
+            use_dora=section.dora,
+            task_type="CAUSAL_LM",
+        )
     config.lora_dropout, config.base_model_name_or_path = section.dropout, base
-    config.inference_mode = False  # as it is written, which would freeze the adapter
+    config.inference_mode = False  # true would freeze the adapter
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = _all_linear(model, config)
     try:
@@ -117,10 +125,7 @@ def apply_lora(
 
 
 def _all_linear(model: PreTrainedModel, config: Any) -> list[str]:
-    """Names of the linear layers but the output head, and but those whose weight is read past the layer.
-
-    Left out are names that peft takes for those of experts (`_as_converted`).
-    """
+    """Names of the linear layers, without the output head, `_is_read_past`, and names that peft takes for experts'."""
     head = model.get_output_embeddings()
     kinds = (nn.Linear, Conv1D)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
@@ -132,8 +137,8 @@ def _all_linear(model: PreTrainedModel, config: Any) -> list[str]:
 
 
 def _as_converted(config: Any, model: PreTrainedModel) -> Any:
-    """What peft makes of a config: where transformers fused experts into one tensor, it takes the names that their
-    layers once had (and others have) for that tensor, as ``target_parameters``."""
+    """The config as peft reads it: where transformers fused experts into one tensor, peft takes the names that their
+    layers once had (and that other layers still have) for that tensor, as ``target_parameters``."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
@@ -142,29 +147,13 @@ def _as_converted(config: Any, model: PreTrainedModel) -> Any:
 
 
 def _is_read_past(model: nn.Module, name: str) -> bool:
-    """Whether a layer is Mamba's output projection: its fast kernels take the weight and would skip an adapter."""
+    """Whether a layer is Mamba's output projection: fast kernels take its weight and would skip an adapter."""
     around, _, leaf = name.rpartition(".")
     return leaf == "out_proj" and {"A_log", "D"} <= model.get_submodule(around)._parameters.keys()
 
 
-def _new_config(section: LoraConfig) -> Any:
-    return _peft().LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        target_modules=section.target_modules,
-        modules_to_save=section.modules_to_save or None,
-        use_rslora=section.rslora,
-        use_dora=section.dora,
-        task_type="CAUSAL_LM",
-    )
-
-
 def read_adapter_config(directory: str | Path, where: str) -> Any:
-    """peft's ``LoraConfig`` of an adapter's directory.
-
-    Raises:
-        UserError: it is none, or of a kind that is not supported here; ``where`` is the TOML's key.
-    """
+    """peft's ``LoraConfig`` of an adapter's directory; ``where`` is the TOML's key, for messages."""
     path = Path(directory) / CONFIG_NAME
     todo = "give the directory of a LoRA adapter, with adapter_config.json and adapter_model.safetensors"
     try:
@@ -176,25 +165,21 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
         raise UserError(where, f"{directory} is an adapter of type {kind}", todo)
     peft = _peft()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of keys that a newer peft wrote: below, those it knows are looked at
+        warnings.simplefilter("ignore")  # about keys that a newer peft wrote
         config = peft.LoraConfig.from_pretrained(str(directory))
     plain = asdict(peft.LoraConfig())
     for name, value in asdict(config).items():
-        harmless = name == "init_lora_weights" and value in (True, False, "gaussian")  # it has its values
+        # How adapters were initialised does not matter any more, unless the model's weights were changed, too.
+        harmless = name == "init_lora_weights" and value in (True, False, "gaussian")
         if value != plain[name] and (value or plain[name]) and name not in _KNOWN | _INCIDENTAL and not harmless:
-            raise UserError(
-                where, f"{path} has {name} = {value!r}, which is not supported here", "use plain LoRA or DoRA"
-            )
+            what = f"{path} has {name} = {value!r}, which is not supported here"
+            raise UserError(where, what, "use plain LoRA or DoRA")
     config.init_lora_weights = True
     return config
 
 
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
-    """Build the adapters of a peft config into a meta model, and freeze everything else.
-
-    Args:
-        quantize: `Adapter.quantize`.
-    """
+    """Build the adapters of a peft config into a meta model, and freeze everything else."""
     try:
         converted = _as_converted(config, model)
     except ValueError as error:  # some layers of experts without others
@@ -207,11 +192,11 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     tied = {name for pair in tied_names(model).items() for name in pair}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of peft's, about ties and Conv1D: those are looked at here
+            warnings.simplefilter("ignore")  # about ties and Conv1D, which `_check_layers` looks at
             _peft().inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, TypeError) as error:  # peft's refusals
         reason = str(error).split(". ")[0]
-        raise UserError("lora", f"{reason}", "choose other lora.target_modules or lora.modules_to_save") from None
+        raise UserError("lora", reason, "choose other lora.target_modules or lora.modules_to_save") from None
     _share_configs(model)
     config = model.peft_config[ADAPTER]
     if not isinstance(config.target_modules, str):
@@ -224,8 +209,8 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
 
 
 def _share_configs(model: PreTrainedModel) -> None:
-    """Give modules that are trained whole the model's own configs: peft copies those, too, and what is set in the
-    model's afterwards, as which attention it uses, would not be in the copies."""
+    """Give modules that are trained whole the model's own configs. peft copies these, too, and a copy would not have
+    what is set in the model's config later, such as its attention."""
     for wrapper in model.modules():
         copies = wrapper._modules.get("modules_to_save")
         if copies is None:
@@ -238,7 +223,7 @@ def _share_configs(model: PreTrainedModel) -> None:
 
 
 def _check_names(model: PreTrainedModel, config: Any) -> None:
-    """peft refuses names only if none of them matches, and names of modules to save not at all."""
+    """Refuse names that match nothing: peft does so only if none matches, and never for modules to save."""
     names = [name for name, _ in model.named_modules() if name]
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     target, wanted = config.target_modules, "lora.target_modules"
@@ -264,7 +249,7 @@ def _check_ends(ends: Any, names: list[str], suggested: list[str], *, key: str) 
 
 
 def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: set[str]) -> None:
-    """Refuse what peft allows, and what would then not be trained, exported or merged."""
+    """Refuse what peft allows, but would not be trained, exported or merged."""
     key = "lora.target_modules"
     outside = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     for name in layers:
@@ -288,10 +273,10 @@ def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: 
 
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """While it is open, ``model`` computes what it does without its adapters, and without dropout.
+    """While it is open, ``model`` computes without its adapters, and without dropout.
 
-    It is for passes without gradients: peft's own ``disable_adapter`` also changes which parameters have any, and
-    FSDP has decided by then.
+    For passes without gradients: peft's own ``disable_adapter`` also changes which parameters are trained, which FSDP
+    has recorded by then.
     """
     was_training = model.training
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
@@ -310,10 +295,10 @@ def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: T
     """The weight of a layer with its adapter merged into it, in float32.
 
     Args:
-        weight: the layer's own, ``[out, in]`` (``[in, out]`` of a Conv1D).
-        layer: peft's, of a model on meta: it knows the scaling.
+        weight: the layer's own, ``[out, in]``; a Conv1D's is ``[in, out]``.
+        layer: peft's, which has the scaling; it may be on meta.
         a, b: ``[rank, in]`` and ``[out, rank]``.
-        magnitude: of DoRA, ``[out]``: the length of each merged row.
+        magnitude: DoRA's length of each merged row, ``[out]``.
     """
     weight, change = weight.float(), b.float() @ a.float() * layer.scaling[ADAPTER]
     merged = weight + (change.T if layer.fan_in_fan_out else change)
@@ -324,7 +309,7 @@ def merged_weight(weight: Tensor, layer: Any, a: Tensor, b: Tensor, magnitude: T
 
 @functools.cache
 def _peft() -> Any:
-    """peft, imported when it is used: it takes seconds."""
+    """peft, imported late: it takes seconds."""
     with importing("peft", where="lora"):
         import peft
     return peft

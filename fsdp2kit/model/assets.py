@@ -1,4 +1,4 @@
-"""A model's Hugging Face directory: found or fetched, told from others, and what it holds beside weights written."""
+"""A model's Hugging Face directory: find or fetch it, digest it, and write what it holds beside weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ def find_hf_dir(path: str | Path, *, key: str, with_weights: bool) -> Path:
 
     Args:
         key: of the TOML, for the message.
-
-    Raises:
-        UserError: on any rank, neither a directory nor a hub model that can be fetched.
     """
 
     def find() -> Path:
@@ -40,18 +37,18 @@ def find_hf_dir(path: str | Path, *, key: str, with_weights: bool) -> Path:
             raise UserError(key, f"{path} is not a directory", "check the path")
         return _fetch(str(path), key=key, with_weights=with_weights)
 
-    # Ranks meet whatever the text is: whether it is a directory may differ by machine.
+    # All ranks take part: whether it is a directory may differ by machine.
     return one_per_machine_first(find)
 
 
-@functools.cache  # the hub is asked once
+@functools.cache
 def _fetch(path: str, *, key: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if with_weights else [])]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises errors of many kinds; each means that there is no model
+    except Exception as error:  # the hub client raises errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         todo = todo_of_cache(error) or "check the path, or the hub id and your access"
         raise UserError(key, f"{path}: {reason}", todo) from None
@@ -99,7 +96,7 @@ def generation_config(
     else:
         generation = GenerationConfig.from_model_config(config)
         if tokenizer is not None:
-            # A model from a bare config has no idea of the tokenizer's ids, and would never stop.
+            # A bare config does not know the tokenizer's ids, and generation would never stop.
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 setattr(generation, name, getattr(tokenizer, name))
     ends = generation.eos_token_id
@@ -111,7 +108,7 @@ def generation_config(
 
 
 def config_digest(config: PretrainedConfig) -> str:
-    """A digest of what makes two configs the same model: architecture, sizes, positions, not its origin."""
+    """A digest of what makes two configs the same model: architecture, sizes, positions, but not origin."""
     fields = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
     text = json.dumps(fields, sort_keys=True, default=str)
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -122,10 +119,9 @@ _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 4096, 4
 
 
 def weights_digest(directory: str | Path) -> str:
-    """Two digests of which safetensors a model directory holds: of their sizes, headers and last bytes, and of samples
-    of every tensor.
+    """Two digests of a directory's safetensors: of their sizes, headers and last bytes, and of samples of each tensor.
 
-    Wherever the directory lies, the same files give the same digests; reading them whole would take minutes.
+    They do not depend on the directory's path. Reading the files whole would take minutes.
     """
     edges, samples = hashlib.sha256(), hashlib.sha256()
     for path in sorted(Path(directory).glob("*.safetensors")):
@@ -144,7 +140,7 @@ def weights_digest(directory: str | Path) -> str:
 
 
 def _tensor_bytes(file: BinaryIO) -> list[tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and ends; none where it is damaged, which reading it will say."""
+    """Where each tensor of a safetensors file begins and ends; empty for a damaged file, which loading reports."""
     file.seek(0)
     try:
         length = int.from_bytes(file.read(8), "little")

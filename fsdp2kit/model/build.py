@@ -1,4 +1,4 @@
-"""Build a Hugging Face model on the meta device, with its real (computed) buffers and its ties known."""
+"""Build a Hugging Face model on the meta device, its computed buffers real."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class ModelSource:
     path: str | None
     """``model.path``; None for a model from a config alone."""
     directory: Path | None
-    """The Hugging Face directory on this machine; None for a model from a config alone, or not looked for."""
+    """The Hugging Face directory on this machine; None for a model from a config alone, or if it was not looked up."""
     config: PretrainedConfig
-    """With the user's overrides, before transformers wrote the dtype and attention of training into its copy."""
+    """With the user's overrides; transformers writes the dtype and attention of training into a copy."""
     new_tokens: tuple[int, ...] = ()
-    """Ids of tokens that the chat template brought: their rows begin as the mean of the others."""
+    """Ids of the tokens that the chat template adds: their rows begin as the mean of the others."""
     stored_vocab: int = 0
-    """Rows of the embedding without them; 0 where there are none."""
+    """Rows of the stored embedding; 0 without new tokens."""
     has_adapter: bool = False
     """Whether adapters are trained, and exported, in place of the model."""
 
     @property
     def dtype(self) -> str:
-        """The dtype an export takes by default: the source model's; float32 for adapters (they are small), and for a
-        model from a config alone."""
+        """An export's default dtype: the source model's; float32 for adapters, which are small, and for a model from a
+        config alone."""
         if self.has_adapter:
             return "float32"
         dtype = getattr(self.config, "dtype", None)
@@ -72,13 +72,13 @@ def build_model(
 ) -> PreTrainedModel:
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
-    Nothing is allocated but those buffers (``inv_freq`` and the like, which no checkpoint holds). A hub model is
-    fetched, weights and all. The embedding has a row for every token that the chat template adds. In a job every rank
-    calls this, and all ranks leave with the same outcome.
+    Only those buffers are allocated (``inv_freq`` and the like, which no checkpoint holds). A hub model is fetched
+    with its weights. The embedding has a row for every token that the chat template adds. In a job every rank calls
+    this, and all ranks leave with the same outcome.
 
     Args:
         section: the ``[model]`` section.
-        lora: the ``[lora]`` section; with it, or with ``model.adapter``, the model has adapters and is itself frozen.
+        lora: the ``[lora]`` section; with ``lora.rank`` or ``model.adapter`` the model has adapters and is frozen.
         local_files_only: look in the hub's cache, but never ask the hub; weights are not looked for.
 
     Raises:
@@ -128,11 +128,7 @@ def _new_tokens(section: ModelConfig, *, local_files_only: bool) -> tuple[int, .
 
 
 def model_on_meta(config_dir: str | Path) -> PreTrainedModel | None:
-    """The model of ``config_dir/config.json`` without storage; None where transformers does not know the class itself.
-
-    Raises:
-        UserError: there is no config, or transformers cannot build the model from it.
-    """
+    """The model of ``config_dir/config.json`` on meta; None where transformers does not know the class itself."""
     path = Path(config_dir) / "config.json"
     todo = "give a directory with the model's config.json as --config"
     try:
@@ -168,7 +164,7 @@ def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedMod
         # None is transformers' own choice. "varlen" is ours, and applied later (`parallel.context_parallel`).
         return build(None if section.attention in ("auto", "varlen") else section.attention)
     except Exception as error:  # whatever a model's constructor raises for a config that does not suit it
-        # transformers goes on with advice for its own users.
+        # What follows is transformers' advice for its own users.
         reason = textwrap.shorten(str(error).split(". ")[0], 160, placeholder=" …")
         try:
             build("eager")
@@ -177,7 +173,7 @@ def _on_meta(section: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedMod
             own = [frame for frame in frames if Path(frame.filename).name.startswith("modeling_")] or frames
             said = f"{type(error).__name__}: {reason}, at `{own[-1].line}`"
             what = f"transformers cannot build {hf_config.model_type!r} from this config ({said})"
-            todo = "mend it ([model.config] sets its keys), or choose another model"
+            todo = "correct it ([model.config] sets its keys), or choose another model"
             raise UserError("model.path" if section.path else "model.config", what, todo) from None
         todo = 'choose another model.attention ("eager" works), or another model'
         raise UserError("model", f"cannot be built: {reason}", todo) from None
@@ -213,8 +209,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
         parts = path.split(".")
         unfinished |= {"", *(".".join(parts[: count + 1]) for count in range(len(parts)))}
     for path, module in model.named_modules():
-        # transformers skips modules with this mark: all but those, and the ones around them, whose initialisation may
-        # reach into them. Weights are on meta, where drawing them is only slow.
+        # transformers skips modules with this mark. The others have such buffers, or are around modules that do: their
+        # initialisation may reach into them. Drawing weights on meta would only be slow.
         setattr(module, "_is_hf_initialized", path not in unfinished)  # noqa: B010 (attributes are typed as tensors)
     model.initialize_weights()
 
@@ -223,10 +219,10 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
     """Move a (sharded) meta model to ``device`` without values, keeping its buffers' values and its ties.
 
     Args:
-        whole_device: for parameters and buffers that are not sharded, where that is another one.
+        whole_device: for parameters and buffers that are not sharded; by default ``device``.
     """
     ties = tied_names(model)
-    # As `to_empty`, which leaves garbage in the buffers that no checkpoint holds (inv_freq), and forgets ties.
+    # `to_empty` would leave garbage in the buffers that no checkpoint holds (inv_freq), and forget ties.
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     others = whole_device or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=device if isinstance(tensor, DTensor) else others))
@@ -238,11 +234,7 @@ def materialize(model: nn.Module, *, device: torch.device, whole_device: torch.d
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's decoder layers, in order: the modules that transformers says must not be split.
-
-    Raises:
-        UserError: none was found.
-    """
+    """The model's decoder layers, in order: the modules that transformers says must not be split."""
     classes = set(getattr(model, "_no_split_modules", None) or [])
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""The dtype of each tensor of a model whose weights are stored or computed in fewer bits, as transformers has it.
+"""The dtype that transformers gives each tensor of a model whose weights are stored or computed in fewer bits.
 
 Under ``from_pretrained(dtype=torch.bfloat16)`` not every tensor is bfloat16: a class names some that stay in float32
 (``_keep_in_fp32_modules_strict``: biases of routers, for one), and creates others in float32 itself. Exports, weight
-syncs, engines and the computation ask here which they are.
+syncs, engines and the computation ask here.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def tensor_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     found: dict[torch.dtype, dict[str, torch.dtype]] = vars(model).setdefault("_fsdp2kit_dtypes", {})
     if dtype not in found:
         with torch.device("meta"):
-            twin = own_class(model)._from_config(copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager")
-        tensors = {name: one for name, one in twin.state_dict().items() if one.is_floating_point()}
+            built = own_class(model)._from_config(
+                copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
+            )
+        tensors = {name: one for name, one in built.state_dict().items() if one.is_floating_point()}
         found[dtype] = {name: tensor.dtype for name, tensor in tensors.items()}
-        # As transformers matches names when it loads: float16 has further ones than bfloat16.
-        if plan := twin._get_dtype_plan(dtype):
+        # As transformers matches names when it loads; float16 keeps more of them than bfloat16.
+        if plan := built._get_dtype_plan(dtype):
             pattern, globs, _ = build_glob_alternation(list(plan))
             matches = {name: match for name in tensors if (match := pattern.search(name))}
             found[dtype] |= {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items()}

@@ -1,11 +1,11 @@
-"""Model FLOPs of a step, and the peak of a device: what MFU (arXiv:2204.02311, appendix B) is the quotient of.
+"""Model FLOPs of a step, and the peak of a device: MFU (arXiv:2204.02311, appendix B) is their quotient.
 
-FLOPs are those of the model, not of the hardware: what activation checkpointing recomputes does not count.
+FLOPs are those of the model, not of the hardware: recomputation by activation checkpointing does not count.
 
 - Matrices: 2 FLOPs a token for each parameter that multiplies in forward, and twice that in backward (gradients of
-  inputs and of weights): 6 × parameters × tokens (arXiv:2001.08361, section 2.1). A frozen one has no gradient of its
-  own, and counts 4; of a module trained whole beside adapters only the copy counts. Embedding look-ups multiply
-  nothing; an output head does, and counts once when it is tied to the embedding. Norm scales and biases are left out.
+  inputs and of weights): 6 × parameters × tokens (arXiv:2001.08361, section 2.1). A frozen parameter has no gradient,
+  and counts 4. If a module is trained whole beside adapters, only the copy counts. Embedding look-ups multiply
+  nothing; an output head does, and counts once if it is tied to the embedding. Norm scales and biases are left out.
 - Experts: the share that one token visits, ``num_experts_per_tok`` ÷ number of experts. Shared experts count in full.
 - Attention: QKᵀ and AV are 2 FLOPs each for every query-key pair, head and channel; causality leaves half of the
   len² pairs of a document; backward is twice the forward. So 3 × 2 × (qk + v channels) × heads × layers × Σ len² ÷ 2.
@@ -33,7 +33,7 @@ _EXPERT_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 # Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of a figure "with sparsity"), and the
-# devices that have it. All words of a kind must be in the device's name; the kind of most words is taken.
+# devices that have it. All words of a kind must be in the device's name; the kind with the most words is taken.
 _PEAK_TERAFLOPS: dict[float, tuple[str, ...]] = {
     2500: ("GB300", "GB200"),
     2250: ("B300", "B200"),
@@ -67,11 +67,11 @@ _OTHER_VARIANTS = {"MIG", "Laptop", "Max-Q", "D"}
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a model's FLOPs depend on, read off it once: a step then costs a multiplication.
+    """What a model's FLOPs depend on, read off it once.
 
     Attributes:
-        parameters: parameters that multiply each token, experts by their active share (NaN if that is unknown), frozen
-            ones by two thirds.
+        parameters: parameters that multiply each token; experts count by their active share (NaN if that is unknown),
+            frozen ones by two thirds.
         attention_per_pair: forward FLOPs of all layers' attention for one query-key pair.
     """
 
@@ -149,7 +149,7 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def attention_layers(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
-    """What each layer with softmax attention is configured by, by number; in Gemma 4, for one, their heads differ.
+    """The config of each layer with softmax attention, by number; in Gemma 4, for one, their heads differ.
 
     Args:
         config: of the text model.

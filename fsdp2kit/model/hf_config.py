@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> PretrainedConfig:
     """The Hugging Face config of ``section.path`` (or of ``config.model_type``) with the overrides applied.
 
-    Derived lists that follow the depth (``layer_types``) are cut to an overridden ``num_hidden_layers``.
-
-    Raises:
-        UserError: no such model, an override that the config does not know, or one that it rejects.
+    ``layer_types`` is cut to an overridden ``num_hidden_layers``.
     """
     overrides = dict(section.config)
     if section.path is None:
@@ -44,11 +41,8 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         model_type = overrides.pop("model_type", fields.get("model_type"))
     merged = _merge(fields, overrides, known=known, where="model.config", model_type=model_type)
     depth = _aliases(model_type).get("num_hidden_layers", "num_hidden_layers")
-    if (
-        {"num_hidden_layers", depth} & overrides.keys()
-        and "layer_types" not in overrides
-        and merged.get("layer_types")
-    ):
+    is_cut = {"num_hidden_layers", depth} & overrides.keys() and "layer_types" not in overrides
+    if is_cut and merged.get("layer_types"):
         merged["layer_types"] = merged["layer_types"][: merged[depth]]
     merged.pop("model_type", None)
     where = "model.path" if section.path else "model.config.model_type"
@@ -57,8 +51,8 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         todo = "check the path and the model_type in its config.json, or install a newer transformers"
         raise UserError(where, f"{model_type!r} is not known to transformers {transformers.__version__}", todo)
     try:
-        if "auto_map" in merged and section.trust_remote_code and section.path:
-            config = AutoConfig.from_pretrained(section.path, trust_remote_code=True)
+        if runs_own_code:
+            config = AutoConfig.from_pretrained(str(section.path), trust_remote_code=True)
             config.update(overrides)
             return config
         with _rope_warnings() as complaints:
@@ -68,8 +62,7 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
         reason = str(error).replace(OverrideText.__name__, "str")
         what = f"not a usable model config: {textwrap.shorten(reason, 200, placeholder=' …')}"
         raise UserError(where, what, "check it and the overrides") from None
-    if not runs_own_code:
-        _check_decoder(config, where=where)
+    _check_decoder(config, where=where)
     _check_heads(config, where=where)
     if complaints and _names_rope(overrides):
         raise UserError("model.config.rope_parameters", complaints[0], "check its keys and values")
@@ -79,7 +72,7 @@ def load_hf_config(section: ModelConfig, *, local_files_only: bool = False) -> P
 
 
 def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse a model that is not a decoder-only text model, even where transformers would build a part of it."""
+    """Refuse a model that is not a decoder-only text model; transformers would build a part of some."""
     architecture = next(iter(config.architectures or ()), None) or ""
     kind = None
     if getattr(config, "is_encoder_decoder", False):
@@ -98,7 +91,7 @@ def _check_decoder(config: PretrainedConfig, *, where: str) -> None:
 
 
 def _check_heads(config: PretrainedConfig, *, where: str) -> None:
-    """Refuse key and value heads that the query heads cannot share evenly: some attention kernels do not mind."""
+    """Refuse key and value heads that the query heads cannot share evenly; some attention kernels do not."""
     heads, kv_heads = (
         getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
@@ -127,14 +120,14 @@ def _read_config_dict(section: ModelConfig, *, local_files_only: bool) -> dict[s
 
 @contextlib.contextmanager
 def _rope_warnings() -> Iterator[list[str]]:
-    """Collects what transformers has to say against ``rope_parameters``: a warning that would scroll by."""
+    """Collects transformers' warnings about ``rope_parameters``, and does not show them."""
     complaints: list[str] = []
     rope_logger = logging.getLogger("transformers.modeling_rope_utils")
     level = rope_logger.level
 
     def keep(record: logging.LogRecord) -> bool:
         complaints.append(record.getMessage())
-        return False  # it is not shown as well
+        return False
 
     rope_logger.addFilter(keep)
     rope_logger.setLevel(logging.WARNING)
@@ -154,11 +147,11 @@ def _names_rope(overrides: Mapping[str, Any]) -> bool:
 def _merge(
     fields: Mapping[str, Any], overrides: Mapping[str, Any], *, known: Mapping[str, Any], where: str, model_type: Any
 ) -> dict[str, Any]:
-    """The fields of a config with others in their place, by their own names or by transformers' for them.
+    """The fields of a config with overrides, which may be given by transformers' other names for them.
 
     Args:
         known: fields that the config may have.
-        model_type: its class has the other names, in its ``attribute_map``.
+        model_type: its config class has the other names, in ``attribute_map``.
     """
     merged, aliases, seen = dict(fields), _aliases(model_type), {}
     for key, value in overrides.items():
@@ -176,7 +169,7 @@ def _merge(
         merged[own], nested = value, known.get(found)
         if not (isinstance(value, Mapping) and isinstance(nested, Mapping)):
             continue
-        # Sub-configs merge. `rope_parameters`-like dicts are replaced whole: their keys depend on one another.
+        # Sub-configs merge. Dicts like `rope_parameters` are replaced whole: their keys depend on one another.
         if "model_type" in nested:
             inner = fields.get(found, {})
             within = f"{where}.{key}"
@@ -188,19 +181,19 @@ def _merge(
 
 
 def _aliases(model_type: Any) -> Mapping[str, str]:
-    """Other names of a config's fields, each with the config's own; none if transformers does not know the class."""
+    """The config's own name of a field by each other name; empty if transformers does not know the class."""
     return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
 
 
 def _read_by_model(model_type: Any) -> set[str]:
-    """The keys that a model's code reads from its config. Some have no default there (``head_dim`` of Qwen3-MoE)."""
+    """The keys that a model's code reads from its config; some are not declared there (Qwen3-MoE's ``head_dim``)."""
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return set()
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     return set(re.findall(r'\bconfig(?:\.|, ")(\w+)', inspect.getsource(sys.modules[kind.__module__])))
 
 
-# What older versions of transformers called a key.
+# Keys' names in older versions of transformers.
 _RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters", "torch_dtype": "dtype"}
 
 

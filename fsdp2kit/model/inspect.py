@@ -1,4 +1,4 @@
-"""What a model does, tried on one tiny twin of it rather than believed from its config; and what it cannot do."""
+"""What a model can do, tried on a tiny twin instead of read from its config; and checks of its limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp2kit.errors import UserError
 
 T = TypeVar("T")
 
-# Sizes that make a twin small. What is not named here (head counts' ratios, norms, scalings, caps) is kept.
+# Sizes that make a twin small. All else (ratios of head counts, norms, scalings, caps) is kept.
 _SMALL = {
     "vocab_size": 128,
     "intermediate_size": 32,
@@ -44,18 +44,18 @@ _LAYERS, _HEAD_DIM = 2, 16
 
 @dataclass(frozen=True, eq=False)
 class Traits:
-    """Facts about a model's architecture, found once by `inspect_model`. It keeps the twin in memory.
+    """Facts about a model's architecture, found by `inspect_model`; the twin is kept in memory.
 
     Attributes:
-        causal: no logit depends on a later token; None: could not be tried.
+        causal: no logit depends on a later token; None if it could not be tried.
         separates_packed: a packed document's logits are those of the document alone, given only position ids that
-            restart; None: could not be tried.
-        linear_head: logits are ``hidden @ weightᵀ`` and nothing else. Where that could not be tried the answer is no,
-            which is always right and only slower.
-        has_position_table: it cannot run beyond ``max_position_embeddings``, learned or computed beforehand.
+            restart; None if it could not be tried.
+        linear_head: logits are ``hidden @ weightᵀ`` and nothing else. False if it could not be tried: that is always
+            right, and only slower.
+        has_position_table: it cannot run beyond ``max_position_embeddings``, because it has a table of positions.
         uncalled_modules: names of modules that are never called: the module around them reads their parameters.
-            Convolutions are named untried: fast kernels of Mamba and its like, which a twin on the CPU does not run,
-            take their weights.
+            Convolutions are always among them: fast kernels of Mamba and the like, which a twin on the CPU does not
+            run, take their weights.
     """
 
     causal: bool | None
@@ -78,16 +78,13 @@ class Traits:
 
 
 def inspect_model(model: PreTrainedModel) -> Traits:
-    """Build the tiny twin of ``model`` and try everything that this package wants to know of its architecture.
+    """Build the tiny twin of ``model`` and find out its traits.
 
     Args:
         model: on meta or real, before it is made parallel; it is not changed.
-
-    Raises:
-        UserError: the model is not a decoder with a head on it.
     """
     twin = build_twin(model)
-    backbone_name(model)  # refuses it
+    backbone_name(model)  # refuses a model that is not a decoder with a head
     # The twin's layers stand for all layers of their kind.
     uncalled = _try(_uncalled_modules, twin) or set()
     convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
@@ -108,7 +105,7 @@ def backbone_name(model: PreTrainedModel) -> str:
         for name, child in children.items():
             if child is decoder:
                 return name
-    # Some models name their backbone otherwise than their class says; beside the head it is the only one.
+    # Some models' classes name their backbone wrongly: take the only child beside the head.
     others = [name for name, child in children.items() if child is not model.get_output_embeddings()]
     if len(others) == 1:
         return others[0]
@@ -117,10 +114,10 @@ def backbone_name(model: PreTrainedModel) -> str:
 
 
 def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> None:
-    """Refuse rows longer than a model's table of positions.
+    """Refuse a seq_len beyond a model's table of positions.
 
-    A config does not say whether its ``max_position_embeddings`` is a table's size or only what the model was trained
-    on; ``traits`` does.
+    The config's ``max_position_embeddings`` may be a table's size or the length that the model was trained on;
+    ``traits`` says which.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and seq_len > limit and traits.has_position_table:
@@ -129,10 +126,10 @@ def check_positions(model: PreTrainedModel, traits: Traits, *, seq_len: int) -> 
 
 
 def beyond_positions(config: PretrainedConfig, *, seq_len: int) -> str | None:
-    """What to say of rows longer than the positions that a model was made for; None for shorter ones.
+    """A warning if seq_len is beyond the positions that a model was made for; None otherwise.
 
-    Scaled RoPE counts: ``max_position_embeddings`` of some configs is the length before it, of others the one after.
-    Where kinds of layers have a RoPE each, the shortest counts.
+    Scaled RoPE counts: some configs' ``max_position_embeddings`` is the length before the scaling, others' the one
+    after. If kinds of layers have a RoPE each, the shortest length counts.
     """
     config = config.get_text_config()
     positions, given = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
@@ -152,10 +149,10 @@ def beyond_positions(config: PretrainedConfig, *, seq_len: int) -> str | None:
 
 
 def check_rope(config: PretrainedConfig, *, seq_len: int) -> None:
-    """Refuse RoPE whose frequencies follow the longest sequence at hand, for rows long enough that they would.
+    """Refuse RoPE whose frequencies depend on the longest sequence of a forward pass, if seq_len is that long.
 
     "dynamic" and "longrope" look at the largest position of a forward pass: that of a micro-batch's longest document,
-    or of a rank's part of it. The same token would be rotated differently on another mesh, and "dynamic" remembers.
+    or of a rank's slice. The same token would be rotated differently on another mesh, and "dynamic" has a memory.
     """
     config = config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
@@ -184,7 +181,7 @@ def check_attention(attention: str, *, device: torch.device) -> None:
 
 @torch.no_grad()
 def _try(question: Callable[[Any], T], twin: PreTrainedModel | None) -> T | None:
-    """The answer on a copy of the twin; None where it does not run on such inputs, which tells nothing."""
+    """The answer on a copy of the twin; None if it cannot be tried."""
     try:
         return None if twin is None else question(copy.deepcopy(twin))
     except Exception:  # whatever an architecture raises
@@ -229,7 +226,7 @@ def _has_position_table(twin: PreTrainedModel) -> bool:
         return True
 
     size = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(size, int) or size <= 0:  # XLNet's is −1: no limit
+    if not isinstance(size, int) or size <= 0:  # XLNet has −1: no limit
         return False
     # Past the end of an embedding or a buffer, each architecture raises another exception.
     return bool(_try(lambda twin: runs(twin, size), twin)) and not _try(lambda twin: runs(twin, size + 1), twin)
@@ -245,7 +242,7 @@ def _uncalled_modules(twin: nn.Module) -> set[str]:
 
 
 def any_layer(name: str) -> str:
-    """A module's or a tensor's name with ``*`` for the numbers of layers, experts, …."""
+    """A module's or a tensor's name with ``*`` for numbers (of layers, experts, …)."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -266,7 +263,7 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
     Args:
         config: a decoder's config.
         narrow: shrink the width as well; otherwise heads and hidden size stay.
-        keep_heads: as many heads as before, each narrower.
+        keep_heads: keep the number of heads, and make each narrower.
     """
     whole = copy.deepcopy(config)
     for config in {id(part): part for part in (whole, whole.get_text_config())}.values():
@@ -302,14 +299,13 @@ def shrink_config(config: PretrainedConfig, *, narrow: bool = True, keep_heads: 
 
 
 def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small twin of ``model`` on the CPU in eval mode, or None where its architecture does not shrink.
+    """A small twin of ``model`` on the CPU in eval mode; None if its architecture does not shrink.
 
-    Few layers of small width; where the widths depend on one another in ways of the architecture's own, few layers
-    of the model's width.
+    It has few, narrow layers; or few layers of the model's width, if the architecture's widths cannot shrink alike.
     """
     for narrow in (True, False):
         with (
-            # Whatever an unforeseen architecture raises, the answer is: no twin.
+            # An unforeseen architecture may raise anything: it has no twin.
             contextlib.suppress(Exception),
             warnings.catch_warnings(),
             torch.device("cpu"),
@@ -320,8 +316,8 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel | None:
             torch.manual_seed(0)
             config = shrink_config(model.config, narrow=narrow)
             twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-            # Weights under which every token matters to every score: at the usual 0.02, attention is all but uniform,
-            # and what leaks between documents drowns in rounding.
+            # Larger weights than the usual 0.02: attention would be all but uniform, and leaks between documents
+            # would be lost in rounding.
             for parameter in twin.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)

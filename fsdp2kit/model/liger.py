@@ -19,7 +19,7 @@ _KEY = "model.liger"
 
 
 def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
-    """Refuse ``model.liger`` where it cannot run, and for an architecture that Liger would leave as it is."""
+    """Refuse ``model.liger`` on a device or for an architecture that Liger does not support."""
     if not section.liger:
         return
     if device.type != "cuda":
@@ -34,9 +34,9 @@ def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
 
 
 def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
-    """Give the modules of ``model`` Liger's forward, in place, if ``model.liger`` says so; its parameters stay.
+    """With ``model.liger``, give the modules of ``model`` Liger's forward, in place; parameters stay.
 
-    Cross-entropy is left out: the loss is ours (`attach_loss`). RoPE is a function of the architecture's module, so in
+    Cross-entropy is left out: the loss is ours (`attach_loss`). RoPE is a function in the architecture's module, so in
     this process every model of that architecture on a GPU gets Liger's; one on the CPU keeps transformers'.
     """
     if not section.liger:
@@ -49,23 +49,23 @@ def apply_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.d
     with _kept_for_others(model):
         try:
             _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-        except Exception as error:  # whatever its patches raise for a version of transformers that they do not fit
+        except Exception as error:  # Liger's patches do not fit this version of transformers
             what = f"Liger cannot change {type(model).__name__} ({error})"
             raise UserError(_KEY, what, "leave it out, or use another version of liger-kernel") from None
 
 
 @contextmanager
 def _kept_for_others(model: PreTrainedModel) -> Iterator[None]:
-    """Undo what Liger changes in the whole process beside the model's own modules.
+    """Undo what Liger changes for the whole process, beside the model's own modules.
 
-    Models that are built later (the tiny twins, on the CPU) look up their classes and functions in the modules of
-    transformers, in `torch.nn` and in the table of activations. Classes are put back: this model's modules have what
-    they need. A function (RoPE) is looked up at every call, so what is left there asks for the device.
+    Models that are built later (the tiny twins, on the CPU) look up classes and functions in transformers' modules, in
+    `torch.nn` and in the table of activations. Classes are put back: this model's modules have theirs. A function
+    (RoPE) is looked up at every call, so it is replaced by one that looks at the device.
     """
     names = {type(module).__module__ for module in model.modules()}
     namespaces: list[dict[str, Any]] = [vars(sys.modules[name]) for name in names]
     namespaces += [vars(torch.nn), ACT2FN]
-    # By dict's own methods: the table of activations makes instances of what one asks it for.
+    # By dict's own methods: the table of activations returns instances.
     before = [dict(dict.items(namespace)) for namespace in namespaces]
     yield
     for namespace, kept in zip(namespaces, before, strict=True):

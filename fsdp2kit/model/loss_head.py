@@ -79,7 +79,7 @@ class LossHead(nn.Module):
     own: Callable[[Tensor], Tensor] | None
     """From hidden states ``[n, H]`` to logits ``[n, V]``; None: they are ``hidden @ weightᵀ``."""
     read: list[nn.Module]
-    """Whose parameters logits are made with."""
+    """The modules whose parameters make logits."""
 
     def forward(
         self,
@@ -161,14 +161,14 @@ class LossModel(nn.Module):
         beside: int = 0,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """What `over_chunks` returns for ``of_chunk`` and the tokens that have a target; the other two are made of it.
+        """What `over_chunks` returns for ``of_chunk`` and the tokens that have a target.
 
         Args:
             summed: as of `over_chunks`.
             beside: as of `LossHead.forward`.
         """
         hidden, targets = _run_base(self, input_ids, labels, index, inputs)
-        # All tokens' states end here: the head need not hold them too.
+        # The states of tokens without a target are freed here.
         return self.get_output_embeddings()(hidden, targets, of_chunk, summed=summed, beside=beside)
 
     def target_states(
@@ -218,7 +218,7 @@ class _HiddenOnly(BaseModelOutputWithPast):
 
 
 class _Passthrough(nn.Module):
-    """Stands in for the base model: what comes in as embeddings goes out as the last hidden state."""
+    """Stands in for the base model: returns its input embeddings as the last hidden state."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _Passthrough(nn.Module):
 
 
 class _Projection(nn.Module):
-    """The head's matmul without the head's FSDP hooks: we are inside its unit already."""
+    """The head's matmul without the head's FSDP hooks, which have run already."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()

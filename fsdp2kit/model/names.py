@@ -38,26 +38,26 @@ _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER}
 
 
 def base_name(name: str) -> str | None:
-    """What a tensor of a model with adapters is called without them; None for a tensor of an adapter's own.
+    """A tensor's name in the model without adapters; None for an adapter's own tensor.
 
-    A module that peft trains whole is there twice, and both have the same name here.
+    A module that peft trains whole is there twice; both copies' tensors have the same name here.
     """
     return None if _OWN.search(name) else _AROUND.sub("", name)
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether it names a tensor of an adapter's own, or one of a module's copy that is trained whole beside it."""
+    """Whether it names an adapter's own tensor, or one of a module that is trained whole beside it."""
     return _OWN.search(name) is not None or f".modules_to_save.{ADAPTER}." in name
 
 
 def adapter_file_name(name: str) -> str:
-    """What a trained tensor of a model with adapters is called in peft's ``adapter_model.safetensors``."""
+    """A trained tensor's name in peft's ``adapter_model.safetensors``."""
     inner = base_name(name) or _OWN.sub(lambda match: match[0].removesuffix(f".{ADAPTER}"), name)
     return f"base_model.model.{inner}".replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def base_module(module: nn.Module) -> nn.Module:
-    """The model's own module where peft put an adapter, or a copy that is trained whole, around it."""
+    """The model's own module, if peft has put an adapter or a copy that is trained whole around it."""
     for inner, beside in (("base_layer", "lora_A"), ("original_module", "modules_to_save")):
         if {inner, beside} <= module._modules.keys():
             return module.get_submodule(inner)
@@ -97,10 +97,9 @@ def own_class(module: nn.Module) -> Any:
 def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> Any:
     """A shallow copy of the module and those in it, of the classes they had before `fully_shard`, on meta.
 
-    Adapters inside the module are left out: their layers are those of the model without them. Layers in 4 bits are
-    plain ones.
-    Non-persistent buffers, which hold computed values, are copied. A tensor under two names becomes two tensors, as
-    it is in transformers before ties are made; a module in two places stays one.
+    Adapters inside the module are left out, and layers in 4 bits become plain ones. Non-persistent buffers, which hold
+    computed values, are copied. A tensor under two names becomes two tensors, as in transformers before it ties them;
+    a module in two places stays one.
     """
     made = {} if made is None else made
     if module in made:
@@ -108,21 +107,20 @@ def build_skeleton(module: nn.Module, made: dict[nn.Module, nn.Module] | None = 
     if isinstance(module, NF4Linear):
         made[module] = module.plain()
         return made[module]
-    twin: Any = object.__new__(own_class(module))
-    made[module] = twin
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {
+    copied: Any = object.__new__(own_class(module))
+    made[module] = copied
+    copied.__dict__.update(module.__dict__)
+    copied._parameters = {
         name: p if p is None else nn.Parameter(_meta(p), requires_grad=p.is_floating_point())
         for name, p in module._parameters.items()
     }
-    twin._buffers = {
+    copied._buffers = {
         name: b if b is None else (b.clone() if name in module._non_persistent_buffers_set else _meta(b))
         for name, b in module._buffers.items()
     }
-    twin._modules = {
-        name: child and build_skeleton(base_module(child), made) for name, child in module._modules.items()
-    }
-    return twin
+    children = module._modules.items()
+    copied._modules = {name: child and build_skeleton(base_module(child), made) for name, child in children}
+    return copied
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ class Source:
     name: str
     """The name of the model's tensor; the first of several."""
     converter: WeightConverter | None
-    """transformers' recipe; None where a tensor is stored as the model has it, but for its name."""
+    """transformers' recipe; None where a tensor is at most renamed."""
     stored: list[tuple[str, str]] = field(default_factory=list)
     """Stored name, and the pattern of the converter that it matches."""
 
@@ -165,7 +163,7 @@ class Source:
 
 
 def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[Source], list[str]]:
-    """What each of the model's tensors is made of, a tied one once; and the stored names that it has no use for.
+    """What each of the model's tensors is made of, a tied one once; and the stored names that the model does not use.
 
     Args:
         model: on any device, sharded or not.
@@ -198,11 +196,11 @@ def find_sources(model: PreTrainedModel, stored: Iterable[str]) -> tuple[list[So
 
 
 def to_file_names(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A group of tensors by the model's names → the same, named and converted as `save_pretrained` writes them.
+    """A group of tensors, named and converted as `save_pretrained` writes them.
 
     Args:
         model: of its own class, not `fully_shard`'s (`build_skeleton` gives one); None: nothing is converted.
-        tensors: a group that can be converted by itself; see `conversion_groups`.
+        tensors: by the model's names; a group that can be converted by itself (see `conversion_groups`).
     """
     return tensors if model is None else revert_weight_conversion(model, dict(tensors))
 
@@ -234,7 +232,7 @@ def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor])
             names_of.setdefault(group_of(name), []).append(name)
         try:
             groups = [_convert(model, {name: tensors[name] for name in names}) for names in names_of.values()]
-        except Exception:  # an incomplete group makes a conversion fail in any way it likes; try a larger one
+        except Exception:  # a conversion of an incomplete group may raise anything; try larger groups
             continue
         if expected == {name: shape for group in groups for name, shape in _shapes(group.forms).items()}:
             return groups
@@ -245,7 +243,7 @@ def conversion_groups(model: PreTrainedModel | None, tensors: dict[str, Tensor])
 
 def _convert(model: PreTrainedModel | None, tensors: dict[str, Tensor]) -> ConversionGroup:
     forms = to_file_names(model, tensors)
-    # transformers hands on the very tensor where it does no more than rename it.
+    # transformers returns the same tensor where it only renames it.
     is_copied = len(tensors) == len(forms) == 1 and next(iter(tensors.values())) is next(iter(forms.values()))
     return ConversionGroup(list(tensors), forms, is_copied)
 

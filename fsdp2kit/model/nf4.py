@@ -1,11 +1,10 @@
 """Frozen linear layers whose weights are stored in 4 bits: QLoRA's NF4 (arXiv:2305.14314), as bitsandbytes has it.
 
-64 consecutive elements of the flattened weight are a block: each is stored as the index of the nearest of 16 levels,
-quantiles of a normal distribution, and all of them are scaled by the block's largest magnitude, a float32. That is 36
-bytes a block.
+A block is 64 consecutive elements of the flattened weight. Each is stored as the index of the nearest of 16 levels
+(quantiles of a normal distribution), and the block has one float32 scale, its largest magnitude: 36 bytes a block.
 
-A weight is one ordinary uint8 parameter, so FSDP2 shards and gathers it as any other, in these bytes. Its first
-dimension is the weight's rows, as many together as fill whole blocks, so no mesh cuts a block.
+A weight is one ordinary uint8 parameter, so FSDP2 shards and gathers it as any other. One of its rows holds as many of
+the weight's rows as fill whole blocks, so no mesh cuts a block.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_SMALLEST = 1e-38  # of a scale that is divided by: a block of zeros
+_SMALLEST = 1e-38  # divisor for a block of zeros
 _AT_A_TIME = 1 << 22  # elements
 
 
 def quantize(values: Tensor) -> Tensor:
     """Floating-point ``[rows, n]``, n a multiple of 64, as uint8 ``[rows, n / 64 · 36]``.
 
-    A row holds its blocks' codes, the first of two elements in the byte's high bits, and then the blocks' scales.
+    A row holds its blocks' codes, two a byte, the first in the high bits; then the blocks' scales.
     """
     blocks = values.float().view(len(values), -1, BLOCK)
     scales = blocks.abs().amax(-1)
@@ -47,7 +46,7 @@ def quantize(values: Tensor) -> Tensor:
 
 
 def dequantize(stored: Tensor, pairs: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """What `quantize` gave, as ``[…, width]`` of ``dtype``; computed in float32.
+    """The inverse of `quantize`, as ``[…, width]`` of ``dtype``; computed in float32.
 
     Args:
         pairs: `level_pairs`, on the device.
@@ -66,20 +65,20 @@ def level_pairs() -> Tensor:
 
 
 class NF4Linear(nn.Module):
-    """A linear layer with a frozen weight in 4 bits. What needs the weight is given it anew, and nothing keeps it."""
+    """A linear layer with a frozen weight in 4 bits, which is dequantised at each use and not kept."""
 
     pairs: Tensor
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        """Of the same sizes and on the same device, with the same bias; the weight gets its values from `fill`.
+        """A layer of the same sizes, device and bias as ``linear``; `fill` gives the weight its values.
 
         Args:
-            dtype: of the weight as others read it.
+            dtype: of the dequantised `weight`.
         """
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
         self.rows = BLOCK // math.gcd(BLOCK, linear.in_features)
-        """Rows of the weight that are one row of what is stored; the last ones are filled up with zeros."""
+        """Rows of the weight in one stored row; the last stored row is padded with zeros."""
         shape = (-(-linear.out_features // self.rows), self.rows * linear.in_features // BLOCK * BLOCK_BYTES)
         stored = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
         self.nf4 = nn.Parameter(stored, requires_grad=False)
@@ -88,11 +87,11 @@ class NF4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the layer stands for, ``[out, in]``, made when it is read: peft's DoRA and others do."""
+        """The dequantised weight, ``[out, in]``; peft's DoRA reads it, for one."""
         return self.unpack(self.nf4)[: self.out_features]
 
     def unpack(self, stored: Tensor) -> Tensor:
-        """The rows ``[n, in]`` of the weight that some rows of what is stored stand for."""
+        """The weight's rows ``[n, in]`` of some stored rows."""
         return dequantize(stored, self.pairs, self.in_features, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class NF4Linear(nn.Module):
 
     @torch.no_grad()
     def fill(self, weight: Any) -> None:
-        """Quantise the rows of a weight that this rank's shard stands for, some at a time.
+        """Quantise this rank's rows of a weight, some at a time.
 
         Args:
             weight: sliceable, ``[out, in]``, of any floating-point dtype.
@@ -120,7 +119,7 @@ class NF4Linear(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps what is stored for backward, where autograd would keep the weight."""
+    """Keeps the stored bytes for backward; autograd would keep the dequantised weight."""
 
     @staticmethod
     def forward(

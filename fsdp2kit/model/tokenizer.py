@@ -1,10 +1,11 @@
-"""The tokenizer, with the user's chat template where one is given and the special tokens that this one needs."""
+"""The tokenizer, with the user's chat template if one is given, and the special tokens that the template needs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.config.section import TEMPLATES, may_be_hub_id, ready_template
@@ -13,10 +14,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.files import todo_of_cache
 from fsdp2kit.model.assets import find_hf_dir
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# What a directory must hold one of; transformers would otherwise make up an empty tokenizer from config.json.
+# A directory must hold one of these; transformers would otherwise make up an empty tokenizer from config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -85,7 +83,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     for messages, prompt in (([question, answer], False), ([{"role": "system", "content": "a"}, question], True)):
         try:
             texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-        except Exception:  # a template may raise anything; what it makes of the rows is judged where they are read
+        except Exception:  # a template may raise anything; reading the rows reports it
             texts.append("")
     return "".join(texts), texts[0].partition(_ANSWER)[2].lstrip()
 
@@ -115,8 +113,6 @@ def _check_source(key: str, source: str) -> None:
 
 
 def _load(key: str, source: str, *, trust_remote_code: bool, local_files_only: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(
             str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source,

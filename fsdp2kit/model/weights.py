@@ -1,9 +1,8 @@
 """Values for a sharded model: streamed out of safetensors, or random.
 
-Every rank reads by itself just the rows that its shards hold (of an embedding with new tokens all rows, in blocks, for
-their mean), through the files' memory maps, straight into the shards; nothing is gathered or sent, and no more than
-one tensor's rows live beside the shards at any time.
-Which stored tensors make a tensor of the model is said in `names`.
+Every rank reads only the rows of its shards, through the files' memory maps, straight into the shards: nothing is
+gathered or sent, and at most one tensor's rows live beside the shards. An embedding with new tokens is read whole, in
+blocks, for the mean of its rows. `names` says which stored tensors make a tensor of the model.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def load_pretrained(model: PreTrainedModel, directory: str | Path, *, allow_unex
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
     directory = Path(directory)
-    targets = base_tensors(model)  # aliases of the parameters and persistent buffers
+    targets = base_tensors(model)  # they share storage with the parameters and buffers
     quantized = nf4_layers(model)
-    skeleton = build_skeleton(model)  # in which conversions find the names of the files' own model
+    skeleton = build_skeleton(model)  # conversions look names up in it
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     grown, new = grown_tensors(model)
     size = sum(local_part(targets[name][0]).nbytes for name in targets.keys() - tied_names(model).keys())
@@ -91,7 +90,7 @@ def load_pretrained(model: PreTrainedModel, directory: str | Path, *, allow_unex
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a Hugging Face directory as the model has it, not yet read."""
+    """A tensor of the model that is stored in a Hugging Face directory, not yet read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -102,7 +101,7 @@ class StoredTensor:
 def open_pretrained(
     model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False
 ) -> Iterator[dict[str, StoredTensor]]:
-    """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while this lasts.
+    """Every tensor of the model by name, a tied one once, in the files' dtypes; readable while the context is open.
 
     Args:
         model: may be on meta.
@@ -126,12 +125,8 @@ def open_pretrained(
 
 
 def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
-    """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place.
-
-    Raises:
-        UserError: a missing, truncated or corrupt file; one of another model, or with other layers.
-    """
-    # By name: a frozen copy of the model has adapters, too.
+    """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place."""
+    # By name, not by `requires_grad`: a frozen copy of the model has adapters, too.
     wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
     path, todo = Path(directory) / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
     if not path.is_file():
@@ -183,7 +178,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
 def _checked_sources(
     model: PreTrainedModel, directory: Path, stored: Collection[str], *, allow_unexpected: bool
 ) -> list[Source]:
-    """`find_sources`, where nothing is missing and nothing is left over."""
+    """What `find_sources` gives; missing and unexpected tensors are refused."""
     sources, unexpected = find_sources(model, stored)
     targets = base_tensors(model).keys()
     missing = targets - tied_names(model).keys()
@@ -217,16 +212,12 @@ def _copy_part(target: Tensor, source: Any) -> None:
     if local.numel():
         part = local_slices(target)
         stored = source[part] if part else source[...]
-        # As stored, and converted there: 16 bits that become float32 are half the bytes on their way to a device.
+        # `copy_` converts on the device: 16 bits that become float32 are half the bytes to send.
         local.copy_(stored.to(local.device))
 
 
 def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[int, ...]]:
-    """The embedding's and the head's tensors by name, with their shapes before the chat template brought new tokens.
-
-    Returns:
-        Nothing, or the shapes and the new tokens' ids.
-    """
+    """Stored shapes of the embedding's and the head's tensors by name, and new tokens' ids; both empty without any."""
     source = vars(model).get("_fsdp2kit_source")
     if source is None or not source.new_tokens:
         return {}, ()
@@ -244,7 +235,7 @@ def grown_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Size], tuple[
 def fill_vocabulary(target: Tensor, blocks: Iterable[Tensor], *, new_tokens: Sequence[int]) -> None:
     """Fill this rank's rows of an embedding or a head: stored ones as they are, new tokens' with the others' mean.
 
-    A new token may have a stored row: vocabularies are padded. Every rank reads all blocks, and holds one.
+    A new token may have a stored row: vocabularies are padded. Every rank reads all blocks, one at a time.
 
     Args:
         target: ``[vocabulary, …]``.
@@ -285,11 +276,10 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
     """Fill a materialised (sharded) model with random values that depend on the seed and on names alone.
 
     The distribution is the model's own: transformers calls ``_init_weights`` on every module, children first. What a
-    call touches depends on the architecture: the module's tensors, its children's (ModernBERT), even all the model's.
-    So it is never given the sharded model but a skeleton on meta. One part of it after the other is made real, whole,
-    on the CPU, and every rank keeps its shards of it. A part is a module's own tensors, where no other call touches
-    them; otherwise the least module that no call reaches out of. That is the whole model only where the model's own
-    call changes what lies deeper.
+    call changes depends on the architecture: the module's tensors, its children's (ModernBERT), even all of the
+    model's. So the calls get a skeleton on meta instead of the sharded model. Its parts are made real in turn, whole,
+    on the CPU, and every rank copies its shards. A part is a module's own tensors if no other call changes them,
+    otherwise the smallest module that holds everything its calls change.
     """
     skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
     wanted = targets.keys() - tied_names(model).keys()
@@ -298,7 +288,7 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
         part, prefix = skeleton.get_submodule(name), name and f"{name}."
         if wanted.isdisjoint(_tensors_of(part, prefix, recurse=recurse)):  # a tied parameter's other name
             continue
-        # To NaN, so that what an initialisation leaves out cannot pass for a value.
+        # NaN shows what an initialisation leaves out.
         part._apply(_unset, recurse=recurse)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for call in calls:
@@ -310,10 +300,11 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
             if values[key].isnan().any():
                 what = f'"random", but the initialisation of {type(skeleton).__name__} leaves {key} out'
                 raise UserError("model.weights", what, "start from a checkpoint of this architecture")
-            for target in targets[key] if key not in quantized else ():
-                _copy_part(target, values[key])
             if key in quantized:
                 quantized[key].fill(values[key])
+                continue
+            for target in targets[key]:
+                _copy_part(target, values[key])
         done = {id(value) for value in values.values()}
         part._apply(lambda tensor, done=done: tensor.to("meta") if id(tensor) in done else tensor, recurse=recurse)
 
@@ -330,7 +321,7 @@ def _tensors_of(part: nn.Module, prefix: str, *, recurse: bool) -> dict[str, Ten
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """A tensor on meta as a real one; what has a value keeps it."""
+    """A tensor on meta becomes a real one, of NaN; others stay."""
     if not tensor.is_meta:
         return tensor
     return torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
@@ -338,17 +329,17 @@ def _unset(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
-    """Give the adapters of a materialised (sharded) model their first values; without adapters nothing happens.
+    """Give the adapters of a materialised (sharded) model their first values; without adapters do nothing.
 
-    Those of ``model.adapter``; else peft's initialisation of each layer, which depends on the seed and the layer's
-    name alone, and for DoRA the lengths of the weight's rows. The weights must have their values. Collective.
+    The values are those of ``model.adapter``, or peft's initialisation of each layer, which depends on the seed and
+    the layer's name alone, and for DoRA the lengths of the weight's rows. The model must have its weights. Collective.
     """
     adapter, tensors = adapter_of(model), model.state_dict()
     if adapter is not None and adapter.directory is not None:
         load_adapter(model, adapter.directory)
         return
     for name in () if adapter is None else adapter.layers:
-        layer = build_skeleton(model.get_submodule(name))  # of an adapted layer itself, all is kept
+        layer = build_skeleton(model.get_submodule(name))  # given the layer itself, it keeps the adapter
         for part in (layer.lora_A, layer.lora_B):
             part._apply(_unset)
         with torch.random.fork_rng(devices=[]):
@@ -363,7 +354,7 @@ def fill_adapter(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def _row_lengths(layer: Any) -> Tensor:
-    """The lengths of all rows of a linear layer's weight as it is stored, float32 ``[out]``. Collective."""
+    """The lengths of all rows of a linear layer's stored weight, float32 ``[out]``. Collective."""
     packs = isinstance(layer, NF4Linear)
     stored = layer.nf4 if packs else layer.weight
     local = local_part(stored)
@@ -396,10 +387,10 @@ def _init_calls(module: nn.Module, name: str, owner: PreTrainedModel, seen: set[
 
 
 class _Touched(TorchFunctionMode):
-    """While it is active, notes every tensor that torch is asked anything about.
+    """Notes every tensor that is an argument of a torch function.
 
-    On the level of functions, not of operations: torch's truncated normal, for one, looks at a tensor on meta and
-    does nothing to it. Whoever writes through a view or an alias has asked the tensor for that first.
+    Functions are noted, not operations: torch's truncated normal runs none on a tensor on meta. A write through a view
+    is noted when the view is made.
     """
 
     def __init__(self) -> None:
@@ -412,16 +403,16 @@ class _Touched(TorchFunctionMode):
 
 
 def _parts(skeleton: PreTrainedModel, calls: list[_InitCall]) -> list[tuple[str, bool]]:
-    """Modules that together hold all tensors, and whether with all that is inside them: see `initialize`."""
+    """The parts of `initialize`: names of modules, and whether a part has the modules inside it, too."""
     tensors = skeleton.state_dict(keep_vars=True)
     owners = {id(tensor): name.rpartition(".")[0] for name, tensor in tensors.items()}
     with_own, whole, own = set(owners.values()), set(), set()
     for call in calls:
-        # What was built on meta was initialised there once already, by transformers, so this cannot fail.
+        # transformers has already initialised this model on meta, so this cannot fail.
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _Touched() as record:
             call.owner._init_weights(call.module)
         touched = {owners[tensor] for tensor in record.ids & owners.keys()}
-        # Its own tensors belong to a call even where it swaps them for others, which no record shows.
+        # A call may also replace its module's own tensors, which no record shows.
         if touched or call.name in with_own:
             paths = [name.replace(".", "/") for name in (call.name, *touched)]
             (whole if touched - {call.name} else own).add(PurePosixPath(os.path.commonpath(paths)))

@@ -45,7 +45,7 @@ def has_signal(rewards: np.ndarray) -> np.ndarray:
 
 
 def build_policy_loss(config: RLConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> PolicyLoss:
-    """The policy loss of ``[grpo]``, with a reference where it has a KL term. Collective.
+    """The policy loss of ``[grpo]``, with a reference if it has a KL term. Collective.
 
     Args:
         model: the model that is trained, made parallel by ``plan``.
@@ -57,7 +57,7 @@ def build_policy_loss(config: RLConfig, model: Any, *, plan: ParallelPlan, mesh:
 class PolicyLoss:
     """The objective of a step on rollouts; see docs/recipes.md for what an objective is.
 
-    A micro-batch has of each target ``advantages``, ``weights`` and ``engine_log_probs`` (`fsdp2kit.rl.packing`),
+    A micro-batch has ``advantages``, ``weights`` and ``engine_log_probs`` (`fsdp2kit.rl.packing`) of each target,
     float32 ``[N]``. Metrics are means over all tokens of responses: ``entropy``, ``clip_fraction``, ``log_prob_gap``
     (mean absolute difference of trainer's and engine's log-probability) and, with a reference, ``kl``.
 
@@ -72,11 +72,11 @@ class PolicyLoss:
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, None, dict[str, Tensor]]:
         advantages, weights, engine = (inputs.pop(name) for name in ("advantages", "weights", "engine_log_probs"))
         inputs["temperature"] = self._rollout.temperature
-        # First, since no other forward may come between the trained model's and its backward.
+        # First: no other forward may come between the trained model's and its backward.
         anchor = None if self._reference is None else self._reference.token_log_probs(**inputs)[0]
         log_probs, entropies = model.token_log_probs(**inputs)
         current = log_probs.detach()
-        # A single update is made on policy: its ratio is 1, and only its gradient matters.
+        # A single update is on policy: the ratio is 1, and only its gradient matters.
         before = current if self._rollout.updates == 1 else engine
         losses, clipped = clipped_losses(self._section, log_probs, before, advantages)
         if self._rollout.updates == 1 and self._section.importance_cap:
@@ -96,11 +96,11 @@ class PolicyLoss:
 
     @property
     def frozen_models(self) -> list[Any]:
-        """Models of its own, beside the one that is trained."""
+        """Models beside the one that is trained."""
         return [] if self._reference is None or self._reference.is_trained else [self._reference.model]
 
     def describe(self) -> list[str]:
-        """What it compares with, a line for the start of a run."""
+        """A line for the start of a run."""
         return [] if self._reference is None else [f"reference: {self._reference.describe()}"]
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
@@ -119,7 +119,7 @@ def clipped_losses(
 
     Args:
         log_probs: ``[N]``, under the policy that is trained.
-        before: ``[N]``, under the one that the ratio is relative to.
+        before: ``[N]``, under the policy that the ratio is relative to.
     """
     ratio = (log_probs - before).exp()
     low, high = 1 - section.clip_low, 1 + section.clip_high

@@ -22,11 +22,10 @@ from fsdp2kit.parallel.plan import ParallelPlan
 def build_preference(
     section: DPOConfig, model: Any, *, config: TrainingConfig, plan: ParallelPlan, mesh: Mesh
 ) -> Preference:
-    """The objective that ``[dpo]`` asks for, with its reference if it has one. Collective.
+    """The objective of ``[dpo]``, with its reference if it has one. Collective.
 
     Args:
         model: the model that is trained, made parallel by ``plan``.
-        config: the recipe's, which says where the reference's weights are.
     """
     reference = build_reference(config, model, plan=plan, mesh=mesh) if section.needs_reference else None
     return Preference(section, reference, mesh)
@@ -34,7 +33,7 @@ def build_preference(
 
 @dataclass(frozen=True)
 class Preference:
-    """An objective of pairs of answers, as `fsdp2kit.train.step.Objective` has it; see `build_preference`."""
+    """A `fsdp2kit.train.step.Objective` on pairs of answers; see `build_preference`."""
 
     section: DPOConfig
     reference: Reference | None
@@ -47,7 +46,7 @@ class Preference:
         # First, while no activations are kept for a backward.
         expected = self.reference.token_log_probs(**inputs)[0] if self.reference else None
         log_probs, _ = model.token_log_probs(**inputs)
-        # Differences of tokens are summed, not sums subtracted: those of long answers would lose the last digits.
+        # Tokens' differences are summed: sums of long answers, subtracted, would lose the last digits.
         ratios = log_probs if expected is None else log_probs - expected
         by_token = [ratios, log_probs.detach(), torch.ones_like(ratios), ratios.detach() ** 2 / 2]
         rows = torch.stack(by_token).double()
@@ -58,7 +57,7 @@ class Preference:
         chosen, rejected = scores[0::2], scores[1::2]
         losses, beta = pair_losses(chosen, rejected, section=self.section), self.section.beta
         margins = beta * (chosen - rejected).detach()
-        metrics = {  # those with a "/" in their names are left out on the console
+        metrics = {  # the console leaves out names with a "/"
             "accuracy": (margins > 0).to(margins.dtype),
             "margin": margins,
             "rewards/chosen": beta * chosen.detach(),
@@ -81,7 +80,7 @@ class Preference:
         return {name: str(value) for name, value in found.items()}
 
     def describe(self) -> list[str]:
-        """What is trained for, as a line for the start of a run."""
+        """A line for the start of a run."""
         section = self.section
         keys = [f"beta {section.beta:g}"]
         keys += [f"gamma {section.margin:g}"] if isinstance(section, SimPOConfig) else []
@@ -92,7 +91,7 @@ class Preference:
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, *, section: DPOConfig) -> Tensor:
-    """The loss of each pair, ``[P]`` as the arguments are.
+    """The loss of each pair, ``[P]``.
 
     Args:
         chosen, rejected: each answer's score, ``[P]``: log π(y|x) − log π_ref(y|x), or without a reference log π(y|x);
@@ -110,6 +109,6 @@ def pair_losses(chosen: Tensor, rejected: Tensor, *, section: DPOConfig) -> Tens
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """log(p ÷ (1 − p)) of p = exp(log_prob); p a rounding error below 1 where it is 1."""
+    """log(p ÷ (1 − p)) with p = exp(log_prob), p at most a rounding error below 1."""
     log_prob = log_prob.clamp(max=-torch.finfo(torch.float32).eps)
     return log_prob - (-torch.expm1(log_prob)).log()

@@ -1,8 +1,7 @@
-"""The reference: a frozen model whose log-probabilities an objective compares those of the trained model with.
+"""The reference: a frozen model with whose log-probabilities an objective compares the trained model's.
 
-It is the model as the run begins, also when the run is resumed. Beside new adapters that is the trained model itself
-with the adapters switched off, which takes no memory; otherwise a copy of it, built, sharded and filled by the same
-builders.
+It is the model as the run began, also when the run is resumed. With new adapters that is the trained model itself with
+the adapters switched off, which takes no memory; otherwise it is a copy by the same builders.
 """
 
 from __future__ import annotations
@@ -28,18 +27,15 @@ from fsdp2kit.torch_compat import forget_forwards
 def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, mesh: Mesh) -> Reference:
     """The reference of a run, with its values. Collective.
 
-    A copy is stored in the dtypes that it computes in, so that its shards take half of the trained model's where that
-    is bfloat16, with the same numbers: the trained model's parameters are cast to these dtypes for each forward. It
-    keeps none of its parameters gathered after forward, whatever the strategy.
+    A copy is stored in the dtypes that it computes in: the numbers are the same, since the trained model's parameters
+    are cast to these dtypes for each forward, and its shards in bfloat16 take half of the trained model's. None of its
+    parameters stays gathered after forward, whatever the strategy.
 
     Args:
         model: the model that is trained, made parallel by ``plan``.
-
-    Raises:
-        UserError: the weights cannot be read.
     """
     adapter = adapter_of(model)
-    if adapter is not None and adapter.directory is None:  # new ones, which begin by adding nothing
+    if adapter is not None and adapter.directory is None:  # new adapters begin by adding nothing
         return Reference(model, is_trained=True)
     copy = build_model(config.model, lora=config.lora).eval().requires_grad_(False)
     parallelize_frozen(copy, plan, mesh=mesh, seed=config.run.seed)
@@ -47,7 +43,7 @@ def build_reference(config: TrainingConfig, model: Any, *, plan: ParallelPlan, m
 
 
 def parallelize_frozen(model: Any, plan: ParallelPlan, *, mesh: Mesh, seed: int) -> None:
-    """Shard a frozen meta model and give it its values: none of it stays gathered after forward. Collective."""
+    """Shard a frozen meta model so that nothing stays gathered after forward, and give it its values. Collective."""
     units = tuple(replace(unit, reshard_after_forward=True) for unit in plan.units)
     plan = replace(plan, units=units, activation_checkpointing=ActivationCheckpointingConfig())
     parallelize_model(model, plan, mesh=mesh)
@@ -70,12 +66,13 @@ class Reference:
         """
         with without_adapter(self.model) if self.is_trained else contextlib.nullcontext():
             found = self.model.token_log_probs(**inputs)
-        # Or the trained model's backward would gather a unit for this forward, and a copy would never forget any.
+        # Otherwise the trained model's backward would gather a unit for this forward, and a copy would record forwards
+        # without end.
         forget_forwards(self.model)
         return found
 
     def describe(self) -> str:
-        """What it is, in words."""
+        """A line for the start of a run."""
         if self.is_trained:
             return "the model with its adapters switched off"
         parameters = list(self.model.parameters())

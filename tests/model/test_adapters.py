@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from fsdp2kit.config.checks import MeshSizes, check_config
-from fsdp2kit.config.schema import CompileConfig, ModelConfig, TrainingConfig
+from fsdp2kit.config.schema import CompileConfig, FSDPConfig, ModelConfig, TrainingConfig
 from fsdp2kit.config.schema import LoraConfig as LoraSection
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import adapter_of
@@ -24,9 +24,16 @@ from fsdp2kit.parallel import low_bits
 from fsdp2kit.parallel.plan import plan_parallel
 from tests.reference import needs_integers, tiny_model, tiny_model_dir
 
-GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "resid_pdrop": 0,
+        "embd_pdrop": 0, "attn_pdrop": 0}  # fmt: skip
 MAMBA = {"model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8,
          "state_size": 8, "n_groups": 1, "vocab_size": 32}  # fmt: skip
+
+
+def section_of(model: str | dict[str, Any], folder: Path) -> ModelConfig:
+    if isinstance(model, str):
+        return ModelConfig(path=str(tiny_model_dir(model, folder)))
+    return ModelConfig(config=model, weights="random")
 
 
 @pytest.mark.parametrize("kind", ["llama3", "smollm2", "qwen3", "gemma3"])
@@ -55,56 +62,53 @@ def test_names_are_those_of_peft(kind: str, options: dict[str, Any], tmp_path: P
     assert ours.get_submodule(layer).scaling == theirs.get_base_model().get_submodule(layer).scaling
 
 
-def test_experts_in_one_tensor_get_no_adapters(tmp_path: Path) -> None:
-    section = ModelConfig(path=str(tiny_model_dir("qwen3_moe", tmp_path)))
+@pytest.mark.parametrize(
+    ("model", "adapted", "refused", "says"),
+    [
+        (
+            "qwen3_moe",
+            {"q_proj", "k_proj", "v_proj", "o_proj"},
+            {"target_modules": ["gate_proj", "up_proj"]},
+            r"lora.target_modules: .*experts in one tensor",
+        ),
+        (GPT2, {"c_attn", "c_proj", "c_fc"}, {"dora": True}, r"lora\.dora: .* is a Conv1D"),
+        (MAMBA, {"in_proj"}, {"target_modules": ["out_proj"]}, "out_proj"),
+    ],
+    ids=["fused experts", "Conv1D", "Mamba"],
+)
+def test_layers_that_cannot_be_adapted_are_left_out_or_refused(
+    model: Any, adapted: set[str], refused: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    section = section_of(model, tmp_path)
     adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
     assert adapter is not None
-    kinds = {name.rpartition(".")[2] for name in adapter.layers}
-    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(UserError, match=r"lora.target_modules: .*experts in one tensor"):
-        build_model(section, lora=LoraSection(rank=4, target_modules=["gate_proj", "up_proj"]))
+    assert {name.rpartition(".")[2] for name in adapter.layers} == adapted
+    with pytest.raises(UserError, match=says):
+        build_model(section, lora=LoraSection(rank=4, **refused))
 
 
-def test_conv1d_layers_get_adapters_but_no_dora() -> None:
-    section = ModelConfig(config=GPT2, weights="random")
-    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
-    assert adapter is not None
-    assert {name.rpartition(".")[2] for name in adapter.layers} == {"c_attn", "c_proj", "c_fc"}
-    with pytest.raises(UserError, match=r"lora\.dora: .* is a Conv1D"):
-        build_model(section, lora=LoraSection(rank=4, dora=True))
-
-
-def test_mambas_output_projection_is_left_out() -> None:
-    section = ModelConfig(config=MAMBA, weights="random")
-    adapter = adapter_of(build_model(section, lora=LoraSection(rank=4)))
-    assert adapter is not None
-    assert [name.rpartition(".")[2] for name in adapter.layers] == ["in_proj"]
-    with pytest.raises(UserError, match="out_proj"):
-        build_model(section, lora=LoraSection(rank=4, target_modules=["out_proj"]))
-
-
-def test_a_recipe_that_forgets_the_adapters_is_told(tmp_path: Path) -> None:
-    section = ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path)))
-    config = TrainingConfig(recipe="mine", model=section, lora=LoraSection(rank=4))
+def test_the_plan_says_what_adapters_there_are(tmp_path: Path) -> None:
+    section, lora = section_of("smollm2", tmp_path), LoraSection(rank=4)
+    config = TrainingConfig(recipe="mine", model=section, lora=lora)
     with pytest.raises(UserError, match=r"lora.rank: .*'mine' built the model without adapters; .*lora=config.lora"):
         plan_parallel(build_model(section), config, MeshSizes(1, 1, 1))
-    plan = plan_parallel(build_model(section, lora=config.lora), config, MeshSizes(1, 1, 1))
+    plan = plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
     assert "rank 4, alpha 32; on 2 q_proj" in " ".join(plan.describe())
-
-
-def test_dora_is_not_compiled_in_silence(tmp_path: Path) -> None:
-    section, lora = ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path))), LoraSection(rank=4, dora=True)
+    lora = LoraSection(rank=4, dora=True)
     config = TrainingConfig(recipe="sft", model=section, lora=lora, compile=CompileConfig(enabled=True))
     with pytest.raises(UserError, match=r"compile.enabled: true with DoRA"):
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
 
 
 @needs_integers
-def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tmp_path: Path) -> None:
-    section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_frozen_linear_layers_of_the_decoder_are_stored_in_4_bits(dtype: str, tmp_path: Path) -> None:
+    """And read in the dtype that the model computes in, by DoRA and by a merge."""
+    section = section_of("llama3", tmp_path)
     lora = LoraSection(rank=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"], quantize="nf4")
-    config = TrainingConfig(recipe="sft", model=section, lora=lora)
-    plan = plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1)).nf4
+    fsdp = FSDPConfig.model_validate({"param_dtype": dtype})
+    config, model = TrainingConfig(recipe="sft", model=section, lora=lora, fsdp=fsdp), build_model(section, lora=lora)
+    plan = plan_parallel(model, config, MeshSizes(1, 1, 1)).nf4
     assert plan is not None
     kinds = [
         "self_attn.q_proj.base_layer",
@@ -114,18 +118,6 @@ def test_what_is_stored_in_4_bits_are_the_frozen_linear_layers_of_the_decoder(tm
     ]
     assert set(plan.names) == {f"model.layers.{layer}.{kind}" for layer in range(2) for kind in kinds}
     assert "4.5 bits a parameter; left out: 2 of which a copy is trained (model.layers.0.mlp.down_proj" in str(plan)
-
-
-@needs_integers
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_weight_in_4_bits_is_read_in_the_dtype_that_the_model_computes_in(dtype: str, tmp_path: Path) -> None:
-    """DoRA reads it to learn the lengths of its rows, and a merge to add to it."""
-    section = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path)))
-    values = {"lora": {"rank": 4, "quantize": "nf4"}, "fsdp": {"param_dtype": dtype}}
-    config = TrainingConfig.model_validate({"recipe": "sft", "model": section, **values})
-    model = build_model(section, lora=config.lora)
-    plan = plan_parallel(model, config, MeshSizes(1, 1, 1)).nf4
-    assert plan is not None
     before = {name: model.get_submodule(name).weight.shape for name in plan.names}
     low_bits.apply_nf4(plan, model)
     for name, shape in before.items():
@@ -158,14 +150,10 @@ def test_dropout_is_the_sections_also_of_an_adapter_that_is_trained_further(tmp_
         ),
         (GPT2, "lora.quantize: 'nf4', but no linear layer of GPT2LMHeadModel can be in 4 bits (none); leave it out"),
     ],
-    ids=str,
+    ids=["fused experts", "Conv1D"],
 )
 def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Path) -> None:
-    if isinstance(model, str):
-        section = ModelConfig(path=str(tiny_model_dir(model, tmp_path)))
-    else:
-        section = ModelConfig(config={**model, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, weights="random")
-    lora = LoraSection(rank=4, quantize="nf4")
+    section, lora = section_of(model, tmp_path), LoraSection(rank=4, quantize="nf4")
     config = TrainingConfig.model_validate({"recipe": "sft", "model": section, "lora": lora, "data": {"seq_len": 16}})
     with pytest.raises(UserError) as error:
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
@@ -174,7 +162,7 @@ def test_what_cannot_be_in_4_bits_is_refused(model: Any, says: str, tmp_path: Pa
 
 def test_a_torch_that_shards_no_integers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bits, "SHARDS_INTEGERS", False)
-    section, lora = ModelConfig(path=str(tiny_model_dir("llama3", tmp_path))), LoraSection(rank=4, quantize="nf4")
+    section, lora = section_of("llama3", tmp_path), LoraSection(rank=4, quantize="nf4")
     config = TrainingConfig(recipe="sft", model=section, lora=lora)
     with pytest.raises(UserError, match=r"^lora.quantize: 'nf4', but FSDP2 of torch .* install torch 2.12 or newer"):
         plan_parallel(build_model(section, lora=lora), config, MeshSizes(1, 1, 1))
@@ -238,26 +226,25 @@ CHECKED = [
 
 @pytest.mark.parametrize(("values", "says"), CHECKED, ids=lambda value: str(value)[:50])
 def test_contradictions_are_refused(values: dict[str, Any], says: str) -> None:
-    config = TrainingConfig.model_validate(
-        {"recipe": "sft", "model": {"path": "m"}, "train": {"steps": 1}, "wandb": {"mode": "disabled"}, **values}
-    )
     with pytest.raises(UserError) as error:
-        check_config(config, world_size=1, local_world_size=1)
+        check(values)
     assert str(error.value).startswith(says)
+
+
+def check(values: dict[str, Any]) -> None:
+    given = {"recipe": "sft", "model": {"path": "m"}, "train": {"steps": 1}, "wandb": {"mode": "disabled"}}
+    check_config(TrainingConfig.model_validate({**given, **values}), world_size=1, local_world_size=1)
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "peft" else find(name))
-    config = TrainingConfig.model_validate(
-        {"recipe": "sft", "model": {"path": "m"}, "train": {"steps": 1}, "lora": {"rank": 4}}
-    )
     with pytest.raises(UserError, match=r"lora.rank: needs peft, .*; install it: pip install 'fsdp2kit\[lora\]'"):
-        check_config(config, world_size=1, local_world_size=1)
+        check({"lora": {"rank": 4}})
 
 
 def test_frozen_matrices_count_four_flops_and_adapters_six() -> None:
-    """Of a tiny Llama without a tie: 2 layers, and a head that is trained whole, whose frozen original is not run."""
+    """A tiny untied Llama: 2 layers, and a head that is trained whole, so its frozen original does not run."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 64, "tie_word_embeddings": False, **sizes}
     model = build_model(

@@ -69,20 +69,16 @@ def test_a_hub_model_is_fetched_by_one_rank_of_a_machine_before_the_others(pool:
         assert found == str(tmp_path / "model")
 
 
-def test_the_config_loads_as_the_same_model(tmp_path: Path) -> None:
+def test_assets_are_the_config_and_the_sources_generation_config(tmp_path: Path) -> None:
+    GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "source")
     config = tiny_model("llama3").config
     architectures = config.architectures
-    save_assets(tmp_path, config=config, architecture="LlamaForCausalLM", tokenizer=None, source=None)
+    source = tmp_path / "source"
+    save_assets(tmp_path, config=config, architecture="LlamaForCausalLM", tokenizer=None, source=source)
     found = AutoConfig.from_pretrained(tmp_path)
     assert found.architectures == ["LlamaForCausalLM"]
     assert config_digest(found) == config_digest(config)
     assert config.architectures == architectures, "the config that was given stays as it was"
-
-
-def test_the_sources_generation_config_is_kept(tmp_path: Path) -> None:
-    GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "source")
-    config = tiny_model("smollm2").config
-    save_assets(tmp_path, config=config, architecture="L", tokenizer=None, source=tmp_path / "source")
     assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.25
 
 
@@ -107,10 +103,8 @@ def test_a_weights_digest_is_of_the_content_not_the_place(tmp_path: Path) -> Non
     path = tiny_model_dir("smollm2", tmp_path)
     copy = shutil.copytree(path, tmp_path / "copy")
     assert weights_digest(copy) == weights_digest(path)
-    file = copy / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert weights_digest(copy) != weights_digest(path)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
@@ -52,6 +53,7 @@ def _assert_equal_after_loading(path: Path) -> None:
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
     assert tied_names(model) == tied_names(expected)
     materialize(model, device=torch.device("cpu"))
+    assert decoder_layers(model) == list(model.base_model.layers)
     load_pretrained(model, path)
     buffers, others = dict(model.named_buffers()), dict(expected.named_buffers())
     assert buffers.keys() == others.keys()
@@ -60,43 +62,28 @@ def _assert_equal_after_loading(path: Path) -> None:
     plain = [m for m in expected.modules() if hasattr(m, "attention_scaling")]
     assert [m.attention_scaling for m in rotary] == [m.attention_scaling for m in plain]
     assert tied_names(model) == tied_names(expected)
+    assert model.config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
     rows = make_rows(0)
     inputs = {"input_ids": rows.input_ids, "position_ids": rows.position_ids, "use_cache": False}
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, expected.train()(**inputs).logits)
 
 
-def test_an_override_reaches_the_config(tmp_path: Path) -> None:
-    path = str(tiny_model_dir("smollm2", tmp_path))
-    config = load_hf_config(ModelConfig(path=path, config={"rms_norm_eps": 0.5, "num_hidden_layers": 1}))
-    assert (config.rms_norm_eps, config.num_hidden_layers) == (0.5, 1)
-    assert load_hf_config(ModelConfig(path=path)).num_hidden_layers == 2
-
-
-def test_an_unknown_override_names_the_nearest_key(tmp_path: Path) -> None:
-    path = str(tiny_model_dir("smollm2", tmp_path))
+def test_overrides_reach_the_config(tmp_path: Path) -> None:
+    path, rope = str(tiny_model_dir("llama3", tmp_path)), _ROPES["linear"]
+    config = load_hf_config(ModelConfig(path=path, config={"rms_norm_eps": 0.5, "rope_parameters": rope}))
+    assert (config.rms_norm_eps, config.rope_parameters) == (0.5, rope), "rope_parameters are replaced whole"
     with pytest.raises(UserError, match=r"model\.config\.num_hidden_layer: .*did you mean num_hidden_layers\?"):
         load_hf_config(ModelConfig(path=path, config={"num_hidden_layer": 1}))
 
 
-def test_rope_parameters_are_replaced_whole(tmp_path: Path) -> None:
-    path = str(tiny_model_dir("llama3", tmp_path))
-    config = load_hf_config(ModelConfig(path=path, config={"rope_parameters": _ROPES["linear"]}))
-    assert config.rope_parameters == _ROPES["linear"]
-
-
-def test_layer_types_are_cut_with_the_depth() -> None:
+def test_layer_types_are_cut_with_the_depth(tmp_path: Path) -> None:
     overrides = {"model_type": "gemma3_text", "num_hidden_layers": 7}
     config = load_hf_config(ModelConfig(config=overrides, weights="random"))
-    assert len(config.layer_types) == 7
     assert config.layer_types == AutoConfig.for_model("gemma3_text").layer_types[:7]
-
-
-def test_layer_types_of_a_directory_are_cut_with_the_depth(tmp_path: Path) -> None:
     path = tiny_model_dir("gemma3", tmp_path)
     section = ModelConfig(path=str(path), config={"num_hidden_layers": 1})
-    config = load_hf_config(section)
-    assert config.layer_types == ["sliding_attention"]
+    assert load_hf_config(section).layer_types == ["sliding_attention"]
     model = build_model(section)
     materialize(model, device=torch.device("cpu"))
     with pytest.raises(UserError, match="unknown to Gemma3ForCausalLM"):
@@ -148,6 +135,7 @@ def test_an_override_by_another_name_of_the_key(kind: str, tmp_path: Path) -> No
     [
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type: 'lama' is not known"),
         ({"path": "/nowhere/at/all"}, r"model\.path: /nowhere/at/all is not a directory"),
+        ({"path": str(Path(__file__).parent)}, r"model\.path: .* is not a model directory \(no config\.json\)"),
         ({"config": {"model_type": "vit"}}, r"model\.config\.model_type: vit is no language model"),
         (
             {"config": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}},
@@ -164,37 +152,39 @@ def test_an_override_by_another_name_of_the_key(kind: str, tmp_path: Path) -> No
         (
             {"config": {"model_type": "llama", "hidden_act": "nosuch"}},
             r"model\.config: transformers cannot build 'llama' from this config \(KeyError: 'nosuch', at "
-            r"`self\.act_fn = ACT2FN\[config\.hidden_act\]`\); mend it \(\[model\.config\] sets",
+            r"`self\.act_fn = ACT2FN\[config\.hidden_act\]`\); correct it \(\[model\.config\] sets",
         ),
         (
             {"config": {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}},
             r"model\.config\.num_local_experts: is another name of num_experts, which is given as well",
         ),
         ({"config": {"model_type": "qwen3_moe", "num_expert": 4}}, r"num_expert: .*; did you mean num_experts\?"),
+        # keys within keys
+        (
+            {"config": {"model_type": "gemma3", "text_config": {"hiden_size": 8}}},
+            r"text_config\.hiden_size: .*mean hidden_size",
+        ),
+        (
+            {"config": {"model_type": "gemma3_text", "rope_parameters": {"full_atention": {"rope_type": "default"}}}},
+            r"rope_parameters\.full_atention: .*did you mean full_attention",
+        ),
+        (
+            {"config": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_thet": 5.0}}},
+            r"model\.config\.rope_parameters: Unrecognized keys .*rope_thet",
+        ),
+        (
+            {"config": {"model_type": "llama", "rope_parameters": {"rope_type": "linearr", "factor": 2.0}}},
+            r"model\.config\.rope_parameters: .*linearr",
+        ),
+        (
+            {"config": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factr": 2.0}}},
+            r"model\.config: .*factor",
+        ),
     ],
 )
 def test_what_cannot_be_built_says_so(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build_model(ModelConfig(**section))
-
-
-def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path: .* is not a model directory \(no config\.json\)"):
-        build_model(ModelConfig(path=str(tmp_path)))
-
-
-def test_ties_survive_materialisation(tmp_path: Path) -> None:
-    model = build_model(ModelConfig(path=str(tiny_model_dir("smollm2", tmp_path))))
-    assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
-    materialize(model, device=torch.device("cpu"))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not model.lm_head.weight.is_meta
-
-
-@pytest.mark.parametrize("kind", TINY)
-def test_decoder_layers_are_found_in_order(kind: str) -> None:
-    model = tiny_model(kind)
-    assert decoder_layers(model) == list(model.base_model.layers)
+        build_model(ModelConfig(**{"weights": "pretrained" if "path" in section else "random", **section}))
 
 
 def test_no_layer_found_is_an_error() -> None:
@@ -202,33 +192,6 @@ def test_no_layer_found_is_an_error() -> None:
     model._no_split_modules = ["Nothing"]
     with pytest.raises(UserError, match=r"LlamaForCausalLM.*Nothing"):
         decoder_layers(model)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({"model_type": "gemma3", "text_config": {"hiden_size": 8}}, r"text_config\.hiden_size: .*mean hidden_size"),
-        (
-            {"model_type": "gemma3_text", "rope_parameters": {"full_atention": {"rope_type": "default"}}},
-            r"rope_parameters\.full_atention: .*did you mean full_attention",
-        ),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_thet": 5.0}},
-            r"model\.config\.rope_parameters: Unrecognized keys .*rope_thet",
-        ),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "linearr", "factor": 2.0}},
-            r"model\.config\.rope_parameters: .*linearr",
-        ),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factr": 2.0}},
-            r"model\.config: .*factor",
-        ),
-    ],
-)
-def test_a_key_within_a_key_is_checked_too(overrides: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        load_hf_config(ModelConfig(config=overrides, weights="random"))
 
 
 def test_a_model_that_transformers_warns_about_is_not_refused(
@@ -239,6 +202,22 @@ def test_a_model_that_transformers_warns_about_is_not_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_hf_config(ModelConfig(path=str(tmp_path), config={"num_hidden_layers": 1}))
     assert "its_own" in caplog.text
+
+
+def test_a_model_with_its_own_code_is_loaded_if_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    fields = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code = "from transformers import LlamaConfig\n\n\nclass MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    (tmp_path / "configuration_mine.py").write_text(code)
+    section = ModelConfig(path=str(tmp_path), config={"hidden_size": 16})
+    with pytest.raises(UserError, match="'mine' is not known to transformers"):
+        load_hf_config(section)
+    config = load_hf_config(section.model_copy(update={"trust_remote_code": True}))
+    assert (type(config).__name__, config.hidden_size) == ("MineConfig", 16)
 
 
 def test_frozen_parameters_are_those_of_the_patterns() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp2kit.model import flops
@@ -36,36 +38,45 @@ def estimate_flops(model: PreTrainedModel, *, tokens: int, attention_pairs: int)
     return flops_per_batch(count_model_flops(model), tokens=tokens, attention_pairs=attention_pairs)
 
 
-def attention_flops(*, channels: int = 8 + 8, layers: int = 2) -> float:
-    forward = 2 * channels * 4 * (PAIRS / 2) * layers  # QKᵀ and AV over half of the pairs, 4 heads
-    return 3 * forward
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_llama_counts_the_head_once_and_no_lookup(tied: bool) -> None:
-    model = model_on_meta("llama", tie_word_embeddings=tied)
-    expected = 6 * (2 * (ATTENTION + MLP) + HEAD) * TOKENS + attention_flops()
+@pytest.mark.parametrize(
+    ("overrides", "attention", "channels"),
+    [
+        ({"tie_word_embeddings": False}, ATTENTION, 8 + 8),
+        ({"tie_word_embeddings": True}, ATTENTION, 8 + 8),
+        ({"head_dim": 16}, 32 * 64 + 2 * 32 * 32 + 64 * 32, 16 + 16),
+    ],
+)
+def test_llama_counts_the_head_once_and_no_lookup(overrides: dict[str, Any], attention: int, channels: int) -> None:
+    model = model_on_meta("llama", **overrides)
+    pairs = 3 * 2 * channels * 4 * (PAIRS / 2) * 2  # QKᵀ and AV over half of the pairs, 4 heads, 2 layers
+    expected = 6 * (2 * (attention + MLP) + HEAD) * TOKENS + pairs
     assert estimate_flops(model, tokens=TOKENS, attention_pairs=PAIRS) == expected
 
 
-def test_an_independent_reference_counts_the_same_matrices() -> None:
-    """torch's own counter sees every matmul that really runs; it counts all len² pairs."""
-    from torch.utils.flop_counter import FlopCounterMode
+GEMMA4 = {
+    "head_dim": 8,  # of windows; full attention has wider heads
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 4,
+}
 
-    config = AutoConfig.for_model("llama", **TINY, attn_implementation="eager")
+
+# Not equal: some versions of transformers compute the angles of RoPE with a matmul (1e-4 of the whole for Llama).
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "tolerance"), [("llama", {}, 1e-3), ("gemma4_text", GEMMA4, 1e-2)]
+)
+def test_torchs_own_counter_sees_the_same_matmuls(
+    model_type: str, overrides: dict[str, Any], tolerance: float
+) -> None:
+    config = AutoConfig.for_model(model_type, **TINY, **overrides, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
+    widths = [layer.self_attn.q_proj.weight.shape[0] // 4 for layer in model.model.layers]
+    assert (widths[0] < widths[1]) is (model_type == "gemma4_text")
+    assert count_model_flops(model).attention_per_pair == sum(2 * 2 * width * 4 for width in widths)
     ours = estimate_flops(model, tokens=TOKENS, attention_pairs=2 * TOKENS**2)  # eager attention skips no pair
-    # Not equal: some versions of transformers compute the angles of RoPE with a matmul (1e-4 of the whole here).
-    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-3)
-
-
-def test_head_dim_of_its_own() -> None:
-    model = model_on_meta("llama", head_dim=16)
-    wide = 32 * 64 + 2 * 32 * 32 + 64 * 32
-    expected = 6 * (2 * (wide + MLP) + HEAD) * TOKENS + attention_flops(channels=16 + 16)
-    assert estimate_flops(model, tokens=TOKENS, attention_pairs=PAIRS) == expected
+    assert ours == pytest.approx(counter.get_total_flops(), rel=tolerance)
 
 
 def test_latent_attention_has_two_widths() -> None:
@@ -82,66 +93,30 @@ def test_latent_attention_has_two_widths() -> None:
     assert count_model_flops(model).attention_per_pair == 2 * (12 + 6) * 4 * 2
 
 
-def test_heads_of_two_widths() -> None:
-    """Gemma 4's full attention has wider heads than its windows; torch's counter sees what really runs."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    config = AutoConfig.for_model(
-        "gemma4_text",
-        **TINY,
-        head_dim=8,
-        layer_types=["sliding_attention", "full_attention"],
-        vocab_size_per_layer_input=64,
-        hidden_size_per_layer_input=4,
-        attn_implementation="eager",
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    widths = [layer.self_attn.q_proj.weight.shape[0] // 4 for layer in model.model.layers]
-    assert widths[0] < widths[1]
-    with FlopCounterMode(display=False) as counter:
-        model(torch.arange(TOKENS)[None], use_cache=False).logits.sum().backward()
-    counts = count_model_flops(model)
-
-    assert counts.attention_per_pair == sum(2 * 2 * width * 4 for width in widths)
-    ours = estimate_flops(model, tokens=TOKENS, attention_pairs=2 * TOKENS**2)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = 32 * 8 + 2 * (3 * 32 * 16)  # the router, and two experts
 
 
-def test_experts_count_by_the_share_a_token_visits() -> None:
-    mixtral = model_on_meta("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    router = 32 * 4
-    expected = 2 * (ATTENTION + router + 2 * MLP) + HEAD
-    assert count_model_flops(mixtral).parameters == expected
-
-
-def test_sparse_and_dense_layers_mixed() -> None:
-    qwen = model_on_meta(
-        "qwen3_moe",
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        mlp_only_layers=[1],
-    )
-    sparse = 32 * 8 + 2 * (3 * 32 * 16)
-    assert count_model_flops(qwen).parameters == 2 * ATTENTION + sparse + MLP + HEAD
-
-
-def test_shared_experts_count_in_full() -> None:
-    qwen = model_on_meta(
-        "qwen2_moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-    )
-    layer = ATTENTION + 32 * 8 + 2 * (3 * 32 * 16) + 3 * 32 * 24 + 32  # router, routed, shared, shared gate
-    assert count_model_flops(qwen).parameters == 2 * layer + HEAD
-
-
-def test_experts_outside_a_module_of_that_name() -> None:
-    granite = model_on_meta("granitemoe", num_local_experts=4, num_experts_per_tok=2)
-    assert count_model_flops(granite).parameters == 2 * (ATTENTION + 32 * 4 + 2 * MLP) + HEAD
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "parameters"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (ATTENTION + 32 * 4 + 2 * MLP)),
+        # its experts are not in a module of that name
+        ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2 * (ATTENTION + 32 * 4 + 2 * MLP)),
+        # sparse and dense layers mixed
+        ("qwen3_moe", {**SPARSE, "head_dim": 8, "mlp_only_layers": [1]}, 2 * ATTENTION + ROUTED + MLP),
+        # a shared expert, which counts in full, and its gate
+        (
+            "qwen2_moe",
+            {**SPARSE, "shared_expert_intermediate_size": 24},
+            2 * (ATTENTION + ROUTED + 3 * 32 * 24 + 32),
+        ),
+    ],
+)
+def test_experts_count_by_the_share_a_token_visits(
+    model_type: str, overrides: dict[str, Any], parameters: int
+) -> None:
+    assert count_model_flops(model_on_meta(model_type, **overrides)).parameters == parameters + HEAD
 
 
 def test_an_unknown_share_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +156,4 @@ def test_layers_without_attention() -> None:
 )
 def test_device_peaks(name: str, teraflops: float | None) -> None:
     assert peak_flops_of(name) == (None if teraflops is None else teraflops * 1e12)
-
-
-def test_the_cpu_has_no_known_peak() -> None:
     assert device_peak_flops(torch.device("cpu")) is None

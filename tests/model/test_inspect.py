@@ -1,4 +1,4 @@
-"""Tiny twins, what is found out on them, and the limits of a model: those where plain transformers fails."""
+"""Tiny twins and the traits found on them; a model's limits are those where plain transformers fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.errors import UserError
@@ -26,15 +26,10 @@ from fsdp2kit.model.inspect import (
 from tests.reference import TINY, tiny_model
 
 
-def on_attention(model: PreTrainedModel) -> tuple[bool | None, bool | None]:
-    """Whether it is causal, and whether it separates packed documents."""
-    traits = inspect_model(model)
-    return traits.causal, traits.separates_packed
-
-
 @pytest.mark.parametrize("kind", TINY)
 def test_the_usual_models_are_causal_and_separate_documents(kind: str) -> None:
-    assert on_attention(tiny_model(kind)) == (True, True)
+    traits = inspect_model(tiny_model(kind))
+    assert (traits.causal, traits.separates_packed) == (True, True)
 
 
 def test_a_bidirectional_model_is_recognised() -> None:
@@ -46,7 +41,7 @@ def test_a_bidirectional_model_is_recognised() -> None:
 def test_a_recurrent_model_does_not_separate_documents() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2))
-    assert on_attention(model) in [(None, None), (True, False)]
+    assert inspect_model(model).separates_packed is not True
 
 
 def test_both_probes_can_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,44 +95,31 @@ def test_a_twin_is_small_and_leaves_its_model_and_the_generator_alone(model_type
     assert type(twin) is type(model)
     assert not twin.training
     assert sum(parameter.numel() for parameter in twin.parameters()) < 500_000
+    kinds = [set(getattr(one.config, "layer_types", None) or ()) for one in (model, twin)]
+    assert kinds[0] == kinds[1], "every kind of layer is there"
     assert model.config.to_dict() == before
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_every_kind_of_layer_is_in_the_twin() -> None:
-    config = shrink_config(AutoConfig.for_model("gemma3_text"))
-    assert sorted(config.layer_types) == ["full_attention", "sliding_attention"]
-
-
 # Limits
 
+GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
 SMALL = {
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
-    "gpt_bigcode": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24},
-    "gptj": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "rotary_dim": 4},
-    "opt": {
-        "hidden_size": 16,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 24,
-    },
-    "llama": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "max_position_embeddings": 24},
-    "mistral": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 24},
-}  # fmt: skip
+    "gpt2": GPT,
+    "gpt_bigcode": GPT,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "opt": {**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 16},
+    "llama": {**SIZES, "intermediate_size": 16},
+    "mistral": {**SIZES, "intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8},
+}
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_what_is_refused_is_what_transformers_cannot_run(kind: str) -> None:
-    config = AutoConfig.for_model(kind, vocab_size=32, **SMALL[kind])
-    plain = AutoModelForCausalLM.from_config(config).eval()
-    section = ModelConfig(
-        config={"model_type": kind, "vocab_size": 32, **SMALL[kind]}, weights="random", attention="eager"
-    )
-    ours = build_model(section)
+    sizes = {"model_type": kind, "vocab_size": 32, **SMALL[kind]}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).eval()
+    ours = build_model(ModelConfig(config=sizes, weights="random", attention="eager"))
     traits = inspect_model(ours)
     for length in (24, 25):
         positions = torch.arange(length)[None]
@@ -165,35 +147,28 @@ def test_flex_attention_trains_on_cuda_alone() -> None:
         check_attention("flex_attention", device=torch.device("cpu"))
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 32}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("parameters", "limit"),
     [
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64),
-        (
-            {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "original_max_position_embeddings": 32,
-            },
-            32,
-        ),
+        (LONGROPE, 32),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}, None),
+        (None, None),
     ],
+    ids=["dynamic", "longrope", "yarn", "default"],
 )
 def test_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_limit(
-    parameters: dict, limit: int
+    parameters: dict | None, limit: int | None
 ) -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters)
-    check_rope(config, seq_len=limit)
-    with pytest.raises(UserError, match=f"beyond {limit}.*use at most {limit}"):
-        check_rope(config, seq_len=limit + 1)
-
-
-def test_other_frequencies_have_no_limit() -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    for parameters in (None, yarn):
-        check_rope(LlamaConfig(max_position_embeddings=64, rope_parameters=parameters), seq_len=4096)
+    check_rope(config, seq_len=limit or 4096)
+    if limit is not None:
+        with pytest.raises(UserError, match=f"beyond {limit}.*use at most {limit}"):
+            check_rope(config, seq_len=limit + 1)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -224,7 +199,4 @@ def test_rows_beyond_what_a_model_was_made_for_are_said(
     said = beyond_positions(config, seq_len=limit + 1)
     assert said is not None
     assert said.startswith(f"data.seq_len {limit + 1:,} is beyond the {limit:,} positions")
-
-
-def test_models_without_positions_have_no_limit() -> None:
     assert beyond_positions(AutoConfig.for_model("mamba"), seq_len=10**9) is None

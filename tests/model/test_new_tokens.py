@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +23,14 @@ from fsdp2kit.config.schema import LoraConfig, ModelConfig
 from fsdp2kit.config.section import TEMPLATES
 from fsdp2kit.errors import UserError
 from fsdp2kit.model import weights
-from fsdp2kit.model.build import build_model
+from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.tokenizer import build_tokenizer, new_tokens, turn_ends
 from fsdp2kit.parity.engine import whole
 from fsdp2kit.run import load
-from tests.data.templates import encode_chat
+from tests.data.templates import encode_chat, make_tokenizer, spoken
 from tests.model.test_weights import _sharded
-from tests.reference import full, tiny_model
+from tests.reference import DEMO, full, tiny_model
+from tests.runs import run_recipe
 from tests.workers import WorkerPool
 
 KINDS = ("smollm2", "llama3", "phi")  # a tied head, one of its own, one with a bias
@@ -65,7 +64,7 @@ def save_base(folder: Path, kind: str, *, padding: int = 0, dtype: torch.dtype =
 
 
 def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
-    """What one process of plain torch makes of the stored weights: the means of all rows but the new ones."""
+    """The stored weights with new rows by plain torch: the mean of all rows but the new ones."""
     found = {}
     for name, stored in load_file(path / "model.safetensors").items():
         value = stored.float()
@@ -81,7 +80,7 @@ def expected_of(path: Path, *, new: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def loaded_on_a_mesh(folder: Path, kinds: Sequence[str], shard: int) -> dict[str, dict[str, np.ndarray]]:
-    """Of the Hugging Face directories and of checkpoints made of them, read in blocks of a few rows."""
+    """Parameters read from Hugging Face directories and from checkpoints made of them, in blocks of a few rows."""
     found = {}
     for kind in kinds:
         path = folder / kind
@@ -123,8 +122,6 @@ def test_a_padded_vocabulary_has_rows_already(padding: int, tmp_path: Path) -> N
 
 
 def loaded_in_one(section: ModelConfig) -> dict[str, np.ndarray]:
-    from fsdp2kit.model.build import materialize
-
     model = build_model(section)
     materialize(model, device=torch.device("cpu"))
     fill_weights(section, model, seed=0)
@@ -143,54 +140,51 @@ def test_nothing_is_added_where_nothing_is_needed(tmp_path: Path) -> None:
     assert turn_ends(AutoTokenizer.from_pretrained(path)) == set()  # there is no template
 
 
-def test_a_frozen_embedding_cannot_learn_new_tokens(tmp_path: Path) -> None:
-    path = save_base(tmp_path, "smollm2")
-    section = ModelConfig(path=str(path), chat_template="chatml", freeze=["model.embed_tokens.*"])
-    with pytest.raises(UserError, match=r"model.freeze: freezes the embedding, to which .* adds 2 tokens"):
-        build_model(section)
+@pytest.mark.parametrize(
+    ("frozen", "lora", "says"),
+    [
+        (["model.embed_tokens.*"], {}, r"model.freeze: freezes the embedding, to which .* adds 2 tokens"),
+        ([], {"rank": 2}, r"model.chat_template: adds 2 tokens, .* frozen .*that have them"),
+        ([], {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}, r"model.chat_template: adds 2 tokens"),
+    ],
+)
+def test_a_frozen_embedding_cannot_learn_new_tokens(
+    frozen: list[str], lora: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    section = ModelConfig(path=str(save_base(tmp_path, "llama3")), chat_template="chatml", freeze=frozen)
+    with pytest.raises(UserError, match=says):
+        build_model(section, lora=LoraConfig(**lora))
 
 
-@pytest.mark.parametrize("saved", [[], ["embed_tokens", "lm_head"]])
-def test_adapters_beside_new_tokens_are_refused(saved: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    section = ModelConfig(path=str(save_base(tmp_path, "llama3")), chat_template="chatml")
-    with pytest.raises(UserError, match=r"model.chat_template: adds 2 tokens, .* frozen") as caught:
-        build_model(section, lora=LoraConfig(rank=2, modules_to_save=saved))
-    assert "that have them" in caught.value.todo
-
-
-def _run_recipe(toml: str, overrides: Sequence[str]) -> str:
-    recipe, config = load(toml, overrides)
-    with contextlib.redirect_stdout(io.StringIO()) as console:
-        recipe.main(config)
-    return console.getvalue()
+def write_toml(folder: Path, base: Path) -> Path:
+    path = folder / "run.toml"
+    path.write_text(
+        f"""
+        recipe = "sft"
+        model = {{ path = "{base}", chat_template = "chatml" }}
+        data = {{ path = "{folder / "rows.jsonl"}", seq_len = 64 }}
+        run.dir = "{folder / "run"}"
+        wandb.mode = "disabled"
+        """
+    )
+    return path
 
 
 @pytest.mark.full
 def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) -> None:
     """Trained, resumed on another mesh, exported; then plain transformers generates, and stops by itself."""
     base = save_base(tmp_path, "smollm2", dtype=torch.bfloat16)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
-    toml = tmp_path / "run.toml"
-    toml.write_text(
-        f"""
-        recipe = "sft"
-        model = {{ path = "{base}", chat_template = "chatml" }}
-        fsdp.param_dtype = "float32"
-        data = {{ path = "{tmp_path / "chat.jsonl"}", seq_len = 64 }}
-        train = {{ steps = 40, global_batch_size = 2 }}
-        optimizer.lr = 1e-2
-        checkpoint = {{ every = 20, export_dtype = "float32" }}
-        run.dir = "{tmp_path / "run"}"
-        wandb.mode = "disabled"
-        """
-    )
-    said = pool.run(2, _run_recipe, str(toml), ["mesh.cp=2", "train.micro_batch_size=2", "train.steps=20"])[0]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    toml = write_toml(tmp_path, base)
+    options = ["fsdp.param_dtype=float32", "train.steps=40", "train.global_batch_size=2", "optimizer.lr=1e-2"]
+    options += ["checkpoint.every=20", "checkpoint.export_dtype=float32"]
+    first = [*options, "mesh.cp=2", "train.micro_batch_size=2", "train.steps=20"]
+    said = pool.run(2, run_recipe, str(toml), first)[0]
     tokenizer = build_tokenizer(ModelConfig(path=str(base), chat_template="chatml"))
     start, end = new_tokens(tokenizer)
     assert f"new tokens <|im_start|> ({start}), <|im_end|> ({end}); their rows begin as the mean of the others" in said
     assert f"generation_config.json also stops at <|im_end|> ({end}), which ends what is trained" in said
-    pool.run(1, _run_recipe, str(toml), [])
+    pool.run(1, run_recipe, str(toml), options)
 
     export = tmp_path / "run" / "hf"
     model = AutoModelForCausalLM.from_pretrained(export)
@@ -200,7 +194,7 @@ def test_a_base_model_learns_to_end_its_turns(pool: WorkerPool, tmp_path: Path) 
     inputs = exported.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert exported.decode(answer) == "Yes, wet.<|im_end|>"
-    # From the export itself, whose tokens are known: nothing is averaged again.
+    # The export knows its tokens: nothing is averaged again.
     section = ModelConfig(path=str(export), chat_template="chatml")
     stored = load_file(export / "model.safetensors")["model.embed_tokens.weight"]
     assert np.array_equal(loaded_in_one(section)["model.embed_tokens.weight"], stored.numpy())
@@ -213,18 +207,8 @@ def test_an_export_stops_where_the_turns_of_a_stream_end(
     base = save_base(tmp_path, "smollm2")
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
     name = "chat" if "messages" in row else "alpaca"
-    toml = tmp_path / "run.toml"
-    toml.write_text(
-        f"""
-        recipe = "sft"
-        model = {{ path = "{base}", chat_template = "chatml" }}
-        data = {{ path = "{tmp_path / "rows.jsonl"}", format = "{name}", seq_len = 64, streaming = true }}
-        train = {{ steps = 1, global_batch_size = 1 }}
-        run.dir = "{tmp_path / "run"}"
-        wandb.mode = "disabled"
-        """
-    )
-    pool.run(1, _run_recipe, str(toml), [])
+    options = [f"data.format={name}", "data.streaming=true", "train.steps=1", "train.global_batch_size=1"]
+    pool.run(1, run_recipe, str(write_toml(tmp_path, base)), options)
     _, end = new_tokens(build_tokenizer(ModelConfig(path=str(base), chat_template="chatml")))
     stored = json.loads((tmp_path / "run" / "hf" / "generation_config.json").read_text(encoding="utf-8"))
     assert stored["eos_token_id"] == [0, end]
@@ -244,16 +228,16 @@ READY = {
 }
 
 
-def test_every_ready_template_is_named_in_the_schema() -> None:
+def test_every_ready_template_is_named_in_the_schema_and_where_one_is_misspelt() -> None:
     doc = str(ModelConfig.model_fields["chat_template"].description)
     assert {file.stem for file in TEMPLATES.glob("*.jinja")} == READY.keys()
     assert all(f'"{name}"' in doc for name in READY)
+    with pytest.raises(UserError, match=r"model.chat_template: chatlm: cannot be read .* \(chatml, gemma, llama3, "):
+        build_tokenizer(ModelConfig(path=str(DEMO / "tokenizer"), chat_template="chatlm"))
 
 
 @pytest.mark.parametrize("name", READY)
 def test_a_ready_template(name: str, tmp_path: Path) -> None:
-    from tests.data.templates import make_tokenizer, spoken
-
     make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))
     talk = [{"role": role, "content": text} for role, text in (("system", "S"), ("user", "Q"), ("assistant", "A"))]
@@ -275,8 +259,6 @@ def test_a_ready_template(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_calls_in_a_ready_template(name: str, learnt: str, tmp_path: Path) -> None:
-    from tests.data.templates import make_tokenizer, spoken
-
     make_tokenizer(None, eos="</s>").save_pretrained(tmp_path)
     tokenizer = build_tokenizer(ModelConfig(tokenizer=str(tmp_path), chat_template=name))
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "wet", "arguments": '{"of": "water"}'}}]}
@@ -302,9 +284,3 @@ def test_a_name_is_not_mistaken_for_a_file(tmp_path: Path) -> None:
         load(str(toml), [])
     toml.write_text(toml.read_text().replace('"chatml"', '"./chatml"'))
     assert load(str(toml), [])[1].model.chat_template == str(tmp_path / "chatml")
-
-
-def test_a_misspelt_name(tmp_path: Path) -> None:
-    path = save_base(tmp_path, "smollm2")
-    with pytest.raises(UserError, match=r"model.chat_template: chatlm: cannot be read .* \(chatml, gemma, llama3, "):
-        build_tokenizer(ModelConfig(path=str(path), chat_template="chatlm"))

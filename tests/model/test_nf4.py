@@ -1,4 +1,4 @@
-"""Weights in 4 bits are QLoRA's NF4, and a layer with one computes as a plain layer with what is left of it."""
+"""Weights in 4 bits are QLoRA's NF4, and their layers compute as plain layers with the dequantised weight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filled(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(96, 128), (30, 72), (7, 80), (5, 33), (3, 1), (1, 64)], ids=str)
-def test_what_is_left_of_a_weight_is_nf4(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_dequantised_weight_is_nf4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = weight_like(*shape, dtype=dtype)
     layer = filled(weight)
     want = nf4_rounded(weight)
@@ -46,7 +46,7 @@ def test_what_is_left_of_a_weight_is_nf4(shape: tuple[int, int], dtype: torch.dt
 
 @needs_torchao
 def test_codes_and_scales_are_those_of_torchao() -> None:
-    """Which rounds its levels to four digits: a value in the middle between two may get the other one."""
+    """torchao rounds its levels to four digits: a value in the middle between two may get the other one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import NF4Tensor
@@ -98,7 +98,7 @@ def test_no_weight_is_kept_for_backward() -> None:
 
 
 def test_a_weight_is_quantised_some_rows_at_a_time() -> None:
-    """Of whatever can be sliced, and never in a second copy of full precision."""
+    """It needs only slices, and never makes a second copy of full precision."""
 
     class Slices:
         largest = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,13 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model, materialize
 from fsdp2kit.model.inspect import shrink_config
 from fsdp2kit.model.names import conversion_groups, find_sources, tied_names, to_file_names
-from fsdp2kit.model.weights import initialize, load_pretrained
+from fsdp2kit.model.weights import INDEX_NAME, initialize, load_pretrained
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import whole
 from tests.reference import TINY, full, tiny_model, tiny_model_dir
 from tests.workers import WorkerPool
-
-INDEX = "model.safetensors.index.json"
 
 
 def _empty(path: Path, **overrides: Any) -> PreTrainedModel:
@@ -66,9 +65,13 @@ def test_stored_dtypes_are_widened(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_several_files_equal_one(kind: str, tmp_path: Path) -> None:
+    """Each tensor is read from where the index says, not from a file left over from another save."""
     tiny_model(kind).save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    _assert_equal(_loaded(tmp_path), _plain(tmp_path))
+    expected = _plain(tmp_path)
+    names = json.loads((tmp_path / INDEX_NAME).read_text())["weight_map"]
+    assert len(set(names.values())) > 1
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    _assert_equal(_loaded(tmp_path), expected)
 
 
 @pytest.mark.parametrize("stored_as", ["model.embed_tokens.weight", "lm_head.weight", "both"])
@@ -80,18 +83,6 @@ def test_a_tied_weight_may_be_stored_under_either_name(stored_as: str, tmp_path:
     names = ["model.embed_tokens.weight", "lm_head.weight"] if stored_as == "both" else [stored_as]
     save_file({**tensors, **{name: value.clone() for name in names}}, path / "model.safetensors")
     _assert_equal(_loaded(path), expected)
-
-
-def test_fused_experts_are_made_of_single_ones(tmp_path: Path) -> None:
-    path = tiny_model_dir("mixtral", tmp_path)
-    stored = load_file(path / "model.safetensors")
-    assert any(".experts.0.w1." in name for name in stored), "transformers no longer stores experts one by one"
-    found = _loaded(path)
-    for expert in range(4):
-        prefix = f"model.layers.1.block_sparse_moe.experts.{expert}"
-        fused = next(tensor for name, tensor in found.items() if name.endswith("layers.1.mlp.experts.gate_up_proj"))
-        expected = torch.cat([stored[f"{prefix}.w1.weight"], stored[f"{prefix}.w3.weight"]])
-        assert torch.equal(fused[expert], expected)
 
 
 @pytest.mark.parametrize(("size", "shard"), [(2, 2), full(3, 3), full(4, 2)])
@@ -111,7 +102,7 @@ def test_shards_equal_the_whole(size: int, shard: int, pool: WorkerPool, tmp_pat
 
 @pytest.mark.parametrize("kind", [*TINY, "gpt_neox", "qwen3_moe", "deepseek_v3"])
 def test_file_names_are_those_of_save_pretrained_and_lead_back(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_unusual_config(kind))
+    model = tiny_model(kind) if kind in TINY else AutoModelForCausalLM.from_config(_config(kind))
     model.save_pretrained(tmp_path)
     tensors = {name: t for name, t in model.state_dict().items() if name not in tied_names(model)}
     groups = conversion_groups(model, {name: tensor.to("meta") for name, tensor in tensors.items()})
@@ -152,35 +143,24 @@ def _load_sharded(folder: Path, kinds: tuple[str, ...], shard: int) -> dict[str,
 # What is wrong with the files
 
 
-def _broken(folder: Path, change: Any) -> Path:
-    path = tiny_model_dir("smollm2", folder)
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
-    return path
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    path = _broken(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(UserError, match=r"smollm2: model\.layers\.1\.mlp\.up_proj\.weight is not in .* of Llama"):
-        _loaded(path)
-
-
-def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
-    path = _broken(tmp_path, lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}))
-    with pytest.raises(UserError, match=r"smollm2: model\.layers\.1\.extra\.weight is in its safetensors and unknown"):
-        _loaded(path)
-    load_pretrained(_empty(path), path, allow_unexpected=True)
-
-
-def test_frequencies_that_old_files_hold_are_no_surprise(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    _loaded(_broken(tmp_path, lambda tensors: tensors.update({name: torch.ones(4)})))
-
-
-def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
-    path = _broken(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(71)}))
-    with pytest.raises(UserError, match=r"model\.norm\.weight: stored with shape \[71\], but the model wants \[72\]"):
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({UP: None}, r"smollm2: model\.layers\.1\.mlp\.up_proj\.weight is not in .* of Llama"),
+        ({"model.extra.weight": torch.ones(2)}, r"smollm2: model\.extra\.weight is in its safetensors and unknown"),
+        ({"model.norm.weight": torch.ones(71)}, r"norm\.weight: stored with shape \[71\], but the model wants \[72\]"),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),  # old files hold it
+    ],
+    ids=["missing", "unexpected", "shape", "frequencies"],
+)
+def test_tensors_that_do_not_fit_are_named(changes: dict[str, Any], says: str | None, tmp_path: Path) -> None:
+    path = tiny_model_dir("smollm2", tmp_path)
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    save_file({name: one for name, one in tensors.items() if one is not None}, path / "model.safetensors")
+    with nullcontext() if says is None else pytest.raises(UserError, match=says):
         _loaded(path)
 
 
@@ -205,18 +185,9 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     path = tiny_model_dir("smollm2", tmp_path)
-    (path / INDEX).write_text(text)
+    (path / INDEX_NAME).write_text(text)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: is not a safetensors index"):
         _loaded(path)
-
-
-def test_an_index_names_where_each_tensor_is_read_from(tmp_path: Path) -> None:
-    """Files left over from another save in the same directory are not read."""
-    tiny_model("smollm2").save_pretrained(tmp_path, max_shard_size="60KB")
-    expected = _plain(tmp_path)
-    names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    _assert_equal(_loaded(tmp_path), expected)
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
@@ -227,19 +198,6 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 
 
 # Random initialisation
-
-
-def test_random_values_do_not_depend_on_the_mesh(pool: WorkerPool, tmp_path: Path) -> None:
-    kinds = ("smollm2", "llama3", "mixtral", "gemma3")
-    for kind in kinds:
-        tiny_model(kind).config.save_pretrained(tmp_path / kind)
-    results = [pool.run(size, _initialize_sharded, tmp_path, kinds, 0, size)[0] for size in (1, 2, 3)]
-    for kind in kinds:
-        for other in results[1:]:
-            _assert_equal(other[kind], results[0][kind])
-    other_seed = pool.run(1, _initialize_sharded, tmp_path, kinds[:1], 1, 1)[0]["smollm2"]
-    for name, value in results[0]["smollm2"].items():
-        assert torch.equal(value, other_seed[name]) is (value.ndim == 1), name
 
 
 # Whose initialisation reaches beyond a module's own tensors, or which are otherwise unlike a Llama.
@@ -257,26 +215,34 @@ UNUSUAL = (
 )
 
 
-def _unusual_config(kind: str) -> PretrainedConfig:
+def _config(kind: str) -> PretrainedConfig:
+    if kind in TINY:
+        return tiny_model(kind).config
     if kind != "modernbert-decoder":
         return shrink_config(AutoConfig.for_model(kind))
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return AutoConfig.for_model(kind, **sizes, vocab_size=128, pad_token_id=0)
 
 
-@pytest.mark.full
-def test_random_values_do_not_depend_on_the_mesh_for_unusual_architectures(pool: WorkerPool, tmp_path: Path) -> None:
-    for kind in UNUSUAL:
-        _unusual_config(kind).save_pretrained(tmp_path / kind)
-    one, *two = [rank for size in (1, 2) for rank in pool.run(size, _initialize_sharded, tmp_path, UNUSUAL, 0, size)]
-    for kind in UNUSUAL:
-        for other in two:
-            _assert_equal(other[kind], one[kind])
+@pytest.mark.parametrize(
+    ("kinds", "sizes"), [(("smollm2", "llama3", "mixtral", "gemma3"), (1, 2, 3)), full(UNUSUAL, (1, 2))], ids=str
+)
+def test_random_values_do_not_depend_on_the_mesh(
+    kinds: tuple[str, ...], sizes: tuple[int, ...], pool: WorkerPool, tmp_path: Path
+) -> None:
+    for kind in kinds:
+        _config(kind).save_pretrained(tmp_path / kind)
+    one, *others = [rank for size in sizes for rank in pool.run(size, _initialize_sharded, tmp_path, kinds, 0, size)]
+    for kind in kinds:
         assert all(value.isfinite().all() for value in one[kind].values())
+        for other in others:
+            _assert_equal(other[kind], one[kind])
+    other_seed = pool.run(1, _initialize_sharded, tmp_path, kinds[:1], 1, 1)[0][kinds[0]]
+    assert not any(torch.equal(value, other_seed[name]) for name, value in one[kinds[0]].items() if value.ndim > 1)
 
 
 def test_an_initialisation_that_leaves_a_parameter_out_is_refused(tmp_path: Path) -> None:
-    _unusual_config("apertus").save_pretrained(tmp_path)
+    _config("apertus").save_pretrained(tmp_path)
     try:
         model = _sharded(ModelConfig(path=str(tmp_path), weights="random"), 1)
     finally:
@@ -334,7 +300,7 @@ def _initialize_sharded(folder: Path, kinds: tuple[str, ...], seed: int, shard: 
 
 @pytest.mark.parametrize("kind", [*TINY, *UNUSUAL])
 def test_random_values_are_distributed_as_transformers_own(kind: str, tmp_path: Path) -> None:
-    config = tiny_model(kind).config if kind in TINY else _unusual_config(kind)
+    config = _config(kind)
     config.save_pretrained(tmp_path)
     model = build_model(ModelConfig(path=str(tmp_path), weights="random"))
     materialize(model, device=torch.device("cpu"))

@@ -54,7 +54,7 @@ NAMES = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}  # TRL's
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference, the model that is trained (not far from it), and pairs."""
+    """The reference, the model that is trained, not far from it, and pairs."""
     path = tmp_path_factory.mktemp("preferences")
     reference = demo_model_dir(path / "reference")
     model: Any = load_plain(reference)
@@ -112,12 +112,13 @@ def outcomes(folder: Path, cp: int, variants: list[tuple[str, int, bool]]) -> li
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    found = {}
-    for name, options in LOSSES.items():
-        documents = documents_of(folder, name)
-        scratch = tmp_path_factory.mktemp("trl")
-        found[name] = trl_outcome(folder / "policy", folder / "reference", documents, options, scratch)
-    return found
+    models, scratch = (folder / "policy", folder / "reference"), tmp_path_factory.mktemp("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            name: trl_outcome(*models, documents_of(folder, name), options, scratch)
+            for name, options in LOSSES.items()
+        }
 
 
 def documents_of(folder: Path, name: str) -> list[Document]:
@@ -177,7 +178,7 @@ def test_losses_and_gradients_are_trls(
 
 
 def beside_peft(folder: Path, case: Case) -> dict[str, Any]:
-    """Of a model with adapters that do something: log-probabilities with them off, on, and what that leaves behind."""
+    """Log-probabilities with adapters off and on, and the gradients of their squared difference."""
     sharded = Sharded(case.config(folder, steps=1, rows=4), world=distributed.start())
     model, inputs = sharded.model, sharded.inputs(make_rows(1).as_batch())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

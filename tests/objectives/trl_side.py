@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ ROWS = [{"prompt": "A", "chosen": " b", "rejected": " c"}] * 2  # the trainers w
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one batch; the loss is the mean over pairs."""
+    """One batch's results; the loss is the mean over pairs."""
 
     loss: float
     gradients: dict[str, np.ndarray]
@@ -34,19 +33,11 @@ class Outcome:
 def trl_outcome(
     policy: Path, reference: Path, documents: Sequence[Document], options: dict[str, Any], scratch: Path
 ) -> Outcome:
-    """What TRL makes of pairs of documents, chosen and rejected in turn.
+    """TRL's results for pairs of documents, chosen and rejected in turn.
 
     Args:
         options: ours, of ``[dpo]``, all of them given.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _outcome(policy, reference, documents, options, scratch)
-
-
-def _outcome(
-    policy: Path, reference: Path, documents: Sequence[Document], options: dict[str, Any], scratch: Path
-) -> Outcome:
     pytest.importorskip("trl")
     model: Any = load_plain(policy)
     common = {"output_dir": str(scratch), "use_cpu": True, "report_to": "none", "bf16": False, "beta": options["beta"]}
@@ -69,7 +60,7 @@ def _outcome(
 
         smoothing, kind = options.get("label_smoothing", 0.0), {"dpo": "sigmoid"}.get(options["loss"], options["loss"])
         if smoothing:
-            # Which of one pair, where there is nothing to sort, is conservative DPO; its other losses ignore the key.
+            # With one pair there is nothing to sort: this is conservative DPO. TRL's other losses ignore the key.
             kind, batches = "aot", [[pair] for pair in pairs]
         arguments = DPOConfig(**common, loss_type=[kind], label_smoothing=smoothing, gradient_checkpointing=False)
         trainer = DPOTrainer(args=arguments, ref_model=load_plain(reference), **given)
