@@ -19,6 +19,7 @@ _SECTIONS = (
     *("data", "data.columns", "train", "optimizer", "lr_schedule", "eval", "checkpoint", "wandb", "profile"),
 )
 _WIDTH = 120
+_ANOTHER = "another field decides"
 _UNUSED = {slot: fate for fate, slots in TABLE["unused"].items() for slot in slots}
 
 
@@ -54,7 +55,7 @@ class Draft:
         for field in named:
             if field.path in self.fates:
                 continue
-            fate = _UNUSED.get(slot, "another field decides") if field.is_given else "the default"
+            fate = _UNUSED.get(slot, _ANOTHER) if field.is_given else "the default"
             if first is not None and field is not first and field.is_given:
                 fate = f"{first.path} says it too"
                 if field.value != first.value:
@@ -99,6 +100,11 @@ class Draft:
         """Say what becomes of a field that gets no line."""
         if field is not None:
             self.fates[field.path] = text
+
+    def overrule(self, field: Field, key: str) -> None:
+        """Say which field gave the key its line instead of this one."""
+        if self.fates[field.path] == _ANOTHER:
+            self.note(field, f"{_ANOTHER}: {key} {self._lines[key][1]}")
 
     def explain(self, names: str, why: str) -> list[Field]:
         """Say why fields of these names (separated by spaces) get no line; returns those that have a value."""

@@ -73,14 +73,14 @@ def adapters(draft: Draft) -> None:
     """``lora.rank``, if a switch or the method turns adapters on, or if the file has a rank and neither of them."""
     slots = ("adapter switch", "adapter method", "lora.rank", "lora.quantize")
     switch, method, rank, four_bits = map(draft.take, slots)
-    kind = method.word if method else "lora"
+    kind, number, is_quantised = method.word if method else "lora", as_int(rank), as_bool(four_bits)
     if not (as_bool(switch) if switch else kind not in ("full", "freeze", "none") if method else rank):
-        if as_bool(four_bits):
+        if is_quantised:
             draft.warnings.append(f"{four_bits}: not offered without adapters; weights would be stored unquantised")
     elif kind not in ("lora", "qlora"):
         draft.warnings.append(f"{method}: not offered; the whole model would be trained")
     else:
-        draft.was("lora.rank", as_int(rank) if rank else 8, rank or switch or method)
+        draft.was("lora.rank", 8 if number is None else number, rank or switch or method)
         draft.note(switch if rank else None, "lora.rank")
         draft.note(method, "lora.rank")
 
@@ -180,18 +180,6 @@ def ignored_modules(draft: Draft) -> None:
     here = Told(all_frozen, "nothing reduces ignored gradients", "these modules are frozen here (model.freeze)")
     draft.was("model.freeze", here, ignored, draft.take("model.freeze"))
     draft.was("fsdp.ignored_modules", modules, ignored)
-
-
-def class_dtypes(draft: Draft) -> None:
-    """``fsdp.class_dtypes``, without FSDP1's default: batch norms, which a decoder does not have."""
-    classes, is_float32 = draft.take("fsdp.class_dtypes"), draft.get("fsdp.param_dtype") == "float32"
-    if is_float32:
-        draft.note(classes, "everything computes in float32")
-    names = [re.sub(r"^<class|[<>'\"]", "", one).strip().rpartition(".")[2] for one in as_words(classes)]
-    known = [one for one in names if one and not re.fullmatch(r"_?(Sync)?BatchNorm(\dd)?", one)]
-    if known and not is_float32:
-        note = "the model must have these classes"
-        draft.was("fsdp.class_dtypes", dict.fromkeys(known, "float32"), classes, note=note)
 
 
 def offloaded_activations(draft: Draft) -> None:

@@ -48,14 +48,24 @@ def translate(
 
 def _write(draft: Draft, row: dict[str, Any]) -> None:
     """Write the line of a row that needs no rule."""
-    field = None if "fill" in row else draft.take(row.get("from", row["key"]))
     beside = draft.get(row["beside"]) if "beside" in row else True
-    if not beside or beside not in row.get("only", [beside]):
-        draft.note(field, row.get("otherwise", ""))
-    elif "fill" in row:
-        draft.fill(row["fill"], row.get("value"), row.get("why", ""))
-    elif field is not None and draft.get(row["key"]) is None:
-        draft.was(row["key"], _value(row, field), field, note=row.get("note", ""))
+    is_wanted = beside and beside in row.get("only", [beside])
+    if "fill" in row:
+        if is_wanted:
+            draft.fill(row["fill"], row.get("value"), row.get("why", ""))
+        return
+    key = row["key"]
+    field = draft.take(row.get("from", key))
+    if field is None:
+        return
+    if draft.get(key) is not None:
+        draft.overrule(field, key)
+        return
+    value = _value(row, field)  # read also if it is not wanted: a value that makes no sense is refused
+    if is_wanted:
+        draft.was(key, value, field, note=row.get("note", ""))
+    else:
+        draft.note(field, row["otherwise"])
 
 
 def _value(row: dict[str, Any], field: Field) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -35,11 +34,10 @@ def renderables(report: Report, *, most_units: int) -> Iterator[RenderableType]:
         yield Text(f"no trace of rank {missing}: waiting cannot be told from transfer", style="yellow")
     yield _steps(report)
     mean = report.means
-    if report.device == "cuda":
-        yield Text(f"of idle, copies between host and device: {_ms(mean.host_copies)} ms")
-    by_collective = {f"{kind} of {phase}": row.exposed for (kind, phase), row in mean.collectives.items()}
+    by_collective = {f"{kind} of {phase}": exposed for (kind, phase), exposed in mean.collectives.items()}
+    by_unit = {unit: exposed for unit, exposed in mean.units.items() if unit != NO_UNIT}
     yield Text(f"exposed by collective: {_exposed(by_collective, mean, len(by_collective))}")
-    yield Text(f"exposed by unit: {_exposed(_by_unit(mean), mean, most_units)}")
+    yield Text(f"exposed by unit: {_exposed(by_unit, mean, most_units)}")
     yield Text("What to try next", style="bold")
     for one in report.advice:
         yield Text(f"  {one}")
@@ -70,18 +68,10 @@ def _figures(split: Split) -> list[str]:
     return [*(_ms(getattr(split, name)) for name in names), overlap]
 
 
-def _by_unit(mean: Split) -> dict[str, float]:
-    exposed: dict[str, float] = defaultdict(float)
-    for (unit, _), row in mean.units.items():
-        if unit != NO_UNIT:
-            exposed[unit] += row.exposed
-    return exposed
-
-
 def _exposed(parts: dict[str, float], mean: Split, most: int) -> str:
-    """Parts of the exposed time, the largest first."""
-    largest = sorted(parts, key=lambda name: -parts[name])[:most]
-    told = [f"{name} {_ms(parts[name])} ms ({100 * parts[name] / mean.duration:.1f} %)" for name in largest]
+    """Parts of the mean step's exposed time, of which the largest come first."""
+    largest = list(parts.items())[:most]
+    told = [f"{name} {_ms(exposed)} ms ({100 * exposed / mean.duration:.1f} %)" for name, exposed in largest]
     more = f"; {len(parts) - most} more" if len(parts) > most else ""
     return f"{', '.join(told) or 'none'}{more}"
 

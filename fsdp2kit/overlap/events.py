@@ -1,4 +1,4 @@
-"""What a trace's events mean: stretches of computing and collectives, and which part of the program issued each.
+"""What a trace's events mean: stretches of computing, and collectives with the part of the program that issued them.
 
 Ranges that torch itself records (FSDP2's ``FSDP::…``, autograd's, the optimizer's) say where the program was, so a
 trace of any FSDP2 loop will do. `read_kernels` reads CUDA's events, `read_threads` a CPU's; both return `Findings`.
@@ -46,18 +46,6 @@ class Scope(NamedTuple):
     unit: str
 
 
-class Work(NamedTuple):
-    """A stretch of computing."""
-
-    start: int
-    end: int
-    scope: Scope
-
-    @property
-    def intervals(self) -> list[Interval]:
-        return [(self.start, self.end)]
-
-
 @dataclass
 class Collective:
     """One collective on one rank."""
@@ -89,8 +77,8 @@ class Collective:
         return [self.setup, (begin, self.end)]
 
 
-Findings = tuple[list[Work], list[Collective], list[Interval]]
-"""Computing, collectives as they were issued, and CUDA's copies between host and device, which are neither."""
+Findings = tuple[list[Interval], list[Collective]]
+"""Stretches of computing, and collectives in the order in which they were issued."""
 
 
 def value_at(changes: Sequence[tuple[int, T]], time: int) -> T:
@@ -219,32 +207,29 @@ _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep|multimem_|(?:one|two)_sh
 
 
 def read_kernels(events: Sequence[Event], host: Host) -> Findings:
-    """What ran on the device, each with the part of the program that launched it.
+    """What ran on the device.
 
-    A kernel that does not communicate computes, and so does a copy within the device.
+    A kernel that does not communicate computes, and so does a copy within the device. A copy from or to the host is
+    neither.
     """
     launches = {
         event.args["correlation"]: event
         for event in events
         if event.category in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
     }
-    work: list[Work] = []
+    work: list[Interval] = []
     collectives: list[Collective] = []
-    host_copies: list[Interval] = []
     for event in events:
-        if event.category not in DEVICE_CATEGORIES:
+        if event.category not in DEVICE_CATEGORIES or event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")):
             continue
-        if event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")):
-            host_copies.append((event.start, event.end))
-            continue
-        launch = launches.get(event.args.get("correlation"), event)  # a replayed graph's kernels have none
-        scope = host.scope(launch.thread, launch.start)
         if kind := _communication(event):
+            launch = launches.get(event.args.get("correlation"), event)  # a replayed graph's kernels have none
+            scope = host.scope(launch.thread, launch.start)
             group = str(event.args.get("Process Group Ranks", "") or event.args.get("Process Group Name", ""))
             collectives.append(Collective(kind, event.start, event.end, scope, issued=launch.start, group=group))
         else:
-            work.append(Work(event.start, event.end, scope))
-    return work, sorted(collectives, key=lambda one: (one.issued, one.start)), host_copies
+            work.append((event.start, event.end))
+    return work, sorted(collectives, key=lambda one: (one.issued, one.start))
 
 
 def _communication(event: Event) -> str | None:
@@ -282,11 +267,11 @@ def read_threads(events: Sequence[Event], host: Host, *, main: Any) -> Findings:
             by_thread[event.thread].append(event)
             if event.name.startswith("c10d::") and collective_kind(event.name):
                 calls.append(event)
-    work = [part for thread in by_thread.values() for part in _computing(thread, host)]
-    return work, _gloo_collectives(calls, runs, host), []
+    work = [part for thread in by_thread.values() for part in _computing(thread)]
+    return work, _gloo_collectives(calls, runs, host)
 
 
-def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
+def _computing(events: Sequence[Event]) -> Iterator[Interval]:
     """The stretches of one thread in which an operator is at work, outside the calls of collectives.
 
     The innermost event decides. An operator that holds others is at work between them only if it is torch's own:
@@ -303,7 +288,7 @@ def _computing(events: Sequence[Event], host: Host) -> Iterator[Work]:
         works.append(event.start >= call_end and (is_at_work or event.name.startswith(_COMPILED)))
     for (start, index), (end, _) in pairwise(innermost(events)):
         if index is not None and works[index] and start < end:
-            yield Work(start, end, host.scope(events[index].thread, start))
+            yield start, end
 
 
 def _gloo_collectives(calls: Iterable[Event], runs: Iterable[Event], host: Host) -> list[Collective]:

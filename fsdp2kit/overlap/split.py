@@ -10,19 +10,20 @@ CUDA, behind).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp2kit.overlap.events import Collective, Interval, Work
+from fsdp2kit.overlap.events import Collective, Interval
 from fsdp2kit.overlap.trace import RankTrace, Step
 
+K = TypeVar("K", bound=Hashable)
 MS = 1e6
 """Nanoseconds in a millisecond."""
-TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting", "host_copies")
+TIMES = ("duration", "compute_only", "overlapped", "exposed", "idle", "waiting")
 """The fields of a `Split` that are times."""
 
 
@@ -61,48 +62,32 @@ class Activity:
     """What a rank did in each cell of a step."""
 
     def __init__(self, trace: RankTrace, step: Step) -> None:
-        self.window = begin, end = step.start, step.end
-        self.work = [part for part in trace.work if part.start < end and part.end > begin]
+        begin, end = step.start, step.end
         self.collectives = [
-            one
-            for one in trace.collectives
-            if begin <= one.issued < end or any(max(begin, a) < min(end, b) for a, b in one.intervals)
+            one for one in trace.collectives if any(max(begin, a) < min(end, b) for a, b in one.intervals)
         ]
-        """Those that run or were issued in the step."""
-        runs, moving = _intervals(self.collectives), [part for one in self.collectives for part in one.moving]
-        self.grid = Grid(self.window, [*_intervals(self.work), *runs, *moving, *trace.host_copies])
-        self.computing = self.grid.count(_intervals(self.work)) > 0
+        """Those that run in the step."""
+        runs = [interval for one in self.collectives for interval in one.intervals]
+        moving = [interval for one in self.collectives for interval in one.moving]
+        self.grid = Grid((begin, end), [*trace.work, *runs, *moving])
+        self.computing = self.grid.count(trace.work) > 0
         self.running = self.grid.count(runs)
         """How many collectives run."""
         self.communicating = self.running > 0
         self.exposed = self.communicating & ~self.computing
         self.moving = self.grid.count(moving) > 0
         """A collective runs and is not known to wait."""
-        self.host_copying = self.grid.count(trace.host_copies) > 0
 
+    def exposed_by(self, key: Callable[[Collective], K]) -> dict[K, float]:
+        """Exposed nanoseconds by what `key` says of a collective.
 
-def _intervals(parts: Iterable[Work | Collective]) -> list[Interval]:
-    return [interval for part in parts for interval in part.intervals]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One kind of collective, or one unit, in one phase; times in nanoseconds."""
-
-    count: float
-    """Collectives that were issued in this step."""
-    compute: float
-    """A unit's; 0 for a kind of collective."""
-    communication: float
-    """While at least one of its collectives ran."""
-    exposed: float
-    """Without compute beside them; an instant that several share is divided, so that the rows add up."""
-    waiting: float | None
-    """Of its collectives' lengths, what was waiting for the slowest rank; None: unknown."""
-
-
-Table = dict[tuple[str, str], Figures]
-"""By kind of collective or unit, and by phase."""
+        An instant that n collectives share counts 1/n for each, so that the rows add up.
+        """
+        share = np.where(self.exposed, self.grid.lengths / np.maximum(self.running, 1), 0.0)
+        intervals: dict[K, list[Interval]] = defaultdict(list)
+        for one in self.collectives:
+            intervals[key(one)] += one.intervals
+        return {name: float(self.grid.count(those) @ share) for name, those in intervals.items()}
 
 
 @dataclass(frozen=True)
@@ -116,10 +101,10 @@ class Split:
     idle: float
     waiting: float | None
     """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
-    host_copies: float
-    """Of `idle`, while the device copied from or to the host."""
-    collectives: Table
-    units: Table
+    collectives: dict[tuple[str, str], float]
+    """Exposed time by kind of collective and phase."""
+    units: dict[str, float]
+    """Exposed time by unit."""
 
     @property
     def compute(self) -> float:
@@ -139,62 +124,32 @@ def split_step(trace: RankTrace, step: Step) -> Split:
     """Split one step of one rank."""
     seen = Activity(trace, step)
     total = seen.grid.total
-    idle = ~seen.computing & ~seen.communicating
     is_waiting_known = any(one.transfer is not None for one in seen.collectives)
     return Split(
         duration=step.end - step.start,
         compute_only=total(seen.computing & ~seen.communicating),
         overlapped=total(seen.computing & seen.communicating),
         exposed=total(seen.exposed),
-        idle=total(idle),
+        idle=total(~seen.computing & ~seen.communicating),
         waiting=total(seen.exposed & ~seen.moving) if is_waiting_known else None,
-        host_copies=total(seen.host_copying & idle),
-        collectives=_table(seen, seen.collectives, lambda one: one.kind),
-        units=_table(seen, [*seen.work, *seen.collectives], lambda part: part.scope.unit),
-    )
-
-
-def _table(seen: Activity, parts: Iterable[Work | Collective], name_of: Callable[[Any], str]) -> Table:
-    by_key: dict[tuple[str, str], list[Work | Collective]] = defaultdict(list)
-    for part in parts:
-        by_key[name_of(part), part.scope.phase].append(part)
-    return {key: _figures(seen, those) for key, those in by_key.items()}
-
-
-def _figures(seen: Activity, parts: Sequence[Work | Collective]) -> Figures:
-    """Work and collectives that have one name and one phase."""
-    grid, (begin, end) = seen.grid, seen.window
-    collectives = [part for part in parts if isinstance(part, Collective)]
-    running = grid.count(_intervals(collectives))
-    # An instant in which n collectives are exposed counts 1/n for each of them.
-    share = np.where(seen.exposed, grid.lengths / np.maximum(seen.running, 1), 0.0)
-    waits = [one.end - one.start - one.transfer for one in collectives if one.transfer is not None]
-    return Figures(
-        count=sum(begin <= one.issued < end for one in collectives),
-        compute=grid.total(grid.count(_intervals(part for part in parts if isinstance(part, Work))) > 0),
-        communication=grid.total(running > 0),
-        exposed=float(running @ share),
-        waiting=sum(waits) if waits else None,
+        collectives=seen.exposed_by(lambda one: (one.kind, one.scope.phase)),
+        units=seen.exposed_by(lambda one: one.scope.unit),
     )
 
 
 def mean_of(splits: Sequence[Split]) -> Split:
-    """The mean of one or more splits. Figures that a split lacks count as 0; an unknown time does not count.
+    """The mean of one or more splits; an unknown time does not count, and a row that a split lacks counts as 0.
 
-    Those with most exposed time come first.
+    Rows with most exposed time come first.
     """
-    means: dict[str, Any] = {name: _mean(splits, name) for name in TIMES}
+    means: dict[str, Any] = {}
+    for name in TIMES:
+        known = [value for split in splits if (value := getattr(split, name)) is not None]
+        means[name] = sum(known) / len(known) if known else None
     for name in ("collectives", "units"):
-        tables: list[Table] = [getattr(split, name) for split in splits]
-        rows = {}
-        for key in dict.fromkeys(key for table in tables for key in table):
-            found = [table[key] for table in tables if key in table]
-            rows[key] = Figures(**{field: _mean(found, field, of=len(tables)) for field in vars(found[0])})
-        means[name] = dict(sorted(rows.items(), key=lambda item: -item[1].exposed))
+        sums: dict[Any, float] = defaultdict(float)
+        for split in splits:
+            for key, exposed in getattr(split, name).items():
+                sums[key] += exposed / len(splits)
+        means[name] = dict(sorted(sums.items(), key=lambda item: -item[1]))
     return Split(**means)
-
-
-def _mean(found: Sequence[object], name: str, *, of: int | None = None) -> Any:
-    """The mean of a field's known values: their sum divided by `of`, or by their number; None: none is known."""
-    known = [value for one in found if (value := getattr(one, name)) is not None]
-    return sum(known) / (of or len(known)) if known else None

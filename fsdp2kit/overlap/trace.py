@@ -19,7 +19,6 @@ from fsdp2kit.overlap.events import (
     Event,
     Host,
     Interval,
-    Work,
     read_kernels,
     read_threads,
 )
@@ -50,11 +49,10 @@ class RankTrace:
     device: str
     """"cuda" or "cpu"."""
     steps: list[Step]
-    work: list[Work]
+    work: list[Interval]
+    """Stretches of computing."""
     collectives: list[Collective]
     """In the order in which they were issued."""
-    host_copies: list[Interval]
-    """Copies between host and device on CUDA; neither compute nor communication."""
     turns: list[tuple[int, tuple[str, str]]]
     """Phase and unit of the host from a time on."""
 
@@ -99,7 +97,7 @@ def read_trace(path: Path) -> RankTrace:
     distributed = content.get("distributedInfo") or {}
     named = re.search(r"(\d+)", path.name)
     is_cuda = any(event.category in DEVICE_CATEGORIES for event in events)
-    work, collectives, host_copies = read_kernels(events, host) if is_cuda else read_threads(events, host, main=main)
+    work, collectives = read_kernels(events, host) if is_cuda else read_threads(events, host, main=main)
     return RankTrace(
         rank=int(distributed.get("rank", named.group(1) if named else 0)),
         world_size=int(distributed.get("world_size", 1)),
@@ -107,7 +105,6 @@ def read_trace(path: Path) -> RankTrace:
         steps=steps,
         work=work,
         collectives=collectives,
-        host_copies=host_copies,
         turns=host.turns,
     )
 

@@ -78,13 +78,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"no_sync": False}, {"fsdp.reduce_every_micro_batch": True}, ""),
     ({"no_sync": True}, {"fsdp.reduce_every_micro_batch": False}, ""),
-    # FSDP1's own batch norm needs no class, nor does anything in float32.
-    (
-        {"mixed_precision": {"param_dtype": "bf16", "_module_classes_to_ignore": ["_BatchNorm"]}},
-        {"fsdp.class_dtypes": None},
-        "",
-    ),
-    ({"mixed_precision": {"_module_classes_to_ignore": ["LlamaRMSNorm"]}}, {"fsdp.class_dtypes": None}, ""),
     ({"ignored_modules": r"model\.layers\.[0-3]\..+"}, {"fsdp.ignored_modules": None}, "not translated"),
     ({"ignored_modules": None}, {"fsdp.ignored_modules": None}, ""),
     ({"sequence_parallel_degree": 2, "tensor_parallel_dim": 1}, {"mesh.cp": 2}, ""),
@@ -219,39 +212,28 @@ def test_ignored_modules_are_ignored_and_frozen(
         assert not found.unknown
 
 
-RMS_NORM = "<class 'transformers.models.llama.modeling_llama.LlamaRMSNorm'>"
-
-
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        (
-            "mixed_precision",
-            {"param_dtype": "bf16", "reduce_dtype": "fp32", "_module_classes_to_ignore": "LlamaRMSNorm"},
-        ),
-        (
-            "mixedPrecision",
-            {"paramDtype": "bf16", "reduceDtype": "fp32", "_moduleClassesToIgnore": ["LlamaRMSNorm"]},
-        ),
-        (
-            "MixedPrecisionPolicy",
-            {
-                "ParamDtype": "torch.bfloat16",
-                "ReduceDtype": "torch.float32",
-                "module_classes_to_ignore": [RMS_NORM],
-            },
-        ),
+        ("mixed_precision", {"param_dtype": "bf16", "reduce_dtype": "fp32"}),
+        ("mixedPrecision", {"paramDtype": "bf16", "reduceDtype": "fp32"}),
+        ("MixedPrecisionPolicy", {"ParamDtype": "torch.bfloat16", "ReduceDtype": "torch.float32"}),
     ],
 )
 def test_nested_mixed_precision_is_read_whole(name: str, table: dict[str, Any], tmp_path: Path) -> None:
     more = {"castForwardInputs": True, "cast_root_forward_inputs": True, "buffer_dtype": "bf16"}
-    more["keep_low_precision_grads"] = False
+    more |= {"keep_low_precision_grads": False, "_module_classes_to_ignore": ["LlamaRMSNorm"]}
     values, found = translated({"model_path": "m", name: table | more}, tmp_path)
     assert values["fsdp"]["param_dtype"] == "bfloat16"
     assert values["fsdp"]["reduce_dtype"] == "float32"
-    assert values["fsdp"]["class_dtypes"] == {"LlamaRMSNorm": "float32"}
-    assert not found.unknown
+    assert found.unknown == [f'{name}._module_classes_to_ignore = ["LlamaRMSNorm"]']
     assert found.toml.count("floating-point inputs") == 2
+
+
+def test_a_field_that_another_overrules_names_it(tmp_path: Path) -> None:
+    _, found = translated({"lora_r": 4, "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, tmp_path)
+    said = "another field decides: lora.target_modules was lora_target_linear = true"
+    assert f'lora_target_modules = ["q_proj"]: {said}' in words(found)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         ('{"train_batch_size": "many"}', "train_batch_size: 'many' is not understood; write a number"),
         ('{"betas": [0.9]}', "betas: [0.9] is not understood; write two numbers"),
         ('{"cpu_offload": "perhaps"}', "cpu_offload: 'perhaps' is not understood; write true or false"),
+        # Also where no adapter is trained.
+        ('{"lora_r": "many", "use_peft": false}', "lora_r: 'many' is not understood; write a number"),
+        ('{"lora_alpha": "many"}', "lora_alpha: 'many' is not understood; write a number"),
+        ('{"peft_method": "prefix", "load_in_4bit": "x"}', "load_in_4bit: 'x' is not understood; write true or"),
         ("[1, 2]", "is not a table of fields"),
         ("{", "cannot be parsed"),
     ],

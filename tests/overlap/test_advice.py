@@ -7,74 +7,64 @@ from typing import Any
 
 import pytest
 
+from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.overlap.report import Settings, advise, read_settings
-from fsdp2kit.overlap.split import Figures, Split
+from fsdp2kit.overlap.split import Split
 
 
-def mean(exposed: dict[tuple[str, str], float], *, hidden: float = 0.0, **changes: Any) -> Split:
-    """A step of 100, of which collectives expose as much as given; `hidden` more of each."""
+def mean(exposed: dict[tuple[str, str], float], **changes: Any) -> Split:
+    """A step of 100, of which collectives expose as much as given."""
     total = sum(exposed.values())
-    rows = {
-        key: Figures(count=1, compute=0, communication=time + hidden, exposed=time, waiting=None)
-        for key, time in exposed.items()
-    }
-    overlapped = hidden * len(rows)
     values: dict[str, Any] = {
         "duration": 100.0,
-        "compute_only": 95.0 - total - overlapped,
-        "overlapped": overlapped,
+        "compute_only": 95.0 - total,
+        "overlapped": 0.0,
         "exposed": total,
         "idle": 5.0,
         "waiting": None,
-        "host_copies": 0.0,
-        "collectives": rows,
+        "collectives": exposed,
         "units": {},
     }
     return Split(**(values | changes))
 
 
+def settings(micro_batch_size: int = 1, micro_batches: int = 1, **fsdp: Any) -> Settings:
+    return Settings(FSDPConfig(**fsdp), micro_batch_size, micro_batches)
+
+
 FORWARD, BACKWARD = ("all_gather", "forward"), ("all_gather", "backward")
-REDUCE = ("reduce_scatter", "backward")
+REDUCE, REPLICATE = ("reduce_scatter", "backward"), ("all_reduce", "backward")
+DEEPER = {"fsdp.backward_prefetch": "2"}
+KEEP = {"fsdp.reshard_after_forward": "false"}
+LARGER = {"train.micro_batch_size": "2"}
+NOTHING = {"": ""}
 
 
 @pytest.mark.parametrize(
-    ("found", "settings", "expected"),
+    ("found", "run", "expected"),
     [
-        (mean({BACKWARD: 5}), Settings(), {"fsdp.backward_prefetch": "2", "fsdp.reshard_after_forward": "false"}),
+        (mean({BACKWARD: 3}), settings(), DEEPER | KEEP),
+        (mean({BACKWARD: 3}), settings(strategy="shard_grad_op"), DEEPER),
+        (mean({BACKWARD: 3}), settings(strategy="shard_grad_op", reshard_after_forward=4), DEEPER | KEEP),
+        (mean({BACKWARD: 3}), settings(reshard_after_forward=False), DEEPER),
+        (mean({FORWARD: 3}), settings(), {"fsdp.forward_prefetch": "1"}),
+        (mean({FORWARD: 3}), settings(forward_prefetch=2), {"fsdp.forward_prefetch": "3"}),
+        (mean({FORWARD: 2.9, BACKWARD: 2.9}), settings(micro_batches=2), NOTHING),
         (
-            mean({BACKWARD: 5}),
-            Settings(backward_prefetch=0, reshard_after_forward=False),
-            {"fsdp.backward_prefetch": "1"},
-        ),
-        (mean({FORWARD: 4}), Settings(), {"fsdp.forward_prefetch": "1"}),
-        (mean({FORWARD: 4}), Settings(forward_prefetch=2), {"fsdp.forward_prefetch": "3"}),
-        # hidden: shallower saves memory
-        (mean({FORWARD: 0, BACKWARD: 0}, hidden=10), Settings(), {"fsdp.backward_prefetch": "0"}),
-        (
-            mean({FORWARD: 0.5, BACKWARD: 0.5}, hidden=10),
-            Settings(forward_prefetch=1, backward_prefetch=3),
-            {"fsdp.forward_prefetch": "0", "fsdp.backward_prefetch": "2"},
-        ),
-        (mean({FORWARD: 2, BACKWARD: 2}, hidden=10), Settings(), {"": ""}),  # neither: nothing stands out
-        (mean({}), Settings(forward_prefetch=2, backward_prefetch=2), {"": ""}),  # nothing is gathered, nor hidden
-        (
-            mean({REDUCE: 8}),
-            Settings(micro_batch_size=3, micro_batches=2),
+            mean({REDUCE: 4, REPLICATE: 4}),
+            settings(micro_batch_size=3, micro_batches=2),
             {"fsdp.reduce_every_micro_batch": "false", "train.micro_batch_size": "6"},
         ),
-        (mean({REDUCE: 8}), Settings(), {"train.micro_batch_size": "2"}),  # one micro-batch: they are once a step
-        (
-            mean({REDUCE: 8}),
-            Settings(reduce_every_micro_batch=False, micro_batches=2),
-            {"train.micro_batch_size": "2"},
-        ),
-        (mean({REDUCE: 60}), Settings(), {"train.micro_batch_size": "2"}),
-        (mean({}, idle=40.0, compute_only=60.0), Settings(), {"compile.enabled": "true"}),
-        (mean({}, idle=40.0, host_copies=30.0), Settings(offload="params"), {"fsdp.offload": '"none"'}),
+        (mean({REDUCE: 4}), settings(), NOTHING),  # one micro-batch: they are once a step
+        (mean({REDUCE: 4}), settings(micro_batches=2, reduce_every_micro_batch=False), NOTHING),
+        (mean({REDUCE: 6}), settings(), LARGER),
+        (mean({("broadcast", "other"): 48}), settings(), LARGER),  # more than compute
+        (mean({}, idle=25.0, compute_only=75.0), settings(), {"compile.enabled": "true"}),
+        (mean({}, idle=25.0, compute_only=75.0), settings(offload="params"), NOTHING),  # copies are idle, too
     ],
-)  # fmt: skip
-def test_cuda(found: Split, settings: Settings, expected: dict[str, str]) -> None:
-    assert {one.key: one.value for one in advise(found, settings, device="cuda", waiting_by_rank={})} == expected
+)
+def test_cuda(found: Split, run: Settings, expected: dict[str, str]) -> None:
+    assert {one.key: one.value for one in advise(found, run, device="cuda", waiting_by_rank={})} == expected
 
 
 def test_on_gloo_prefetch_is_no_advice() -> None:
@@ -100,23 +90,16 @@ def test_waiting(by_rank: dict[int, float | None], told: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", Settings()),
-        ('[fsdp]\nstrategy = "shard_grad_op"', Settings(reshard_after_forward=False)),
-        ('[fsdp]\nstrategy = "shard_grad_op"\nreshard_after_forward = true', Settings()),
+        ("", settings()),
         (
-            '[fsdp]\nbackward_prefetch = 3\nforward_prefetch = 2\noffload = "params"\n[train]\nmicro_batch_size = 4',
-            Settings(forward_prefetch=2, backward_prefetch=3, micro_batch_size=4, offload="params"),
+            '[fsdp]\nbackward_prefetch = 3\nstrategy = "no_shard"\n[train]\nmicro_batch_size = 4',
+            settings(4, backward_prefetch=3, strategy="no_shard"),
         ),
-        ('[fsdp]\nbackward_prefetch = "auto"', Settings()),  # another version's
-        ('[fsdp]\nreduce_every_micro_batch = "never"', Settings()),
-        ('[fsdp]\nreduce_every_micro_batch = "auto"', Settings()),
-        ("[fsdp]\nreduce_every_micro_batch = false", Settings(reduce_every_micro_batch=False)),
-        (
-            '[fsdp]\nstrategy = "no_shard"',
-            Settings(reduce_every_micro_batch=False, reshard_after_forward=False),
-        ),
-        ("[train]\nglobal_batch_size = 12\nmicro_batch_size = 3", Settings(micro_batch_size=3, micro_batches=4)),
-        ("not TOML", Settings()),
+        ("[train]\nglobal_batch_size = 12\nmicro_batch_size = 3\n[mesh]\ncp = 2", settings(3, 4)),
+        ('[fsdp]\nbackward_prefetch = "auto"', settings()),  # another version's
+        ('[train]\nmicro_batch_size = "auto"', settings()),
+        ("train = 1", settings()),
+        ("not TOML", settings()),
     ],
 )
 def test_settings_are_the_runs(text: str, expected: Settings, tmp_path: Path) -> None:
@@ -124,4 +107,5 @@ def test_settings_are_the_runs(text: str, expected: Settings, tmp_path: Path) ->
     (tmp_path / "config.toml").write_text(text)
     file = tmp_path / "trace" / "rank-00000.json.gz"
     file.touch()
-    assert read_settings(tmp_path) == read_settings(tmp_path / "trace") == read_settings(file) == expected
+    for path in (tmp_path, tmp_path / "trace", file):
+        assert read_settings(path, world_size=2) == expected

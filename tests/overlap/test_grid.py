@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp2kit.overlap.events import Collective, Scope, Work
+from fsdp2kit.overlap.events import Collective, Scope
 from fsdp2kit.overlap.split import Grid, split_step
 from fsdp2kit.overlap.trace import RankTrace, Step
 
@@ -53,13 +53,12 @@ COLLECTIVES = st.lists(st.tuples(*[st.integers(0, 60)] * 4), max_size=6)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(INTERVALS, COLLECTIVES)
 def test_shares_divide_every_exposed_instant(work: list[tuple[int, int]], times: list[tuple[int, ...]]) -> None:
-    scope = Scope("forward", "")
     collectives = []
     for number, (call, issued, start, end) in enumerate(map(sorted, times)):
+        scope = Scope("forward", f"unit {number // 2}")
         collectives.append(Collective(str(number), start, end, scope, issued=call, setup=(call, issued)))
     step = Step(1, *WINDOW, is_complete=True)
-    computing = [Work(start, end, scope) for start, end in work]
-    trace = RankTrace(0, 1, "cpu", [step], computing, collectives, host_copies=[], turns=[(-1, ("forward", ""))])
+    trace = RankTrace(0, 1, "cpu", [step], work, collectives, turns=[(-1, ("forward", ""))])
 
     split = split_step(trace, step)
 
@@ -69,8 +68,6 @@ def test_shares_divide_every_exposed_instant(work: list[tuple[int, int]], times:
     assert split.duration == split.compute_only + split.overlapped + split.exposed + split.idle
     for one, own in zip(collectives, sets, strict=True):
         exact = sum((Fraction(1, sum(at in other for other in sets)) for at in own & exposed), Fraction(0))
-        row = split.collectives.get((one.kind, "forward"))
-        assert abs((row.exposed if row else 0) - float(exact)) < 1e-9
-        assert (row.communication if row else 0) == len(own)
-    assert abs(sum(row.exposed for row in split.collectives.values()) - len(exposed)) < 1e-9
-    assert abs(sum(row.exposed for row in split.units.values()) - len(exposed)) < 1e-9
+        assert abs(split.collectives.get((one.kind, "forward"), 0) - float(exact)) < 1e-9
+    assert abs(sum(split.collectives.values()) - len(exposed)) < 1e-9
+    assert abs(sum(split.units.values()) - len(exposed)) < 1e-9

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 
-from fsdp2kit.rl.engine import Bucket, Entry, Request
+from fsdp2kit.config.rl_schema import RolloutConfig
+from fsdp2kit.rl.engine import Bucket, Entry, Request, Response
 from fsdp2kit.rl.server_engine import ServerEngine
+from fsdp2kit.rl.sglang_engine import SGLangEngine
+from fsdp2kit.rl.vllm_engine import VLLMEngine
 
 WEIGHTS = {"a": torch.linspace(-3, 3, 12).view(3, 4).bfloat16(), "b": torch.arange(5.0)}
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "run": "a1", "is_main": True, "stops": [7], "timeout": 30.0}
@@ -22,6 +30,11 @@ OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "run": "a1", "is_main": True
 class StandIn(ThreadingHTTPServer):
     """Keeps what it was sent, and fails where a test tells it to; `respond` answers as one kind of server does."""
 
+    engine: type[ServerEngine]
+    looks: str
+    """The route that a client asks first."""
+    generates: str
+
     daemon_threads = True
     request_queue_size = 128  # with 5, as it is otherwise, some of 20 connections at once are reset
 
@@ -30,7 +43,7 @@ class StandIn(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
-        self.paused = False
+        self.paused, self.asleep = False, set[str]()
         self.faults: dict[str, Callable[[], int]] = {}
 
     @property
@@ -78,6 +91,121 @@ def serving(server: ServerT) -> Iterator[ServerT]:
     server.server_close()
 
 
+# What SafeUnpickler of sglang 0.5.23 lets through, of that a payload needs.
+ALLOWED = {
+    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"),
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch", "bfloat16"),
+    ("torch", "float32"),
+    ("torch", "uint8"),
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+    ("torch.multiprocessing.reductions", "rebuild_tensor"),
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+    ("torch.storage", "TypedStorage"),
+    ("torch.storage", "UntypedStorage"),
+}
+
+
+class Unpickler(pickle.Unpickler):
+    """As the server's, which knows the one class of its own."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) in ALLOWED
+        return SimpleNamespace if module.startswith("sglang") else super().find_class(module, name)
+
+
+def decode(payload: str) -> dict[str, torch.Tensor]:
+    found = Unpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    flat = found["flattened_tensor"]
+    assert all(meta.numel == meta.end_idx - meta.start_idx for meta in found["metadata"])
+    return {
+        meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape).clone()
+        for meta in found["metadata"]
+    }
+
+
+class VLLMStandIn(StandIn):
+    """Answers as vLLM's routes do."""
+
+    engine, looks, generates = VLLMEngine, "v1/models", "v1/completions"
+
+    def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if route == "v1/models":
+            return 200, {"data": [{"id": "policy"}]}
+        if route == "weight_info":
+            return 200, {"weight_version": self.version}
+        if route == "update_weights":
+            self.weights |= load_file(body["update_info"]["path"])
+        if route == "finish_weight_update":
+            self.version = body["weight_version"]
+        if route in ("pause", "resume"):
+            self.paused = route == "pause"
+        if route == "sleep?level=2":
+            self.asleep, self.weights = {"weights", "kv_cache"}, {}
+        if route.startswith("wake_up"):
+            self.asleep -= {route.partition("=")[2]}
+        if route == "v1/completions":
+            assert not self.paused
+            assert not self.asleep
+            ids = [*body["prompt"][:2], body["stop_token_ids"][0]]
+            return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * 3}}]}
+        return 200, {}
+
+
+class SGLangStandIn(StandIn):
+    """Answers as the routes of sglang 0.5.23 do."""
+
+    engine, looks, generates = SGLangEngine, "server_info", "generate"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open, self.tp = False, 2
+        self.without: set[str] = set()
+        self.finish = "stop"
+
+    def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if route in self.without:
+            return 404, {"detail": "Not Found"}
+        if route in ("server_info", "get_server_info"):
+            return 200, {"model_path": "policy", "tp_size": self.tp, "dp_size": 1}
+        if route in ("model_info", "get_model_info"):
+            return 200, {"weight_version": self.version}
+        if route in ("pause_generation", "continue_generation"):
+            self.paused = route == "pause_generation"
+        if route in ("begin_weight_update", "end_weight_update"):
+            if self.is_open == (route == "begin_weight_update"):
+                return 400, {"success": False, "message": "a weight-update session is already open"}
+            self.is_open = not self.is_open
+        if route == "update_weights_from_tensor":
+            assert body["load_format"] == "flattened_bucket"
+            assert self.is_open or "begin_weight_update" in self.without
+            assert len(body["serialized_named_tensors"]) == self.tp
+            for payload in body["serialized_named_tensors"]:
+                self.weights |= decode(payload)
+        if route == "update_weight_version":
+            self.version = body["new_version"]
+        if route in ("release_memory_occupation", "resume_memory_occupation"):
+            # As the server's process ends where memory is paused or resumed twice.
+            releases, tags = route.startswith("release"), set(body["tags"])
+            assert self.paused or not releases or "pause_generation" in self.without
+            assert tags <= {"weights", "kv_cache"} - self.asleep if releases else tags <= self.asleep
+            self.asleep ^= tags
+            self.weights = {} if "weights" in self.asleep else self.weights
+        if route == "generate":
+            assert not self.paused
+            assert not self.asleep
+            sampling = body["sampling_params"]
+            assert (sampling["top_p"], sampling["top_k"], sampling["repetition_penalty"]) == (1.0, -1, 1.0)
+            ids = [*body["input_ids"][:2], sampling["stop_token_ids"][0]]
+            meta = {
+                "finish_reason": {"type": self.finish},
+                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            }
+            return 200, {"text": "", "output_ids": ids, "meta_info": meta}
+        return 200, {}
+
+
 def bucket(**tensors: torch.Tensor) -> Bucket:
     entries, offset = [], 0
     for name, tensor in tensors.items():
@@ -104,3 +232,14 @@ def check_responses(engine: ServerEngine) -> None:
     found = engine.generate(requests, max_new_tokens=4, temperature=1.0)
     assert [response.ids for response in found] == [[11 + at, 12, 7] for at in range(20)]
     assert all(response.is_whole and response.log_probs == [-0.5] * 3 for response in found)
+
+
+def engine_of(server: StandIn | str, *, sleeps: bool = False, kind: Any = None, **options: Any) -> Any:
+    """A client of a stand-in, or of the server of a kind at a URL."""
+    kind, url = (server.engine, server.url) if isinstance(server, StandIn) else (kind, server)
+    section = RolloutConfig(engine="vllm", url=url, sleep=sleeps)
+    return kind(section, **{**OPTIONS, **options})
+
+
+def ask(engine: ServerEngine) -> list[Response]:
+    return engine.generate([Request([11, 12], (0,))], max_new_tokens=4, temperature=1.0)

@@ -1,4 +1,4 @@
-"""vLLM as the engine: the client against a server that fails in every way, and a real server where there is one."""
+"""vLLM as the engine of real runs, where there is a real server; the client is in test_servers.py."""
 
 from __future__ import annotations
 
@@ -21,160 +21,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp2kit.config.rl_schema import RolloutConfig
-from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.rl import server_engine
 from fsdp2kit.rl.engine import Bucket, Request
 from fsdp2kit.rl.vllm_engine import VLLMEngine
 from fsdp2kit.run import load
-from tests.reference import full
-from tests.rl import servers
-from tests.rl.servers import OPTIONS, bucket, check_responses, check_weights, update
+from tests.rl.servers import bucket, engine_of
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class StandIn(servers.StandIn):
-    """Answers as vLLM's routes do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asleep = set[str]()
-
-    def respond(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if route == "v1/models":
-            return 200, {"data": [{"id": "policy"}]}
-        if route == "weight_info":
-            return 200, {"weight_version": self.version}
-        if route == "update_weights":
-            self.weights |= load_file(body["update_info"]["path"])
-        if route == "finish_weight_update":
-            self.version = body["weight_version"]
-        if route in ("pause", "resume"):
-            self.paused = route == "pause"
-        if route == "sleep?level=2":
-            self.asleep, self.weights = {"weights", "kv_cache"}, {}
-        if route.startswith("wake_up"):
-            self.asleep -= {route.partition("=")[2]}
-        if route == "v1/completions":
-            assert not self.paused
-            assert not self.asleep
-            ids = [*body["prompt"][:2], body["stop_token_ids"][0]]
-            return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * 3}}]}
-        return 200, {}
-
-
-@pytest.fixture
-def server() -> Iterator[StandIn]:
-    with servers.serving(StandIn()) as found:
-        yield found
-
-
-def engine_of(url: str, *, sleeps: bool = False, **options: Any) -> VLLMEngine:
-    return VLLMEngine(RolloutConfig(engine="vllm", url=url, sleep=sleeps), **{**OPTIONS, **options})
-
-
-def test_weights_then_responses(server: StandIn) -> None:
-    engine = engine_of(server.url)
-    update(engine, 3)
-    check_weights(server)
-    assert server.version == "a1:3"
-    awake = ["wake_up?tags=weights", "wake_up?tags=kv_cache"]
-    assert server.calls[1:3] == awake  # what another run may have left asleep
-    assert server.calls[3:6] == ["pause", "init_weight_transfer_engine", "start_weight_update"]
-    check_responses(engine)
-
-
-def test_only_one_rank_sends(server: StandIn) -> None:
-    other = engine_of(server.url, is_main=False)
-    update(other, 3)
-    assert (other.version, server.calls) == (3, ["v1/models"])
-
-
-def test_asleep_it_has_no_weights_and_is_sent_all(server: StandIn) -> None:
-    engine = engine_of(server.url, sleeps=True)
-    update(engine, 1)
-    engine.sleep()
-    assert not server.weights
-    engine.wake("weights")
-    with pytest.raises(RunFailure, match="sync the weights"):
-        engine.require(1)
-    update(engine, 1)
-    assert server.asleep == {"kv_cache"}
-    engine.wake("cache")
-    check_weights(server)
-    check_responses(engine)
-
-
-@pytest.mark.parametrize(
-    "route", ["pause", full("start_weight_update"), "update_weights", full("finish_weight_update")]
-)
-def test_an_update_that_breaks_off_is_not_served_and_is_sent_again(route: str, server: StandIn) -> None:
-    engine = engine_of(server.url)
-    update(engine, 1)
-    server.faults[route] = lambda: 500
-    with pytest.raises(RunFailure, match=f"{server.url}: /{route} failed with 500: .*as asked"):
-        update(engine, 2)
-    assert engine.version is None
-    with pytest.raises(RunFailure, match="sync the weights"):
-        engine.require(2)
-    server.faults.clear()
-    update(engine, 2)
-    assert (engine.version, server.version, server.paused) == (2, "a1:2", False)
-
-
-def test_a_server_with_other_weights_is_not_asked(server: StandIn) -> None:
-    engine = engine_of(server.url)
-    update(engine, 1)
-    server.version = "default"  # as after a restart
-    with pytest.raises(RunFailure, match=r"no longer those it was sent .version 'default'.: it was restarted"):
-        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
-    assert "v1/completions" not in server.calls
-    update(engine, 1)
-    assert engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
-
-
-def test_weights_that_change_under_way_are_noticed(server: StandIn) -> None:
-    engine = engine_of(server.url)
-    update(engine, 1)
-
-    def restart() -> int:
-        server.version = "b2:9"
-        return 200
-
-    server.faults["v1/completions"] = restart
-    with pytest.raises(RunFailure, match="another trainer uses it"):
-        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
-
-
-def test_a_server_that_hangs(server: StandIn) -> None:
-    engine = engine_of(server.url, timeout=0.2)
-    update(engine, 1)
-    server.faults["v1/completions"] = lambda: time.sleep(1.0) or 200
-    with pytest.raises(RunFailure, match=r"/v1/completions took more than 0\.2 seconds"):
-        engine.generate([Request([1], (0,))], max_new_tokens=4, temperature=1.0)
-
-
-def test_no_server(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_engine, "_RETRIES", 1)
-    engine = engine_of(server.url)
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(RunFailure, match=f"vLLM server {server.url}: does not answer"):
-        update(engine, 1)
-    with pytest.raises(UserError, match=r"rollout\.url: .* does not answer .*; start the server first"):
-        engine_of("http://127.0.0.1:9")
-
-
-def test_a_server_without_the_routes_of_development(server: StandIn) -> None:
-    engine = engine_of(server.url)
-    server.faults["pause"] = lambda: 404
-    with pytest.raises(RunFailure, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
-        update(engine, 1)
-
-
-# A real server
 
 
 def path_in_environment(name: str) -> Path:
@@ -364,7 +217,7 @@ def test_a_real_server_that_is_killed_between_buckets(ahead: int, pool: WorkerPo
 
 def break_off_an_update(url: str, model: Path) -> None:
     """Send some layers' queries, as noise, and nothing more: what a trainer that is killed leaves behind."""
-    broken = engine_of(url)
+    broken = engine_of(url, kind=VLLMEngine)
     broken.begin_update(1)
     tensors = load_file(model / "model.safetensors")
     broken.load_weights(
