@@ -12,7 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from fsdp2kit import tools
+from fsdp2kit import __version__, tools
 from fsdp2kit.checkpoint.conversion import parse_conversion
 
 _COMMANDS = {
@@ -26,6 +26,9 @@ _COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; a tool ends the process itself."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    if command == "--version":
+        print(__version__)
+        return 0
     command = command.replace("-", "_")
     found = _tools()
     if command in ("run", "check"):

@@ -31,7 +31,11 @@ class Config(TrainingConfig):
 
     def offline(self, config: Any, *, model: Any, plan: Any, missing: Any) -> dict[str, str | None]:
         """What ``--check`` says of the teacher."""
-        return {"distill.teacher": describe_teacher_offline(self.distill, config=self, model=model, plan=plan)}
+        found = super().offline(config, model=model, plan=plan, missing=missing)
+        return {
+            **found,
+            "distill.teacher": describe_teacher_offline(self.distill, config=self, model=model, plan=plan),
+        }
 
 
 def main(config: Config) -> None:

@@ -31,7 +31,8 @@ class Config(RLConfig):
 
     def offline(self, config: Any, *, model: Any, plan: Any, missing: Any) -> dict[str, str | None]:
         """What ``--check`` says of the reward functions."""
-        return {"reward": check_rewards(self, missing=missing)}
+        found = super().offline(config, model=model, plan=plan, missing=missing)
+        return {**found, "reward": check_rewards(self, missing=missing)}
 
 
 def main(config: Config) -> None:

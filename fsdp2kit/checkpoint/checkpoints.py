@@ -395,8 +395,10 @@ class Checkpoints:
         self.finish_save()  # the best step's may be under way
         best = self.store.path(progress.best_step)
         candidates = (best, self.resumed.parent / best.name) if self.resumed else (best,)
-        found = next((one for one in candidates if holds_best(one, progress)), newest)
-        # Rank 0's answer is everybody's: a file system may show the others an older state of the directory.
+        found = newest
+        # Rank 0 answers for all: a file system may show the others an older state of the directory.
+        if rank() == 0:
+            found = next((one for one in candidates if holds_best(one, progress)), newest)
         return gather_objects(found)[0]
 
     def describe_end(self, *, is_over: bool, maximizes: str | None = None) -> list[str]:

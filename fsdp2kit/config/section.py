@@ -112,6 +112,16 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """
+        Raises:
+            TypeError: a key has the name of one of the methods.
+        """
+        for name in ("check", "models", "identity", "needs", "offline", "changed"):
+            if name in cls.model_fields:
+                raise TypeError(f"{cls.__name__}.{name}: is a method of Section; give the key another name")
+
     def check(self, config: Any, sizes: MeshSizes) -> None:
         """Refuse what does not go together, before anything is built.
 

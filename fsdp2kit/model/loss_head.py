@@ -39,7 +39,7 @@ FORWARDS = ("on_head", "target_states")
 
 
 def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None:
-    """Make ``model`` a `LossModel` and its output head a `LossHead`, in place; parameters keep their names.
+    """Make ``model`` a `LossModel` and its output head a `LossHead`, in place, once; parameters keep their names.
 
     Their classes get these as a base, as `fully_shard` makes a module an `FSDPModule`.
 
@@ -47,6 +47,8 @@ def attach_loss(model: PreTrainedModel, *, own_head: bool | None = None) -> None
         model: a transformers causal language model, before `fully_shard`.
         own_head: whether logits are more than ``hidden @ weightᵀ``; by default a tiny twin is asked.
     """
+    if isinstance(model, LossModel):
+        return
     if own_head is None:
         own_head = not inspect_model(model).linear_head
     head: Any = model.get_output_embeddings()

@@ -299,7 +299,8 @@ class _Loop:
     def describe_end(self) -> list[str]:
         """What was done and where it is, once everything is written; for rank 0."""
         step, tokens = self.run.progress.step, self.run.progress.tokens_total
-        how = "done" if self.is_over else "stopped, and goes on when it is started again"
+        goes_on = "goes on" if step else "begins anew"
+        how = "done" if self.is_over else f"stopped, and {goes_on} when it is started again"
         epoch = "".join(f" (epoch {value:.2f})" for value in self._epoch().values())
         seconds = timedelta(seconds=round(seconds_alive()))
         trained = (
