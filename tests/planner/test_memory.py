@@ -162,6 +162,18 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             "fsdp": {"param_dtype": "float32"},
         },
     ),
+    # Logits that are more than a matmul: a factor, in one chunk and in two; a soft cap, which keeps its tanh.
+    "granite, its own head": ({**small(LLAMA_8B), "model_type": "granite", "logits_scaling": 8.0}, 8, SHORT),
+    "granite, its own head, in chunks": (
+        {**small(LLAMA_8B, by=8), "model_type": "granite", "logits_scaling": 8.0},
+        8,
+        {**LONG, **checkpointing("full")},
+    ),
+    "gemma2, soft-capped, float32, in chunks": (
+        {**small(QWEN3_8B, by=8), "model_type": "gemma2", "attn_logit_softcapping": None},
+        8,
+        {**LONG, "fsdp": {"param_dtype": "float32"}},
+    ),
     "mixtral, counted, full": (small(MIXTRAL), 8, {**LONG, **checkpointing("full")}),
     # Half of the ranks have no expert's rows: shards and buffers are padded, gradients are not.
     "mixtral, more ranks than experts": (small(MIXTRAL, layers=3), 16, {**SHORT, **checkpointing("full")}),
@@ -174,7 +186,13 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-DEFAULT = ("llama, full_shard, none", "mixtral, counted, full", "no_shard", "llama, ulysses over 2")
+DEFAULT = (
+    "llama, full_shard, none",
+    "mixtral, counted, full",
+    "no_shard",
+    "granite, its own head",
+    "llama, ulysses over 2",
+)
 OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name in CASES if name not in DEFAULT]
 
 
