@@ -45,11 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps with rollouts of a run, from its metrics.jsonl.
-
-    Raises:
-        UserError: there is no such directory, it has no readable metrics, or no step has rollouts.
-    """
+    """The steps with rollouts of a run, from its metrics.jsonl."""
     todo, metrics = "name the directory of a run of recipe grpo", run_dir / "metrics.jsonl"
     if not run_dir.is_dir():
         raise UserError(str(run_dir), "no such directory", todo)
@@ -82,11 +78,7 @@ def cycle_of(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], di
 def write_png(
     records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], memory: Mapping[str, float], out: Path
 ) -> None:
-    """Draw each phase as a bar, as wide as its seconds and as high as its memory, and below it the reward by step.
-
-    Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw each phase as a bar, as wide as its seconds and as high as its memory, and below it the reward by step."""
     figure = new_figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subplots(2)
     at = 0.0

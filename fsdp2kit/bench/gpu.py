@@ -89,9 +89,6 @@ def bench_gpu(
         groups: models and variants.
         dry_run: tiny shapes, 6 steps; does it run at all?
         profile: instead of timing, the shares of kinds of kernels in a step.
-
-    Raises:
-        UserError: there are several ranks, or no CUDA device outside of a dry run.
     """
     if world.size != 1:
         raise UserError("bench gpu", "runs on one device, in one process", "start it with python, not torchrun")

@@ -33,9 +33,6 @@ def measure(bench: Callable[..., Any], *, max_minutes: float = np.inf, **options
 
     Args:
         max_minutes: start no further part after this long.
-
-    Raises:
-        UserError: the bench refuses its options.
     """
     world, began = distributed.start(timeout_minutes=60), time.monotonic()
     name = bench.__name__.removeprefix("bench_")

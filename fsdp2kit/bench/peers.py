@@ -58,9 +58,6 @@ def bench_peers(
         dtype: of compute.
         cp: context-parallel ranks on fsdp2kit's side; all others are data-parallel, also fsdp2kit as data_parallel.
         set: overrides of fsdp2kit's config (section.key=value).
-
-    Raises:
-        UserError: none of the others is installed, sizes do not fit, or the model or the data cannot be read.
     """
     found, notes = _runnable(peers)
     tolerance = 1e-3 if dtype == "float32" else 2e-2
@@ -125,9 +122,6 @@ def bench_fsdp1(
         overrides: section.key=value, as for a run.
         rounds: that count, a step of each side.
         warmup: steps of each side before those.
-
-    Raises:
-        UserError: `check_fsdp1` refuses the config, or the TOML, the model or the data has a mistake.
     """
     steps = {"steps": warmup + rounds, "epochs": None, "log_every": 1}
     with distributed.agreement():

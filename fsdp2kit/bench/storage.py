@@ -65,9 +65,6 @@ def bench_load(
         files: safetensors files it is stored in.
         dtype: it is stored in.
         rounds: timed loads of each kind.
-
-    Raises:
-        UserError: the ranks are on several machines.
     """
     if world.local_size != world.size:
         raise UserError("bench load", "the ranks are on several machines", "start it on one")

@@ -148,11 +148,7 @@ def plan_nf4(config: TrainingConfig, model: PreTrainedModel, *, traits: Traits) 
 
 
 def apply_float8(plan: Float8Plan, model: PreTrainedModel) -> None:
-    """Replace the planned layers by torchao's in the model, with the same parameters under the same names.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+    """Replace the planned layers by torchao's in the model, with the same parameters under the same names."""
     with importing("torchao", where="float8.recipe"):
         from torchao import float8  # pyright: ignore[reportMissingImports]
     recipe = replace(float8.Float8LinearConfig.from_recipe_name(plan.recipe), emulate=plan.emulated)

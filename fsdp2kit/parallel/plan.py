@@ -85,15 +85,12 @@ class ParallelPlan:
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
-        lines = [str(self.sizes), str(self.attention), self._describe_loss(), *self._describe_sharding()]
+        loss = "the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
+        loss = f"loss: {loss if self.own_head else 'in chunks of hidden @ weightᵀ'}"
+        lines = [str(self.sizes), str(self.attention), loss, *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
         return [*lines, str(self.ledger), *([self.note] if self.note else [])]
-
-    def _describe_loss(self) -> str:
-        if self.own_head:
-            return "loss: the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
-        return "loss: in chunks of hidden @ weightᵀ"
 
     def _describe_sharding(self) -> list[str]:
         section = self.fsdp

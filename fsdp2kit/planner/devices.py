@@ -56,11 +56,7 @@ DEVICES = {
 
 
 def find_device(name: str | None, *, memory_gib: float | None = None) -> Device | None:
-    """The device of that name, with ``memory_gib`` if that is given; None if neither is given.
-
-    Raises:
-        UserError: a name that the table does not have.
-    """
+    """The device of that name, with ``memory_gib`` if that is given; None if neither is given."""
     if name is None and memory_gib is None:
         return None
     key = ("h100" if name is None else name).lower().replace("_", "-").removesuffix("-80gb")

@@ -204,17 +204,33 @@ def _slope_bytes(step: StepMemory, total: int) -> int:
     """Bytes of a chunk's logits, what is made of them, and the head's gradient, which takes ``total`` bytes."""
     rows, logits, cast = _chunk(step)
     is_only = rows == step.tokens
-    product = step.vocabulary * step.hidden * step.compute  # a chunk's part of the head's gradient
-    adds = product if not is_only and step.compute != 4 and step.head_trained else 0
-    if step.plan.own_head:  # autograd keeps the logits, and makes gradients of what is between
-        return 3 * (logits + cast) + adds + total
-    return max(logits + cast + (0 if is_only else total), (cast or logits) + adds + total)
+    product = step.vocabulary * step.hidden * step.compute if step.head_trained else 0  # of the head's gradient
+    if step.plan.own_head:
+        # The sum of the chunks' gradients stays from the first chunk on.
+        later = 0 if is_only else total + _own_slope_bytes(step, min(rows, step.tokens - rows), product)
+        return max(_own_slope_bytes(step, rows, product), later)
+    before = 0 if is_only else total
+    adds = product if not is_only and step.compute != 4 else 0
+    return max(logits + cast + before, (cast or logits) + adds + total)
+
+
+def _own_slope_bytes(step: StepMemory, rows: int, product: int) -> int:
+    """Bytes of a chunk of ``rows`` logits of a model's own head, and of their gradients.
+
+    Autograd keeps the logits, and what a soft cap saved. Each operation back to the matmul takes its output's gradient
+    and makes its input's; the matmul makes ``product``.
+    """
+    own = rows * step.vocabulary * step.compute
+    cast = own if step.compute != 4 else 0
+    return 4 * rows * step.vocabulary + cast + 2 * own + max((1 + step.caps_logits) * own, product)
 
 
 def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
     hidden, weight = _loss_saved(step)
-    # Of log-probabilities: logits, their log-softmax, and p log p of the entropy; no gradients yet.
-    loss = 3 * _chunk(step)[1] if step.log_probs else _slope_bytes(step, weight)
+    loss = _slope_bytes(step, weight)
+    if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
+        rows, logits, _ = _chunk(step)
+        loss = 3 * logits + (rows * step.vocabulary * step.compute if step.plan.own_head else 0)
     end = kept + _head_activations(step) + hidden
     selected = end + step.hidden_states
     yield Moment("forward", "loss", {**now, "activations": selected, "loss": loss})

@@ -132,12 +132,13 @@ def answers(name: str, candidates: Sequence[Candidate], *, config: TrainingConfi
         first = f"sweep: fastest of what fits, {tokens_per_second(best.estimate)} tokens/s: {as_overrides(best)}"
     elif name == "sweep":
         first = f"sweep: least memory, {gib(best.estimate.needed)} GiB: {as_overrides(best)}"
-    return [first, *(_next_best(one, world_size) for one in others[:3])]
-
-
-def _next_best(one: Candidate, world_size: int) -> str:
-    speed = "" if one.estimate.speed is None else f", {tokens_per_second(one.estimate)} tokens/s"
-    return f"  or {as_overrides(one)}{_ranks(one, world_size)}: {gib(one.estimate.needed)} GiB needed{speed}"
+    lines = [first]
+    for one in others[:3]:
+        speed = "" if one.estimate.speed is None else f", {tokens_per_second(one.estimate)} tokens/s"
+        lines.append(
+            f"  or {as_overrides(one)}{_ranks(one, world_size)}: {gib(one.estimate.needed)} GiB needed{speed}"
+        )
+    return lines
 
 
 def _ranks(one: Candidate, world_size: int) -> str:
@@ -187,11 +188,7 @@ def candidate_json(one: Candidate) -> dict[str, Any]:
 
 
 def draw(plan: Estimate, *, title: str) -> bytes:
-    """A picture (PNG): memory by category through a step's moments, and at the peak of each phase.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """A picture (PNG): memory by category through a step's moments, and at the peak of each phase."""
     figure = new_figure(figsize=(13, 5), layout="constrained")
     through, bars = figure.subplots(1, 2, width_ratios=(3, 1))
     names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in plan.moments)]
@@ -217,11 +214,7 @@ def draw(plan: Estimate, *, title: str) -> bytes:
 
 
 def page(plan: Estimate, *, title: str, extra: Sequence[RenderableType] = ()) -> str:
-    """A page of HTML that needs no other file: the picture and the tables.
-
-    Raises:
-        UserError: as `draw`.
-    """
+    """A page of HTML that needs no other file: the picture and the tables."""
     console = Console(record=True, width=140, file=io.StringIO())
     for part in [*renderables(plan), *extra]:
         console.print(part)

@@ -21,6 +21,9 @@ from fsdp2kit.parallel.fsdp import ignored_modules, parameters_by_unit
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.activations import LayerMemory, item_bytes, rank_tokens
 
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of models' configs (Gemma 2, RecurrentGemma, xLSTM)."""
+
 
 @dataclass(frozen=True)
 class UnitSize:
@@ -108,6 +111,8 @@ class StepMemory:
     """Elements of the hidden state."""
     vocabulary: int
     head_trained: bool
+    caps_logits: bool
+    """Whether logits go through a tanh, which keeps its output."""
     norm_trained: bool
     """Whether the final norm learns: it then keeps the tensor that its weight multiplies."""
     tokens: int
@@ -199,6 +204,7 @@ def step_memory(
         hidden=head.weight.shape[1],
         vocabulary=head.weight.shape[0],
         head_trained=head.weight.requires_grad,
+        caps_logits=any(getattr(text, key, None) for key in _SOFT_CAPS),
         norm_trained=any(parameter.requires_grad for parameter in model.parameters() if parameter not in elsewhere),
         tokens=tokens,
         rotary=2 * tokens * width * compute,

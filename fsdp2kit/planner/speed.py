@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.flops import flops_per_batch, is_mixture
-from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.communication import Collective
 from fsdp2kit.planner.devices import Device
 from fsdp2kit.planner.sizes import StepMemory
@@ -104,11 +103,6 @@ def own_share(
         middle = (low + high) / 2
         low, high = (middle, high) if _pace(config, step, waits, device, middle).mfu < mfu else (low, middle)
     return PeakShare(high, high, f"an MFU of {mfu:.0%}, as given")
-
-
-def _of_forward(plan: ParallelPlan) -> float:
-    """Forward's part of a step's arithmetic: a third, or a half where all weights are frozen."""
-    return 1 / (3 - plan.frozen_parameters / plan.parameters)
 
 
 @dataclass(frozen=True)
@@ -243,7 +237,8 @@ def _computing(config: TrainingConfig, step: StepMemory, device: Device, rate: f
     attention = flops_per_batch(plan.flops, tokens=0, attention_pairs=tokens * config.data.seq_len) / world
     head = (6 if step.head_trained else 4) * step.hidden * step.vocabulary * tokens / world
     count = len(step.layers)
-    forward = ((linear - head) * _of_forward(plan) + attention / 3) / count
+    of_forward = 1 / (3 - plan.frozen_parameters / plan.parameters)  # a third; a half where all weights are frozen
+    forward = ((linear - head) * of_forward + attention / 3) / count
     backward = (linear - head + attention) / count - forward
     to_host = device.host_bandwidth * LINK_EFFICIENCY
     # The head's gradients come with its forward.

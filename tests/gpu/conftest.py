@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fsdp2kit import distributed
 from fsdp2kit.distributed import World
@@ -17,3 +18,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.delenv(name, raising=False)
     yield distributed.start()
     distributed.stop()
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> None:
+    """TF32 would hide a mistake of 1e-4 in what is compared to 1e-5."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

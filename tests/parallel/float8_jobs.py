@@ -63,13 +63,6 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def save(self, run_dir: Path, step: int, **section: Any) -> Path:
-        with checkpoints_of(run_dir, self.sharded.model, self.optimizer, **section) as checkpoints:
-            return checkpoints.save(progress_at(step))
-
-    def restore(self, run_dir: Path, path: Path) -> None:
-        checkpoints_of(run_dir, self.sharded.model, self.optimizer).restore(path)
-
     def state(self) -> dict[str, np.ndarray]:
         return full_state(self.sharded.model, self.optimizer)
 
@@ -82,33 +75,10 @@ def interrupted(
     straight.train(range(4))
     before = Run(folder, case, float8)
     before.train(range(2))
-    path = before.save(run_dir, 2, export_hf="never", async_save=True)
+    section = {"export_hf": "never", "async_save": True}
+    with checkpoints_of(run_dir, before.sharded.model, before.optimizer, **section) as checkpoints:
+        path = checkpoints.save(progress_at(2))
     after = Run(folder, case, float8)
-    after.restore(run_dir, path)
+    checkpoints_of(run_dir, after.sharded.model, after.optimizer).restore(path)
     after.train(range(2, 4))
     return straight.state(), after.state()
-
-
-def saved(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any], steps: int) -> dict[str, np.ndarray]:
-    """Train, save and export; the state that was saved."""
-    run = Run(folder, case, float8)
-    run.train(range(steps))
-    model, section = (
-        run.sharded.model,
-        {"export_hf": "every", "write_assets": run.sharded.model.config.save_pretrained},
-    )
-    with checkpoints_of(run_dir, model, run.optimizer, **section) as checkpoints:
-        checkpoints.save(progress_at(2))
-    return run.state()
-
-
-def resumed(folder: Path, run_dir: Path, case: Case, float8: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The state that the newest checkpoint gives; one more step must be possible from there."""
-    run = Run(folder, case, float8)
-    path = checkpoints_of(run_dir).resolve("auto")
-    assert path is not None
-    run.restore(run_dir, path)
-    state = run.state()
-    run.train(range(2, 3))
-    assert any(not np.array_equal(state[name], value) for name, value in run.state().items())
-    return state

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.model.inspect import Traits
 from fsdp2kit.optim.build import build_lr_schedule, build_optimizer
-from fsdp2kit.parallel.fsdp import reshard_all
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
@@ -60,21 +57,10 @@ class Case:
         return self.dp * self.cp
 
     def __str__(self) -> str:
-        words = [self.kind, f"dp{self.dp}", f"cp{self.cp}", f"micro{self.micro}", *(str(v) for _, v in self.fsdp)]
-        words += ["one document a row"] * (not self.pack)
-        return "-".join(
-            [
-                *words,
-                *([{True: "ac"}.get(self.checkpointing, str(self.checkpointing))] if self.checkpointing else []),
-                *([self.attention] * (self.attention != "sdpa")),
-                *self.frozen,
-                *([self.method] * (self.method != "auto")),
-                *(["liger"] * self.liger),
-                *([self.adapter] * (self.adapter is not None)),
-                *([self.quantize] * (self.quantize != "none")),
-                *(["compiled"] * self.compiled),
-            ]
-        )
+        """The kind, the options of ``fsdp``, and all else that is not the default."""
+        rest = [f for f in fields(self) if f.name not in ("kind", "fsdp") and getattr(self, f.name) != f.default]
+        words = [self.kind, *(str(value) for _, value in self.fsdp)]
+        return "-".join([*words, *(f"{f.name}={getattr(self, f.name)}" for f in rest)])
 
     def config(self, folder: Path, *, steps: int, rows: int) -> TrainingConfig:
         """The TOML that asks for this."""
@@ -247,27 +233,3 @@ def run_cases(
 def run_case(folder: Path, case: Case, batches: Sequence[Rows]) -> Curves:
     """A case's curves."""
     return Cases(folder).curves(case, batches)
-
-
-def losses_by_document(folder: Path, case: Case, rows: Sequence[Rows]) -> list[list[float]]:
-    """For each of ``rows`` (one row each) the summed loss of every document in it, from one sharded model.
-
-    A document's loss is what is left when every other document's labels are ignored.
-    """
-    sharded = build(case.config(folder, steps=1, rows=1))
-    model, to_device = sharded.model, sharded.inputs
-    found = []
-    with torch.no_grad():
-        for row in rows:
-            starts = [*(row.position_ids[0] == 0).nonzero().squeeze(1).tolist(), row.labels.shape[1]]
-            losses = []
-            for start, stop in itertools.pairwise(starts):
-                labels = torch.full_like(row.labels, -100)
-                labels[:, start:stop] = row.labels[:, start:stop]
-                batch = Rows(row.input_ids, labels, row.position_ids).as_batch()
-                loss = model.loss_sum(**to_device(batch)).double()
-                dist.all_reduce(loss)
-                losses.append(loss.item())
-            found.append(losses)
-    reshard_all(model)
-    return found

@@ -41,13 +41,9 @@ def inputs(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def expected(name: str, window: int | None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return reference(name, window, inputs(dtype))
-
-
-def reference(name: str, window: int | None, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output and gradients by torch's own attention in float64."""
-    q, k, v, grad = (tensor.double() for tensor in tensors)
+def expected(name: str, window: int | None, tensors: tuple[Tensor, ...] | None = None) -> list[Tensor]:
+    """Output and gradients by torch's own attention in float64, of `inputs` by default."""
+    q, k, v, grad = (tensor.double() for tensor in tensors or inputs())
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
     mask = transformers_mask(positions(name), window)[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
@@ -80,7 +76,7 @@ def assert_close(found: list[Tensor], target: list[Tensor], *, bound: float) -> 
 def test_cpu_kernel(name: str, window: int | None, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", tile)
     assert_close(local(name, window), expected(name, window), bound=1e-6)
-    assert_close(local(name, window, torch.bfloat16), expected(name, window, torch.bfloat16), bound=1e-2)
+    assert_close(local(name, window, torch.bfloat16), expected(name, window, inputs(torch.bfloat16)), bound=1e-2)
 
 
 @pytest.mark.parametrize(("name", "window"), CASES)
@@ -161,6 +157,13 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "cuda_flash_attention_backward", _emulated_backward)
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def kernel(request: pytest.FixtureRequest) -> None:
+    """Each kernel in turn."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated_cuda")
+
+
 @pytest.mark.parametrize(("name", "window"), CASES)
 def test_calls_of_the_cuda_kernel(name: str, window: int | None, emulated_cuda: None) -> None:
     assert_close(local(name, window), expected(name, window), bound=1e-6)
@@ -175,7 +178,7 @@ def test_what_one_call_gives_is_taken_as_it_is(emulated_cuda: None, monkeypatch:
             kernels, name, lambda *t, name=name, original=original: (made.append(name), original(*t))[1]
         )
     for name in PACKINGS:  # with and without documents of a single token
-        assert_close(local(name, None, torch.bfloat16), expected(name, None, torch.bfloat16), bound=2e-2)
+        assert_close(local(name, None, torch.bfloat16), expected(name, None, inputs(torch.bfloat16)), bound=2e-2)
         assert not made
     q, k, v, _ = inputs(torch.bfloat16)
     whole = [s._replace(left=-1, right=-1) for s in _squares()]
@@ -195,11 +198,9 @@ def _squares() -> list[Any]:
     return read_segments(plan_segments([[0, LENGTH]] * 2, method=None, rank=0, cp=1, window=None))
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
-def test_results_lie_in_memory_as_the_operators_promise(kernel: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("kernel")
+def test_results_lie_in_memory_as_the_operators_promise() -> None:
     """torch.compile plans with the strides of the operators' fake results."""
-    if kernel == "cuda":
-        request.getfixturevalue("emulated_cuda")
     for dtype in (torch.float32, torch.bfloat16):
         heads_first = inputs(dtype)
         tokens_first = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in heads_first]
@@ -259,26 +260,20 @@ def by_blocks(method: Any, name: str, window: int | None, tensors: tuple[Tensor,
 
 @pytest.mark.parametrize(("name", "window"), CASES)
 @pytest.mark.parametrize("method", ["ring", "allgather"])
-@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
-def test_the_blocks_of_a_ring_in_one_process(
-    name: str, window: int | None, method: Any, kernel: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("kernel")
+def test_the_blocks_of_a_ring_in_one_process(name: str, window: int | None, method: Any) -> None:
     """Where every kernel's segments are tried."""
-    if kernel == "cuda":
-        request.getfixturevalue("emulated_cuda")
     assert_close(by_blocks(method, name, window, inputs()), expected(name, window), bound=1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "cuda"])
-def test_scores_beyond_the_range_of_exp_are_merged(kernel: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("kernel")
+def test_scores_beyond_the_range_of_exp_are_merged() -> None:
     """In float32 exp(89) is infinite and exp(−104) is zero; partial results are merged by their log-sum-exps."""
-    if kernel == "cuda":
-        request.getfixturevalue("emulated_cuda")
     query, *others = inputs()
     query *= 200 / (0.3 * query @ others[0].repeat_interleave(3, 1).transpose(-1, -2)).abs().amax(-1, keepdim=True)
     tensors = (query, *others)
     for name in PACKINGS:
-        assert_close(by_blocks("ring", name, None, tensors), reference(name, None, tensors), bound=1e-4)
+        assert_close(by_blocks("ring", name, None, tensors), expected(name, None, tensors), bound=1e-4)
 
 
 def exchanged(method: Any, name: str, window: int | None) -> list[Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +16,7 @@ from fsdp2kit.model.build import decoder_layers
 from fsdp2kit.model.loss_head import attach_loss
 from fsdp2kit.parallel import activation_checkpointing
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
-from fsdp2kit.torch_compat import TorchDispatchMode, tree_leaves
+from fsdp2kit.planner.allocations import Allocations, by_category
 from tests.reference import make_batches, tiny_model
 
 LAYERS, TOKENS = 4, 256
@@ -42,39 +41,13 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int]:
     Attention's operations are among them on CUDA only: torch does not count those of its CPU kernel.
     """
     with FlopCounterMode(display=False) as operations:
-        with Alive() as alive:
+        with Allocations() as allocations:
+            allocations.mark([tokens, *model.parameters(), *model.buffers()], "before")
             loss = model.loss_sum(tokens, tokens)
-        kept = alive.bytes
+        kept = by_category(allocations.snapshot())["activations"]
         loss.backward()
     model.zero_grad()
     return kept, operations.get_total_flops()
-
-
-class Alive(TorchDispatchMode):
-    """Follows the memory that operators allocate while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = {_storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta and _storage_of(leaf) not in inputs:
-                storage = leaf.untyped_storage()
-                self._storages[_storage_of(leaf)] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    @property
-    def bytes(self) -> int:
-        """Of what is still alive."""
-        return sum(size for reference, size in self._storages.values() if not reference.expired())
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """The same for all views of one piece of memory."""
-    return tensor.untyped_storage()._cdata
 
 
 def build(section: ActivationCheckpointingConfig) -> Any:

@@ -128,16 +128,9 @@ def test_what_cannot_be_is_refused_with_what_can(options: dict[str, Any], says: 
         choose(**options)
 
 
-def test_a_model_whose_attention_is_not_ours_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("biased_llama")
+def test_a_model_whose_attention_is_not_ours_keeps_its_own() -> None:
     """Where "auto" would take our kernels, on a mesh or for packed rows on CUDA."""
-    from transformers.models.llama import modeling_llama
-
-    original = modeling_llama.eager_attention_forward
-
-    def biased(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        return original(module, query, key + 0.3 * key.flip(-1), value, attention_mask, **options)
-
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
     plain = choose(cp=1, pack=True)
     assert plain.kernel == "sdpa"
     assert "does what ours does not" in str(plain)

@@ -16,7 +16,7 @@ from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import Evaluation, generate
 from tests.parallel.jobs import Case, counted_compilations
-from tests.reference import LENGTH, VOCABULARY, tiny_model_dir
+from tests.reference import LENGTH, VOCABULARY
 from tests.workers import WorkerPool
 
 PACKS = [(1, 2), (LENGTH,), (2, *[1] * LENGTH), (7, 13), (2,), (LENGTH - 1, 1), (1, LENGTH - 1), (3,), (5, 1, 1)]
@@ -72,14 +72,12 @@ THOROUGH = [pytest.param(case, marks=pytest.mark.slow) for case in THOROUGH if c
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *THOROUGH], ids=str)
-def test_a_layer_class_is_compiled_once_for_training(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir(case.kind, tmp_path)
-    for found in pool.run(case.world, phases, tmp_path, case):
+def test_a_layer_class_is_compiled_once_for_training(case: Case, pool: WorkerPool, models: Path) -> None:
+    for found in pool.run(case.world, phases, models, case):
         # and once for evaluation, which keeps nothing for backward, and once for rows of any other length
         assert found == [1, 2, 3, 3]
 
 
 @pytest.mark.slow
-def test_windowed_layers_are_another_class(pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir("gemma3", tmp_path)
-    assert pool.run(1, phases, tmp_path, Case("gemma3", attention="varlen")) == [[2, 4, 6, 6]]
+def test_windowed_layers_are_another_class(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(1, phases, models, Case("gemma3", attention="varlen")) == [[2, 4, 6, 6]]

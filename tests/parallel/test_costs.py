@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
@@ -23,28 +22,21 @@ from fsdp2kit.parallel.context_parallel.segments import plan_segments
 from fsdp2kit.parallel.mesh import build_mesh
 from fsdp2kit.parity.reference import Rows
 from tests.reference import full
-from tests.traffic import Traffic, count_traffic
+from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 METHODS: tuple[Method, ...] = ("ulysses", "ring", "allgather")
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 12, 4, 16
-
-
 LENGTH = 768
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Of one forward and backward pass on this rank."""
+def measure_costs(method: Method | None, cp: int) -> tuple[int, int, int]:
+    """What a small decoder keeps and sends for one plain causal sequence of `LENGTH` float32 tokens. Collective.
 
-    activation_bytes: int
-    """Distinct memory that autograd keeps for backward, parameters and masks aside."""
-    forward: Traffic
-    backward: Traffic
-
-
-def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
-    """What a small decoder keeps and sends for one plain causal sequence of ``seq_len`` float32 tokens. Collective."""
+    Returns:
+        Distinct memory that autograd keeps for backward, parameters and masks aside, and the bytes that this rank
+        sends per layer in forward and in backward.
+    """
     world = distributed.start()
     mesh = build_mesh(MeshConfig(cp=cp), FSDPConfig(), world=world)
     torch.manual_seed(0)
@@ -60,8 +52,8 @@ def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
     attach_loss(model, own_head=False)
     path = AttentionPath(method, VARLEN if method in ("ring", "allgather") else "sdpa")
     apply_attention(model, path, group=mesh.cp_group)
-    ids = torch.arange(seq_len)[None] % 128
-    positions = torch.arange(seq_len)[None]
+    positions = torch.arange(LENGTH)[None]
+    ids = positions % 128
     inputs = slice_batch(
         Rows(ids, ids, positions).as_batch(),
         config=config,
@@ -71,7 +63,8 @@ def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
         device=torch.device("cpu"),
     )
     kept: dict[int, int] = {}
-    aside = _memory_of(model, inputs)
+    masks = [inputs[name] for name in ("attention_mask",) if isinstance(inputs.get(name), Tensor)]
+    aside = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *masks)}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -83,7 +76,8 @@ def measure_costs(method: Method | None, *, cp: int, seq_len: int) -> Costs:
         loss = model.loss_sum(**inputs)
     with count_traffic() as backward:
         loss.backward()
-    return Costs(sum(kept.values()), forward, backward)
+    dist.all_reduce(torch.ones(1))  # groups work as before
+    return sum(kept.values()), forward.total // LAYERS, backward.total // LAYERS
 
 
 def expected_bytes(method: Method, *, cp: int, rank: int, tokens: int) -> tuple[int, int]:
@@ -105,32 +99,13 @@ def expected_bytes(method: Method, *, cp: int, rank: int, tokens: int) -> tuple[
     return (cp - 1) * numbers * size, (cp - 1) * numbers * size + gradients
 
 
-def _memory_of(model: nn.Module, inputs: dict[str, Any]) -> set[int]:
-    """Memory of parameters, buffers and masks."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [value for name, value in inputs.items() if name == "attention_mask" and isinstance(value, Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def costs(method: Any, cp: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """Activation bytes, bytes sent per layer in forward and backward, and what the formulae say."""
-    found = measure_costs(method, cp=cp, seq_len=LENGTH)
-    sent = (found.forward.total // LAYERS, found.backward.total // LAYERS)
-    dist.all_reduce(torch.ones(1))  # groups work as before
-    rank = distributed.start().rank % cp
-    return found.activation_bytes, sent, expected_bytes(method, cp=cp, rank=rank, tokens=LENGTH // cp)
-
-
-def alone() -> int:
-    return measure_costs(None, cp=1, seq_len=LENGTH).activation_bytes
-
-
 @pytest.mark.parametrize("cp", [2, full(3), full(4)])
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_is_shared_out_and_traffic_is_as_planned(method: str, cp: int, pool: WorkerPool) -> None:
-    whole = pool.run(1, alone)[0]
-    for rank, (activations, sent, formula) in enumerate(pool.run(cp, costs, method, cp)):
-        assert sent == formula
+def test_memory_is_shared_out_and_traffic_is_as_planned(method: Method, cp: int, pool: WorkerPool) -> None:
+    ((whole, *_),) = pool.run(1, measure_costs, None, 1)
+    for rank, (activations, *sent) in enumerate(pool.run(cp, measure_costs, method, cp)):
+        formula = expected_bytes(method, cp=cp, rank=rank, tokens=LENGTH // cp)
+        assert tuple(sent) == formula
         shape = {"heads": HEADS, "key_heads": KV_HEADS, "width": WIDTH, "tokens": LENGTH // cp}
         assert bytes_sent(method, cp=cp, item=4, rank=rank, **shape) == formula
         assert activations * cp == pytest.approx(whole, rel=0.15)

@@ -17,19 +17,11 @@ from fsdp2kit import distributed
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import errors, plain_loop
 from tests.parallel.jobs import Case, run_cases
-from tests.reference import LENGTH, beyond, full, make_batches, tiny_model_dir
+from tests.reference import LENGTH, beyond, full, make_batches
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 HALF = ("*.layers.0.*", "*.mlp.down_proj.*")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in ("smollm2", "llama3"):
-        tiny_model_dir(kind, folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
-"""Float8 products equal torchao's and a computation by hand; shards, checkpoints and exports do not know of them."""
+"""Float8 products equal torchao's and a computation by hand; shards and checkpoints do not know of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -100,7 +100,7 @@ def plain_curves(folder: Path, batches: list[Any], recipe: str | None, monkeypat
     def converted(path: Path) -> Any:
         model: Any = load_plain(path)
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-        torchao.convert_to_float8_training(model.model.layers, config=_emulated(config))
+        torchao.convert_to_float8_training(model.model.layers, config=replace(config, emulate=True))
         return model
 
     load_plain = reference.load_plain
@@ -108,12 +108,6 @@ def plain_curves(folder: Path, batches: list[Any], recipe: str | None, monkeypat
         if recipe:
             patch.setattr(reference, "load_plain", converted)
         return reference.plain_loop(folder / jobs.KIND, batches, micro_batch_size=1, lr=1e-3)
-
-
-def _emulated(config: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(config, emulate=True)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", full("rowwise"), full("rowwise_with_gw_hp")])
@@ -161,24 +155,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, pool: WorkerPool, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_checkpoints_and_exports_do_not_know_of_float8(
-    ranks: int, folder: Path, pool: WorkerPool, tmp_path: Path
-) -> None:
-    case, other = Case(jobs.KIND, dp=2), Case(jobs.KIND, dp=ranks)
-    for name, to in (("none", "rowwise"), ("rowwise", "tensorwise"), ("tensorwise", "none")):
-        state = pool.run(2, jobs.saved, folder, tmp_path / name, case, {"recipe": name}, 2)[0]
-        found = pool.run(ranks, jobs.resumed, folder, tmp_path / name, other, {"recipe": to})[0]
-        assert found.keys() == state.keys()
-        assert all(np.array_equal(found[key], state[key]) for key in state), f"{name} → {to}"
-        exported = load_file(next((tmp_path / name).rglob("hf/*.safetensors")))
-        assert exported.keys() == {key for key in state if not key.startswith("state.")}
-        for key, tensor in exported.items():
-            assert tensor.dtype == torch.bfloat16
-            assert torch.equal(tensor, torch.from_numpy(state[key]).bfloat16())
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_checkpointed_activations_change_nothing(recipe: str, mode: str, folder: Path, pool: WorkerPool) -> None:
@@ -189,21 +165,6 @@ def test_checkpointed_activations_change_nothing(recipe: str, mode: str, folder:
     )
     assert recomputed.loss == plain.loss
     assert all(np.array_equal(recomputed.gradients[name], plain.gradients[name]) for name in plain.gradients)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(each, marks=() if each == "rowwise" else pytest.mark.slow) for each in RECIPES]
-)
-def test_losses_stay_close_to_those_without(recipe: str, folder: Path, pool: WorkerPool) -> None:
-    batches = [batch for _ in range(6) for batch in make_batches()]  # five batches, learnt by heart
-    case = Case(jobs.KIND, micro=4, lr=3e-3, fsdp=(("param_dtype", "bfloat16"),))
-    plain, found = (
-        pool.run(1, jobs.curves, folder, case, {"recipe": name}, batches)[0].loss for name in ("none", recipe)
-    )
-    assert plain[-1] < plain[0] - 0.5, "it learns"
-    assert found != plain
-    np.testing.assert_allclose(found, plain, rtol=0.08)  # 64 channels average out little of the rounding
 
 
 def plan_of(model: Any, *, device: torch.device | None = CPU, **sections: Any) -> Float8Plan | None:

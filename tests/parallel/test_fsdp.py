@@ -15,20 +15,12 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig, FSDPConfig
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.fsdp import plan_units
 from tests.parallel.jobs import Case, build
-from tests.reference import make_batches, tiny_model, tiny_model_dir
+from tests.reference import make_batches, tiny_model
 from tests.traffic import count_traffic
 from tests.workers import WorkerPool
 
 # Units of the untied model: embedding, two layers, head, and the root with the final norm.
 UNITS = 5
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in ("smollm2", "llama3"):
-        tiny_model_dir(kind, folder)
-    return folder
 
 
 @pytest.mark.parametrize(

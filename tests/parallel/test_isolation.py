@@ -12,55 +12,13 @@ from torch import Tensor
 
 from fsdp2kit import distributed
 from fsdp2kit.parity.engine import DealtOut, Sharded
-from fsdp2kit.parity.reference import Rows, worst_relative
+from fsdp2kit.parity.reference import Rows
 from fsdp2kit.parity.variants import METHODS
 from fsdp2kit.train.evaluation import build_evaluation
-from tests.parallel.jobs import Case, losses_by_document
+from tests.parallel.jobs import Case
 from tests.parallel.test_segments import positions_of
-from tests.reference import LENGTH, VOCABULARY, full, make_batches, tiny_model_dir
+from tests.reference import LENGTH, VOCABULARY, full, make_batches
 from tests.workers import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in ("smollm2", "mistral", "gemma3"):
-        tiny_model_dir(kind, folder)
-    return folder
-
-
-def _documents(*lengths: int, seed: int = 0, length: int = LENGTH) -> Rows:
-    """One row of fully supervised documents and padding; document k's tokens depend on k and ``seed`` alone."""
-    ids, positions = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
-    labels, start = torch.full((1, length), -100), 0
-    for number, size in enumerate(lengths):
-        tokens = torch.randint(VOCABULARY, (size,), generator=torch.Generator().manual_seed(100 * seed + number))
-        ids[0, start : start + size] = tokens
-        labels[0, start : start + size - 1] = tokens[1:]
-        positions[0, start : start + size] = torch.arange(size)
-        start += size
-    positions[0, start:] = torch.arange(length - start)
-    return Rows(ids, labels, positions)
-
-
-@pytest.mark.parametrize("kind", ["smollm2", full("mistral"), full("gemma3")])
-def test_packed_documents_do_not_see_each_other(kind: str, pool: WorkerPool, models: Path) -> None:
-    sizes = (5, 22, 9, 7)  # the second crosses the border of cp = 2 at 24, and is longer than the window
-    pack = _documents(*sizes)
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    alone = []
-    for start, size in zip(starts, sizes, strict=True):
-        one = _documents(size)
-        one.input_ids[0, :size] = pack.input_ids[0, start : start + size]
-        one.labels[0, : size - 1] = pack.input_ids[0, start + 1 : start + size]
-        alone.append(one)
-    perturbed = Rows(pack.input_ids.clone(), pack.labels, pack.position_ids)
-    perturbed.input_ids[0, starts[1] : starts[2]] = (pack.input_ids[0, starts[1] : starts[2]] + 1) % VOCABULARY
-    for cp in (1, 2):
-        losses = pool.run(cp, losses_by_document, models, Case(kind, 1, cp), [pack, perturbed, *alone])[0]
-        packed, changed, by_itself = losses[0], losses[1], [each[0] for each in losses[2:]]
-        assert worst_relative(packed[: len(sizes)], by_itself) < 1e-6
-        assert [packed[k] == changed[k] for k in range(len(sizes))] == [True, False, True, True]
 
 
 def _packing(seed: int) -> tuple[Tensor, int]:

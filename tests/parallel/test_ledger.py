@@ -20,7 +20,7 @@ from fsdp2kit.parallel.ledger import assert_ledger, dtype_ledger
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.torch_compat import accumulated_partial_sums
 from tests.parallel.jobs import Case, accumulate
-from tests.reference import make_batches, tiny_model_dir
+from tests.reference import make_batches
 from tests.workers import WorkerPool
 
 
@@ -42,12 +42,11 @@ def one_step(folder: Path, case: Case, **claimed: Any) -> str:
 
 @pytest.mark.parametrize("kind", ["smollm2", pytest.param("llama3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir(kind, tmp_path)
+def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool, models: Path) -> None:
     case = Case(kind, 2, 1, 1, (("param_dtype", dtype),))
-    assert pool.run(2, one_step, tmp_path, case) == ["ok", "ok"]
+    assert pool.run(2, one_step, models, case) == ["ok", "ok"]
     for wrong in ("storage", "compute", "accumulation", "gradients", "optimizer"):
-        for said in pool.run(2, one_step, tmp_path, case, **{wrong: "float16"}):
+        for said in pool.run(2, one_step, models, case, **{wrong: "float16"}):
             assert re.match(rf"dtype ledger: {wrong}( of \w+)? should be float16, but torch\.\w+ was found", said)
 
 
@@ -65,26 +64,24 @@ def test_a_step_is_what_its_ledger_says(kind: str, dtype: str, pool: WorkerPool,
     ],
 )
 def test_gradients_add_up_in_what_the_ledger_says(
-    fsdp: dict[str, Any], dp: int, accumulation: str, pool: WorkerPool, tmp_path: Path
+    fsdp: dict[str, Any], dp: int, accumulation: str, pool: WorkerPool, models: Path
 ) -> None:
-    tiny_model_dir("smollm2", tmp_path)
     fsdp = {"param_dtype": "bfloat16", **fsdp}
     case = Case("smollm2", dp, fsdp=tuple(fsdp.items()), dp_replicate=2 if dp == 4 else "auto")
-    assert pool.run(dp, one_step, tmp_path, case) == ["ok"] * dp
+    assert pool.run(dp, one_step, models, case) == ["ok"] * dp
     wrong = "bfloat16" if accumulation == "float32" else "float32"
-    for said in pool.run(dp, one_step, tmp_path, case, accumulation=wrong):
+    for said in pool.run(dp, one_step, models, case, accumulation=wrong):
         assert said == f"dtype ledger: accumulation should be {wrong}, but torch.{accumulation} was found"
 
 
-def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir("llama3", tmp_path)
+def test_exceptions_and_storage_are_in_the_ledger(pool: WorkerPool, models: Path) -> None:
     fsdp = (("param_dtype", "bfloat16"), ("class_dtypes", {"LlamaRMSNorm": "float32"}), ("storage_dtype", "bfloat16"))
     case = Case("llama3", 2, 1, 1, fsdp)
-    assert pool.run(2, one_step, tmp_path, case) == ["ok", "ok"]
+    assert pool.run(2, one_step, models, case) == ["ok", "ok"]
     wrong = {"compute_by_class": {"LlamaRMSNorm": "bfloat16"}}
-    for said in pool.run(2, one_step, tmp_path, case, **wrong):
+    for said in pool.run(2, one_step, models, case, **wrong):
         assert said == "dtype ledger: compute of LlamaRMSNorm should be bfloat16, but torch.float32 was found"
-    text = str(dtype_ledger(case.config(tmp_path, steps=1, rows=1), export="bfloat16"))
+    text = str(dtype_ledger(case.config(models, steps=1, rows=1), export="bfloat16"))
     assert "compute of LlamaRMSNorm float32" in text
     assert "WARNING: parameters and moments are stored in bfloat16" in text
 
@@ -115,10 +112,9 @@ def compiled_step(folder: Path, case: Case, is_watched: bool) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, tmp_path: Path) -> None:
-    tiny_model_dir("llama3", tmp_path)
+def test_layers_are_one_graph_while_the_ledger_watches(checkpointing: bool, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", checkpointing=checkpointing)
-    ((watched,), (plain,)) = (pool.run(1, compiled_step, tmp_path, case, is_watched) for is_watched in (True, False))
+    ((watched,), (plain,)) = (pool.run(1, compiled_step, models, case, is_watched) for is_watched in (True, False))
     assert (watched["graphs"], watched["breaks"]) == (1, {})
     assert watched == plain, "the ledger's own functions are not traced"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp2kit import distributed
@@ -25,9 +26,8 @@ from fsdp2kit.parallel.parallelize import parallelize_model
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import Sharded, whole
 from fsdp2kit.parity.reference import load_plain
-from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from fsdp2kit.torch_compat import SHARDS_INTEGERS, TorchDispatchMode, tree_leaves
 from tests.parallel.jobs import Case
-from tests.parallel.test_checkpointing import Alive
 from tests.parallel.test_ledger import compiled_step
 from tests.parallel.test_ledger import one_step as step_with_ledger
 from tests.parallel.test_traffic import BYTES, one_step
@@ -38,20 +38,8 @@ from tests.reference import (
     needs_integers,
     nf4_rounded,
     tiny_model,
-    tiny_model_dir,
-    write_adapter,
 )
 from tests.workers import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind, adapters in (("llama3", ("lora", "dora", "saved")), ("smollm2", ("lora",))):
-        tiny_model_dir(kind, folder)
-        for name in adapters:
-            write_adapter(folder, kind, name)
-    return folder
 
 
 def share_in_bytes(name: str, parameter: Tensor, *, ranks: int, quantize: str) -> int:
@@ -99,14 +87,26 @@ def test_everything_is_gathered_and_adapters_alone_are_reduced(
         assert again in ({0} if adapter == "lora" else {0, 3 * gathered["lm_head"]})
 
 
-class Peak(Alive):
-    """Follows also the most memory that was alive at once."""
+class Peak(TorchDispatchMode):
+    """Follows the memory that operators allocate while it is open, and the most that was alive at once.
 
-    peak = 0
+    What they are given does not count: a file may be mapped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak = max(self.peak, self.bytes)
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for leaf in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in given:
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        alive = sum(size for reference, size in self._storages.values() if not reference.expired())
+        self.peak = max(self.peak, alive)
         return result
 
 
@@ -193,20 +193,14 @@ def test_first_values_are_pefts_by_seed_and_name_on_every_mesh(pool: WorkerPool,
             assert torch.equal(value, other[name]), "from the files, not from the model in bfloat16"
 
 
-def stored_in_4_bits(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
-    """Whole, by the names of the plain model's weights."""
+def stored(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
+    """Whole weights by the names of the plain model's: those in 4 bits, or all where none is."""
     config = case.config(folder, steps=1, rows=4)
-    model = config.model.model_copy(update={"weights": weights})
-    sharded = Sharded(config.model_copy(update={"model": model}), world=distributed.start())
-    return {name: whole(layer.nf4.detach()).clone() for name, layer in nf4_layers(sharded.model).items()}
-
-
-def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
-    """What a base that is stored in float32 has."""
-    config = case.config(folder, steps=1, rows=4)
-    model = config.model.model_copy(update={"weights": weights})
-    sharded = Sharded(config.model_copy(update={"model": model}), world=distributed.start())
-    return {base_name(name) or "": whole(p.detach()).clone() for name, p in sharded.model.named_parameters()}
+    section = config.model.model_copy(update={"weights": weights})
+    model = Sharded(config.model_copy(update={"model": section}), world=distributed.start()).model
+    packed = {name: layer.nf4 for name, layer in nf4_layers(model).items()}
+    found = packed or {base_name(name) or "": parameter for name, parameter in model.named_parameters()}
+    return {name: whole(values.detach()).clone() for name, values in found.items()}
 
 
 @pytest.mark.full
@@ -214,16 +208,16 @@ def plain_values(folder: Path, case: Case, weights: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_what_is_stored_in_4_bits_does_not_depend_on_the_mesh(weights: str, pool: WorkerPool, models: Path) -> None:
     case = Case("llama3", adapter="lora", quantize="nf4")
-    alone = pool.run(1, stored_in_4_bits, models, case, weights)[0]
+    alone = pool.run(1, stored, models, case, weights)[0]
     spread = replace(case, dp=2, cp=2, fsdp=(("strategy", "hybrid_shard"),), dp_replicate=2)
-    other = pool.run(4, stored_in_4_bits, models, spread, weights)[1]
-    third = pool.run(4, stored_in_4_bits, models, replace(case, dp=4), weights)[3]
-    plain = pool.run(1, plain_values, models, replace(case, quantize="none"), weights)[0]
+    other = pool.run(4, stored, models, spread, weights)[1]
+    third = pool.run(4, stored, models, replace(case, dp=4), weights)[3]
+    plain = pool.run(1, stored, models, replace(case, quantize="none"), weights)[0]
     assert len(alone) == 14
-    for name, stored in alone.items():
-        assert torch.equal(stored, other[name])
-        assert torch.equal(stored, third[name])
-        left = dequantize(stored, level_pairs(), plain[name].shape[1], torch.float32)[: len(plain[name])]
+    for name, packed in alone.items():
+        assert torch.equal(packed, other[name])
+        assert torch.equal(packed, third[name])
+        left = dequantize(packed, level_pairs(), plain[name].shape[1], torch.float32)[: len(plain[name])]
         assert torch.allclose(left, nf4_rounded(plain[name]), rtol=1e-6, atol=0)
 
 

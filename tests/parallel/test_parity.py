@@ -20,23 +20,20 @@ import torch
 from fsdp2kit.parity.reference import Curves, Rows, errors, plain_loop
 from fsdp2kit.parity.variants import METHODS, STRATEGIES
 from fsdp2kit.torch_compat import SHARDS_INTEGERS
+from tests.parallel.conftest import ADAPTED
 from tests.parallel.covering import Row, Table, each_value
 from tests.parallel.jobs import Case, run_cases
 from tests.reference import (
     ADAPTERS,
-    TINY,
     add_adapter,
     beyond,
     full,
     make_batches,
     plain_batches,
-    tiny_model_dir,
-    write_adapter,
 )
 from tests.workers import WorkerPool
 
 WINDOWED = ("mistral", "gemma3", "qwen3_windowed")
-ADAPTED = ("llama3", "smollm2", "qwen3", "qwen3_moe")
 FAMILIES = {"mistral": "Mistral", "gemma3": "Gemma3", "qwen3": "Qwen3", "qwen3_windowed": "Qwen3"}
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "kind": (*ADAPTED, *WINDOWED),
@@ -138,17 +135,6 @@ def test_every_two_values_meet_that_go_together() -> None:
         for one, other in itertools.product(OPTIONS[first], OPTIONS[second]):
             pair = (first, one, second, other)
             assert (pair in met) == fits({first: one, second: other}), pair
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every tiny model, and adapters of some."""
-    folder = tmp_path_factory.mktemp("models")
-    for kind in TINY:
-        tiny_model_dir(kind, folder)
-    for kind, name in itertools.product(ADAPTED, ADAPTERS):
-        write_adapter(folder, kind, name)
-    return folder
 
 
 @pytest.fixture(scope="module")

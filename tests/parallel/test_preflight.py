@@ -161,15 +161,7 @@ def test_what_a_method_cannot_do_is_refused(model_type: str, method: str, attent
         check(model_type, cp=2, pack=False, method=method, attention=attention, allow=["dropout"])
 
 
-def test_an_ordinary_attention_with_something_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias that no config names, as a new architecture might have."""
-    from transformers.models.llama import modeling_llama
-
-    original = modeling_llama.eager_attention_forward
-
-    def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        return original(module, query, key + 0.3 * key.flip(-1), value, mask, **options)
-
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+@pytest.mark.usefixtures("biased_llama")
+def test_an_ordinary_attention_with_something_of_its_own_is_found_out() -> None:
     with pytest.raises(UserError, match=r"not what the model's own is.*set context_parallel.method = 'ulysses'"):
         check("llama", cp=2, method="ring", attention="sdpa")

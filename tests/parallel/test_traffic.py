@@ -17,7 +17,7 @@ from fsdp2kit.train.step import next_batch
 from tests.host_syncs import HostSyncs, count_host_syncs, host_tensors
 from tests.parallel.jobs import Case, step
 from tests.planner.models import planned
-from tests.reference import full, make_batches, tiny_model, tiny_model_dir
+from tests.reference import full, make_batches, tiny_model
 from tests.traffic import Traffic, count_traffic
 from tests.workers import WorkerPool
 
@@ -112,9 +112,8 @@ SLOW = {
     ],
 )
 def test_a_steps_collectives_are_those_of_the_formulae(
-    strategy: str, kind: str, reduce_every: bool | str, pool: WorkerPool, tmp_path: Path
+    strategy: str, kind: str, reduce_every: bool | str, pool: WorkerPool, models: Path
 ) -> None:
-    tiny_model_dir(kind, tmp_path)
     dtypes = ("bfloat16", "float32") if kind == "llama3" else ("float32", "bfloat16")
     fsdp = (
         ("strategy", strategy),
@@ -123,13 +122,13 @@ def test_a_steps_collectives_are_those_of_the_formulae(
         ("reduce_dtype", dtypes[1]),
     )
     case = Case(kind, WORLD, 1, 1, fsdp, dp_replicate=2 if strategy.startswith("hybrid") else "auto")
-    assert (reshards_after_forward(case.config(tmp_path, steps=1, rows=8).fsdp) is True) == STRATEGIES[strategy][1]
+    assert (reshards_after_forward(case.config(models, steps=1, rows=8).fsdp) is True) == STRATEGIES[strategy][1]
     reduces = 2 if reduce_every is True or (reduce_every == "auto" and strategy != "no_shard") else 1
     want = expected(kind, strategy, micro_batches=2, reduces=reduces, dtypes=dtypes)
-    for rank in pool.run(WORLD, one_step, tmp_path, case):
+    for rank in pool.run(WORLD, one_step, models, case):
         assert rank == want
     found = Traffic()
-    for one in planned(case.config(tmp_path, steps=2, rows=8), ranks=WORLD, device_type="cpu").collectives:
+    for one in planned(case.config(models, steps=2, rows=8), ranks=WORLD, device_type="cpu").collectives:
         assert one.sent % one.calls == 0
         for _ in range(one.calls):
             found.add(one.kind, one.sent // one.calls)

@@ -21,7 +21,7 @@ from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
 from fsdp2kit.planner.allocations import by_category
 from fsdp2kit.planner.devices import GIB, find_device
-from fsdp2kit.planner.estimate import Estimate, plan_memory
+from fsdp2kit.planner.estimate import plan_memory
 from fsdp2kit.planner.memory import Moment, kv_cache_bytes
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from tests.parallel.jobs import Case
@@ -162,6 +162,18 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
             "fsdp": {"param_dtype": "float32"},
         },
     ),
+    # Logits that are more than a matmul: a factor, in one chunk and in two; a soft cap, which keeps its tanh.
+    "granite, its own head": ({**small(LLAMA_8B), "model_type": "granite", "logits_scaling": 8.0}, 8, SHORT),
+    "granite, its own head, in chunks": (
+        {**small(LLAMA_8B, by=8), "model_type": "granite", "logits_scaling": 8.0},
+        8,
+        {**LONG, **checkpointing("full")},
+    ),
+    "gemma2, soft-capped, float32, in chunks": (
+        {**small(QWEN3_8B, by=8), "model_type": "gemma2", "attn_logit_softcapping": None},
+        8,
+        {**LONG, "fsdp": {"param_dtype": "float32"}},
+    ),
     "mixtral, counted, full": (small(MIXTRAL), 8, {**LONG, **checkpointing("full")}),
     # Half of the ranks have no expert's rows: shards and buffers are padded, gradients are not.
     "mixtral, more ranks than experts": (small(MIXTRAL, layers=3), 16, {**SHORT, **checkpointing("full")}),
@@ -174,7 +186,13 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-DEFAULT = ("llama, full_shard, none", "mixtral, counted, full", "no_shard", "llama, ulysses over 2")
+DEFAULT = (
+    "llama, full_shard, none",
+    "mixtral, counted, full",
+    "no_shard",
+    "granite, its own head",
+    "llama, ulysses over 2",
+)
 OTHERS = [full(name, marks=[needs_integers] if "nf4" in name else []) for name in CASES if name not in DEFAULT]
 
 
@@ -212,7 +230,8 @@ def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
     assert plan.peak.bytes["reference"] == pytest.approx(2 * size / 8, rel=1e-4)
     assert plan.peak.bytes["engine"] == 2 * size
     generate = plan.peaks["generate"].bytes
-    assert generate["KV cache"] == 2 * 32 * 8 * 128 * 2 * 512 * generate_rows(plan)
+    rows = min(64, plan.config.train.global_batch_size // 8)  # that a rank generates at once
+    assert generate["KV cache"] == 2 * 32 * 8 * 128 * 2 * 512 * rows
     assert generate["optimizer"] == plan.peak.bytes["optimizer"]
     sync = plan.peaks["sync"].bytes
     assert sync["weight buckets"] == 2 * 256 * 2**20 + 2 * 128256 * 4096
@@ -222,12 +241,6 @@ def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
     assert turns.peaks["generate"].bytes["engine"] == size
     adapters = planned(rl_config(LLAMA_8B, **{**ROLLOUTS, **lora()}))
     assert "reference" not in adapters.peak.bytes  # the model without them
-
-
-def generate_rows(plan: Estimate) -> int:
-    """Responses that a rank generates at once."""
-    config = plan.config
-    return min(64, config.train.global_batch_size // 8)
 
 
 def test_the_cache_is_as_large_as_transformers_own() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.planner import estimate as module
 from fsdp2kit.planner import report
@@ -123,20 +122,6 @@ def test_what_is_proposed_can_be_pasted_as_overrides(toml: Any, capsys: pytest.C
     assert (code, json.loads(text)["peak"]) == (0, first["peak"])
 
 
-@pytest.mark.full
-def test_the_answer_comes_first_and_the_tables_on_request(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    given = (toml(LLAMA_70B), "--world-size", "2", "--device-memory", "3.5", "--fit")
-    code, text = run(capsys, *given)
-    assert code == 1
-    answer = "fit: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"
-    assert " ".join(text.split()).startswith(answer)
-    assert "peak of each phase" not in text
-    assert "this will probably not fit" in text
-    _, text = run(capsys, *given, "--verbose")
-    assert " ".join(text.split()).startswith(answer)
-    assert "peak of each phase" in text
-
-
 def test_each_question_is_answered_in_its_first_line(toml: Any, capsys: pytest.CaptureFixture[str]) -> None:
     given = (toml({**LLAMA_8B, "num_hidden_layers": 2}), "--world-size", "2", "--device", "h100")
     _, text = run(capsys, *given, "--sweep")
@@ -172,10 +157,12 @@ def test_fit_names_the_next_best_in_a_line_each(toml: Any, capsys: pytest.Captur
     assert "needed GiB" not in text
 
 
-def test_a_config_that_fits_on_more_ranks_as_it_is() -> None:
+def test_a_config_fits_on_more_ranks_as_it_is_or_nowhere() -> None:
     config = config_of({**LLAMA_8B, "num_hidden_layers": 1})
     more = Candidate({}, 16, planned(config, device=find_device("h100")))
     assert report.answers("fit", [more], config=config, world_size=8) == ["fit: as it is on 16 ranks"]
+    answer = "fit: nothing that was tried fits; use a larger device, more ranks, or shorter sequences"
+    assert report.answers("fit", [], config=config, world_size=8) == [answer]
 
 
 def test_other_prices_than_the_main_plans_are_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +295,7 @@ def test_pictures_and_text(toml: Any, capsys: pytest.CaptureFixture[str], tmp_pa
         (["--trace"], "--trace: is no option any more: the tests compare the plan with a trace"),
         (["--fit"], "--fit: needs to know what must fit into"),
         (["--world-size", "6", "mesh.cp=4"], "mesh.cp: 4 does not divide the world size 6"),
+        (["model.path=toml"], "is not a model directory (no config.json)"),
         (["model.config={}"], "neither model.path nor model.config.model_type is given"),
     ],
 )
@@ -340,23 +328,12 @@ def test_rewards_have_phases_of_their_own(capsys: pytest.CaptureFixture[str]) ->
     assert "time and communication are planned for cross-entropy alone" in capsys.readouterr().out
 
 
-def test_a_model_without_a_config_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text(
-        f'recipe = "pretrain"\n[model]\npath = "{tmp_path}"\n[data]\nformat = "synthetic"\n[train]\nsteps = 1\n'
-    )
-    assert tool.main([str(path)]) == 2
-    assert "is not a model directory (no config.json)" in capsys.readouterr().err
-
-
 def test_devices() -> None:
     assert all(device.peak_flops for device in DEVICES.values())
     given = find_device("a100", memory_gib=40)
     assert given is not None
     assert given.memory == 40 * 2**30
     assert find_device(None, memory_gib=80).peak_flops is None  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(UserError, match="not a device"):
-        find_device("abacus")
 
 
 def test_kv_cache() -> None:
