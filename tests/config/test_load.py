@@ -69,7 +69,9 @@ def test_a_retired_key_says_what_is_done_instead() -> None:
     error = error_of({"model": {"loss_kernel": "liger"}})
     assert (error.where, error.what) == ("run.toml: model.loss_kernel", "was removed")
     assert error.todo.startswith("leave it out; the loss is computed in chunks")
-    assert load({"model": {"loss_kernel": "auto"}}) == load({})  # as the settings of earlier runs have it
+    for value in ("auto", "chunked"):  # what is done now
+        assert load({"model": {"loss_kernel": value}}) == load({}, f"model.loss_kernel={value}") == load({})
+    assert error_of({}, "model.loss_kernel=torch").where == "override model.loss_kernel"
 
 
 # By what a TOML says: where the mistake is, what it is, and what to do.
