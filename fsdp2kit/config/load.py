@@ -144,11 +144,7 @@ def dump_toml(config: Section) -> str:
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:
-    """Split ``section.key=value`` into its dotted path and its TOML value.
-
-    Raises:
-        UserError: the text is not of that form.
-    """
+    """Split ``section.key=value`` into its dotted path and its TOML value."""
     if override.startswith("-"):
         plain = override.lstrip("-")
         is_whole = re.fullmatch(r"[\w-]+\.[\w.-]+=.*", plain, re.DOTALL)
