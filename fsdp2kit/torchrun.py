@@ -93,12 +93,22 @@ def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
             found, attempt = of_torchrun.get(_ADDRESS).decode().split()
             # The address may be that of an earlier attempt, whose rank 0 may end during any of these calls.
             with suppress(OSError, dist.DistError):
-                socket.create_connection((host, int(found)), timeout=_CONNECT_SECONDS).close()
-                short = timedelta(seconds=_CONNECT_SECONDS)
-                store = dist.TCPStore(host, int(found), is_master=False, timeout=short, wait_for_workers=False)
-                store.set_timeout(timeout)
+                store = _connect(host, int(found), timeout)
                 # An earlier attempt's store has counted this rank already; another job's store has no such attempt.
                 if store.check([attempt]) and store.add(f"{attempt}/{rank}", 1) == 1:
                     return store
         time.sleep(_POLL_SECONDS)
     raise TimeoutError(f"rank 0 named no store at {host}:{port}")
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store's client.
+
+    Raises:
+        OSError | dist.DistError: nothing listens there.
+    """
+    socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    short = timedelta(seconds=_CONNECT_SECONDS)
+    store = dist.TCPStore(host, port, is_master=False, timeout=short, wait_for_workers=False)
+    store.set_timeout(timeout)
+    return store

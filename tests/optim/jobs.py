@@ -73,7 +73,7 @@ def updated(
     if shard != 0:
         shape = (replicate, shard or dist.get_world_size() // replicate)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        net = fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
+        fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
     optimizer = build_optimizer(section, net)
     if on_host:
         keep_state_on_host(optimizer, elements_at_once=6000)
