@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, importing
 
 
 def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
@@ -40,10 +40,8 @@ def positive(text: str) -> int:
 
 def new_figure(flag: str = "--png", **options: Any) -> Any:
     """An empty figure of matplotlib. If it is not installed, the `UserError` names ``flag``, which needs it."""
-    try:
+    with importing("matplotlib", where=flag):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(flag, "needs matplotlib, which is not installed", 'pip install "fsdp2kit[plot]"') from None
     return Figure(**options)
 
 

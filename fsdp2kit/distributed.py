@@ -139,10 +139,6 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
 
     Args:
         group: a group of all ranks, for background work. Default: the default group.
-
-    Raises:
-        UserError: a rank reported one.
-        RunFailure: another rank failed in another way.
     """
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)

@@ -51,22 +51,14 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
 
 
 def check_installed(package: str, *, where: str) -> None:
-    """Refuse what needs a package of one of our extras, where that is not installed. Nothing is imported.
-
-    Raises:
-        UserError: at ``where``, naming the extra.
-    """
+    """Refuse what needs a package of one of our extras, where that is not installed. Nothing is imported."""
     if importlib.util.find_spec(package) is None:
         raise _missing(package, where, "is not installed")
 
 
 @contextlib.contextmanager
 def importing(package: str, *, where: str) -> Iterator[None]:
-    """Imports of a package of one of our extras.
-
-    Raises:
-        UserError: one failed; at ``where``, naming the extra.
-    """
+    """Imports of a package of one of our extras; one that fails is a `UserError` at ``where``."""
     try:
         yield
     except ImportError as error:

@@ -55,9 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def load_and_start(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig, distributed.World]:
     """`load` on every rank, then start the process group with the config's time-out. Collective.
 
-    Raises:
-        UserError: as `load` does, on every rank. The group is started even then: if ranks leave one by one, torchrun
-            kills the others before they can report.
+    The group is started even if `load` fails, and every rank raises its error: if ranks leave one by one, torchrun
+    kills the others before they can report.
     """
     loaded, error = None, None
     try:
@@ -191,11 +190,7 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: Sequence[st
 
 
 def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
-    """
-    Args:
-        world_size: ranks that the run will have; None: what the environment says, else the fewest that ``[mesh]``
-            allows.
-    """
+    """Without a ``world_size``, the environment's counts, else the fewest ranks that ``[mesh]`` allows."""
     started, note = time.perf_counter(), ""
     # Before the recipe imports the hub client: a check never waits for a network.
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# DTensor tries every operator on these before it runs it; code that observes operators must tell them from real ones.
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-
 # Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -100,13 +97,6 @@ def parameter_groups(unit: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     # Before torch 2.13 a unit had one group.
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
-
-
-def fake_store() -> dist.Store:
-    """The store of a "fake" process group, whose collectives do nothing; torch keeps both among its test utilities."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def compile_seconds() -> float:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from fsdp2kit.torch_compat import FakeTensor, TorchDispatchMode, tree_leaves
+from fsdp2kit.torch_compat import TorchDispatchMode, tree_leaves
 
 _TORCH = str(Path(torch.__file__).parent)
 _WARNING = "called a synchronizing CUDA operation"
@@ -116,7 +117,7 @@ class _Operators(TorchDispatchMode):
         self._syncs, self._host = syncs, host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if FakeTensor in types:
+        if FakeTensor in types:  # DTensor tries every operator on these before it runs it
             return func(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter, nn.Buffer) for kind in types):
             return NotImplemented  # a DTensor is taken apart first, and its parts come here

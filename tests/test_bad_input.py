@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -157,22 +158,18 @@ def test_a_broken_toml_is_refused(text: str, says: str, pool: WorkerPool, tmp_pa
     refused(pool, ["x.toml"], tmp_path, says=["x.toml", says])
 
 
-def test_a_recipe_without_main_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("class Config: pass\n")
-    (tmp_path / "x.toml").write_text('recipe = "mine.py"\n')
-    refused(pool, ["x.toml"], tmp_path, says=["mine.py", "main"])
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("import os\ndef main(config:\n    pass\n", ["mine.py:2", "is not Python"]),
         ("import os\nimport no_such_package.inside\n", ["mine.py:2", "no_such_package", "install no_such_package"]),
         ("from fsdp2kit.errors import NoSuchName\n", ["mine.py:1", "NoSuchName", "mend that line"]),
+        ("\nclass Config(TrainingConfg): pass\n", ["mine.py:2", "NameError: name 'TrainingConfg'", "mend that line"]),
+        ("class Config: pass\n", ["mine.py", "defines no main"]),
     ],
-    ids=["syntax", "package", "name"],
+    ids=["syntax", "package", "name", "execution", "no main"],
 )
-def test_a_recipe_that_cannot_be_imported_is_refused(
+def test_a_recipe_that_cannot_be_loaded_is_refused(
     text: str, says: list[str], pool: WorkerPool, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(text)
@@ -180,24 +177,13 @@ def test_a_recipe_that_cannot_be_imported_is_refused(
     refused(pool, ["x.toml"], tmp_path, says=says)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["0", "x", "-8", "", "2.5"])
-def test_a_world_that_cannot_be_is_refused_by_the_check(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(name, value)
-    assert run.main([str(ROOT / "toml" / "demo_cp2.toml"), "--check"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: environment variable {name}: {value!r} is not a number of processes; set e.g. {name}=8\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: 'x' is not a number of processes"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: 'x' is not a number of processes; set e.g. WORLD_SIZE=8"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: '' is not a number of processes"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: '0' is not a number of processes"),
+        ({"LOCAL_WORLD_SIZE": "-8"}, "LOCAL_WORLD_SIZE: '-8' is not a number of processes"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 without a MASTER_ADDR"),
         ({"RANK": "one"}, "RANK: 'one' is not one of the 1 ranks"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost"}, "RANK: '2' is not one of the 2 ranks"),
@@ -205,16 +191,18 @@ def test_a_world_that_cannot_be_is_refused_by_the_check(
     ],
     ids=str,
 )
-def test_a_world_that_cannot_be_is_refused_by_the_run(
+def test_a_world_that_cannot_be_is_refused(
     values: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """By a run, and by a check of it where that reads the number."""
     monkeypatch.chdir(tmp_path)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    code, _, err = attempt([str(ROOT / "toml" / "demo_cp2.toml")], str(tmp_path))
-    assert code == 2
-    assert err.startswith(f"error: environment variable {says}")
-    assert err.count("\n") == 1
+    for option in [[], ["--check"]] if "number of processes" in says else [[]]:
+        code, _, err = attempt([str(ROOT / "toml" / "demo_cp2.toml"), *option], str(tmp_path))
+        assert code == 2
+        assert err.startswith(f"error: environment variable {says}")
+        assert err.count("\n") == 1
 
 
 GPT2 = (
@@ -234,30 +222,9 @@ def test_rows_beyond_the_models_positions_are_refused_by_run_and_check(
     assert run.main([toml, GPT2, "mesh.cp=1", "data.seq_len=32", "--check"]) == 0
 
 
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def truncated(folder: Path) -> None:
+def truncated(folder: Path, *, size: int) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def truncated_header(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def empty_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
+    path.write_bytes(path.read_bytes()[:size])
 
 
 def index_without_files(folder: Path) -> None:
@@ -279,28 +246,26 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-def broken_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}")
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    "truncated": (partial(truncated, size=-1000), "model.safetensors"),
+    "truncated header": (partial(truncated, size=100), "model.safetensors"),
+    "empty weights": (partial(truncated, size=0), "model.safetensors"),
+    "index without files": (index_without_files, "model-00001-of-00002.safetensors"),
+    "missing tensor": (missing_tensor, "model.norm.weight"),
+    "no tokenizer": (without_tokenizer, "tokenizer"),
+    "broken template": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% for m in messages %}"),
+        "template",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (without_weights, "model.safetensors"),
-        (without_config, "config.json"),
-        (broken_config, "config.json"),
-        (truncated, "model.safetensors"),
-        (truncated_header, "model.safetensors"),
-        (empty_weights, "model.safetensors"),
-        (index_without_files, "model-00001-of-00002.safetensors"),
-        (missing_tensor, "model.norm.weight"),
-        (without_tokenizer, "tokenizer"),
-        (broken_template, "template"),
-    ],
-)
-def test_a_damaged_model_directory_is_refused(
-    damage: Callable[[Path], None], says: str, pool: WorkerPool, model_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_model_directory_is_refused(name: str, pool: WorkerPool, model_dir: Path, tmp_path: Path) -> None:
+    damage, says = DAMAGES[name]
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
     damage(model)
@@ -437,17 +402,6 @@ def test_torchrun_sees_exit_code_2_from_every_rank(override: str, model_dir: Pat
     assert len([line for line in said["0"].splitlines() if line.startswith("error: ")]) == 1
     assert "error: " not in said["1"]
     assert not any("Traceback" in text for text in said.values())
-
-
-def test_a_recipe_that_cannot_be_executed_is_named_with_its_line(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.py"
-    recipe.write_text(
-        "from fsdp2kit.config.schema import TrainingConfig\n\n\nclass Config(TrainingConfg):\n    pass\n"
-    )
-    with pytest.raises(
-        UserError, match=rf"{recipe}:4: NameError: name 'TrainingConfg' is not defined; mend that line"
-    ):
-        run.load_recipe(recipe)
 
 
 def test_a_config_with_a_type_that_is_not_defined_is_refused(tmp_path: Path) -> None:

@@ -58,9 +58,6 @@ def test_an_unknown_command_is_one_line_and_the_list(capsys: pytest.CaptureFixtu
         (["hf-to-dcp", "a", "b"], "fsdp2kit.tools.hf_to_dcp", ["a", "b"]),
         (["convert", "model", "out"], "fsdp2kit.tools.hf_to_dcp", ["model", "out"]),
         (["convert", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "out"]),
-        (["convert", "--merge", "step-000003", "out"], "fsdp2kit.tools.dcp_to_hf", ["--merge", "step-000003", "out"]),
-        (["convert", "step-000003", "--merge", "out"], "fsdp2kit.tools.dcp_to_hf", ["step-000003", "--merge", "out"]),
-        (["convert", "--verify", "model", "out"], "fsdp2kit.tools.hf_to_dcp", ["--verify", "model", "out"]),
         (
             ["convert", "s3://bucket/step-000003", "out"],
             "fsdp2kit.tools.dcp_to_hf",

@@ -82,12 +82,7 @@ def test_rate_and_remaining_time_are_arithmetic(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_noun_agrees_with_its_number() -> None:
-    assert [console.counted(number, "row") for number in (0, 1, 2, 1000)] == [
-        "0 rows",
-        "1 row",
-        "2 rows",
-        "1,000 rows",
-    ]
+    assert [console.counted(number, "row") for number in (0, 1, 1000)] == ["0 rows", "1 row", "1,000 rows"]
     assert [console.counted(number, "micro-batch") for number in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
 
 

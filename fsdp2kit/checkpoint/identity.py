@@ -11,6 +11,7 @@ import tomli
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
+from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.files import sha256
@@ -99,6 +100,7 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
     """
     manifest, saved = read_manifest(checkpoint), checkpoint / "config.toml"
     settings = tomli.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    settings = without_idle(settings, type(config))
     before, now = _compared(settings, manifest.environment), _compared(tomli.loads(dump_toml(config)), environment)
     if not settings:  # nothing to compare with
         now = {name: value for name, value in now.items() if name in before}

@@ -15,11 +15,7 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 
 def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
-    """Fill in the "auto" sizes of ``[mesh]``.
-
-    Raises:
-        UserError: the sizes do not multiply to the world size, or the strategy forbids them.
-    """
+    """Fill in the "auto" sizes of ``[mesh]``; refuse sizes that the strategy forbids or the world does not have."""
     if world_size % mesh.cp:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         todo = f"use one of {divisors}, or start another number of processes"
@@ -76,10 +72,7 @@ def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: i
     """Micro-batches that one data-parallel rank runs in one step: global ÷ (dp × micro).
 
     Args:
-        group: rows that belong together: the sizes that the message names hold whole groups.
-
-    Raises:
-        UserError: the global batch does not consist of whole micro-batches; the message says which sizes would fit.
+        group: rows that belong together: the sizes that an error advises hold whole groups.
     """
     per_round = dp * micro_batch_size
     if global_batch_size % per_round:
@@ -90,14 +83,7 @@ def resolve_accumulation(global_batch_size: int, micro_batch_size: int, *, dp: i
 
 
 def check_seq_len(seq_len: int, cp: int, *, above: int = 0) -> None:
-    """Refuse sequences that ``cp`` ranks do not divide.
-
-    Args:
-        above: lengths that the message advises are longer than this.
-
-    Raises:
-        UserError: the message says which lengths would fit.
-    """
+    """Refuse sequences that ``cp`` ranks do not divide; advise lengths that are longer than ``above``."""
     if seq_len % cp:
         what = f"{seq_len} is not divisible by mesh.cp {cp}"
         raise UserError("data.seq_len", what, f"use {multiples_near(seq_len, cp, above=above)}")
@@ -110,11 +96,7 @@ def multiples_near(number: int, divisor: int, *, above: int = 0) -> str:
 
 
 def check_config(config: TrainingConfig, *, world_size: int, local_world_size: int) -> MeshSizes:
-    """All checks of a training config: each section's own, then those across sections.
-
-    Raises:
-        UserError: at the first that fails.
-    """
+    """All checks of a training config, each section's own and those across sections; the first that fails raises."""
     sizes = resolve_mesh(config.mesh, config.fsdp, world_size=world_size, local_world_size=local_world_size)
     config.check(config, sizes)
     resolve_accumulation(config.train.global_batch_size, config.train.micro_batch_size, dp=sizes.dp)

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -21,15 +21,29 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 # Each dotted key with its fields: several where variants of a section have it, none for names that the user chooses.
 _Known = dict[str, list[FieldInfo]]
 _ANY = "*"
+
+
+class _Stray(NamedTuple):
+    """A key that its section's variant does not have."""
+
+    section: str
+    name: str
+    chosen_by: str
+    """The key that chooses the variant."""
+    variant: str
+    owners: list[str]
+    """The variants that have it."""
+
+
 # Similarities, from 0 to 1: from `_MISSPELT` on, a key is misspelt rather than another tool's; below `_SIMILAR`
 # nothing is suggested.
 _MISSPELT, _SIMILAR = 0.78, 0.5
 _TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
-# Retired keys: their harmless value, which settings of earlier runs have, and what to do about any other.
+# Retired keys: the values that mean what is done now, and what to do about any other.
 RETIRED = {
     "model.loss_kernel": (
-        "auto",
+        ("auto", "chunked"),
         "leave it out; the loss is computed in chunks, which no other kernel beat where it was measured",
     ),
 }
@@ -98,17 +112,30 @@ def load_config(
     Raises:
         UserError: naming the file (or the override), the key, and the nearest known key.
     """
-    source, merged = Path(source), copy.deepcopy(dict(values))
-    known = known_keys(schema)
+    source, known, merged = Path(source), known_keys(schema), without_idle(values, schema)
     for override in overrides:
         _apply_override(merged, override, known)
     _drop_alternatives(merged, source, overrides, say)
     _drop_other_variants(merged, known, source, overrides, say)
-    _drop_retired(merged, source, overrides)
+    _drop_retired(merged)
     try:
         return schema.model_validate(merged, context={"base": source.resolve().parent})
     except ValidationError as error:
         raise _explain(error, known, source, overrides) from None
+
+
+def without_idle(values: Mapping[str, Any], schema: type[Section]) -> dict[str, Any]:
+    """A copy of a TOML's values without keys that change nothing, as settings of earlier runs have them.
+
+    These are keys that only other variants of a section have, with their default, and retired keys that mean what is
+    done now.
+    """
+    kept, known = copy.deepcopy(dict(values)), known_keys(schema)
+    for stray in _strays(kept, known):
+        if kept[stray.section][stray.name] == known[f"{stray.section}.{stray.name}"][0].default:
+            del kept[stray.section][stray.name]
+    _drop_retired(kept)
+    return kept
 
 
 def dump_toml(config: Section) -> str:
@@ -117,11 +144,7 @@ def dump_toml(config: Section) -> str:
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:
-    """Split ``section.key=value`` into its dotted path and its TOML value.
-
-    Raises:
-        UserError: the text is not of that form.
-    """
+    """Split ``section.key=value`` into its dotted path and its TOML value."""
     if override.startswith("-"):
         plain = override.lstrip("-")
         is_whole = re.fullmatch(r"[\w-]+\.[\w.-]+=.*", plain, re.DOTALL)
@@ -196,36 +219,38 @@ def _drop_alternatives(
 def _drop_other_variants(
     values: dict[str, Any], known: _Known, source: Path, overrides: Sequence[str], say: Callable[[str], object]
 ) -> None:
-    """Take keys that only other variants of a section have out of the TOML, in place.
-
-    These are keys with their default value, which changes nothing, and, where an override chooses the variant, all.
-    """
+    """Where an override chooses a section's variant, take the TOML's keys of other variants out, in place."""
     overridden = {".".join(parse_override(override)[0]) for override in overrides}
+    for stray in _strays(values, known):
+        key = f"{stray.section}.{stray.name}"
+        if stray.chosen_by in overridden and key not in overridden:
+            value = values[stray.section].pop(stray.name)
+            if value != known[key][0].default:
+                taken = f"{key} = {value} of {source}, a key of {_either(stray.owners)}"
+                say(f"override {stray.chosen_by}={stray.variant} takes out {taken}")
+
+
+def _strays(values: Mapping[str, Any], known: _Known) -> list[_Stray]:
+    found = []
     for section, given in values.items():
         tag_key, variants = _variants([section], known)
         if not tag_key or not isinstance(given, dict):
             continue
-        chosen = f"{section}.{tag_key}"
-        tag = given.get(tag_key, getattr(known[section][0].default, tag_key, None))
-        for name in [name for name in given if f"{section}.{name}" not in overridden]:
+        variant = str(given.get(tag_key, getattr(known[section][0].default, tag_key, None)))
+        for name in given if variant in variants else ():
             owners = [other for other, names in variants.items() if name in names]
-            if not owners or tag in owners or str(tag) not in variants:
-                continue
-            is_default = given[name] == known[f"{section}.{name}"][0].default
-            if is_default or chosen in overridden:
-                value = given.pop(name)
-                if not is_default:
-                    where = f"{section}.{name} = {value} of {source}"
-                    say(f"override {chosen}={tag} takes out {where}, a key of {_either(owners)}")
+            if owners and variant not in owners:
+                found.append(_Stray(section, name, f"{section}.{tag_key}", variant, owners))
+    return found
 
 
-def _drop_retired(values: dict[str, Any], source: Path, overrides: Sequence[str]) -> None:
-    """Take retired keys that changed nothing out of the TOML, in place, and refuse others."""
-    for key, (harmless, todo) in RETIRED.items():
+def _drop_retired(values: dict[str, Any]) -> None:
+    """Take retired keys that mean what is done now out, in place; any other value is an unknown key."""
+    for key, (harmless, _) in RETIRED.items():
         section, name = key.split(".")
         given = values.get(section)
-        if isinstance(given, dict) and given.pop(name, harmless) != harmless:
-            raise UserError(_where([section, name], source, overrides), "was removed", todo)
+        if isinstance(given, dict) and given.get(name) in harmless:
+            del given[name]
 
 
 def _literals(annotation: Any) -> set[Any]:
@@ -261,6 +286,8 @@ def _explain(error: ValidationError, known: _Known, source: Path, overrides: Seq
     others = len({tuple(other) for _, other, _ in problems}) - 1
     more = f" (and {others} more)" if others else ""
     if kind == "extra_forbidden":
+        if ".".join(key) in RETIRED:
+            return UserError(where, f"was removed{more}", RETIRED[".".join(key)][1])
         tag_key, variants = _variants(key[:-1], known)
         if owners := [tag for tag, names in variants.items() if key[-1] in names]:
             name, tag = f"{'.'.join(location[:-1])}.{tag_key}", first["loc"][-2]

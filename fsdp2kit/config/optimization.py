@@ -182,10 +182,8 @@ class AdamWConfig(OptimizerConfig):
         if fsdp.offload != "none":
             what = f"{fsdp.offload!r} with optimizer.name = {name!r}, whose quantised moments stay on the device"
             raise UserError("fsdp.offload", what, "set it to 'none', or optimizer.name = 'adamw_bf16'")
-        if config.fsdp.storage_dtype != "float32":
-            what = (
-                f"{config.fsdp.storage_dtype!r} with optimizer.name = {self.name!r}, which updates float32 parameters"
-            )
+        if fsdp.storage_dtype != "float32":
+            what = f"{fsdp.storage_dtype!r} with optimizer.name = {name!r}, which updates float32 parameters"
             raise UserError("fsdp.storage_dtype", what, "leave it out, or set optimizer.name = 'adamw_bf16'")
         check_installed("torchao", where="optimizer.name")
 
@@ -219,11 +217,7 @@ class LRScheduleConfig(Section):
     """The warm-up as a share of the run's steps, instead of `warmup_steps`."""
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up of a run of ``total_steps``; at least one step follows it.
-
-        Raises:
-            UserError: it does not fit, or is given twice; the message names both lengths.
-        """
+        """Steps of the warm-up of a run of ``total_steps``; at least one step follows it, or the run is refused."""
         steps, ratio = self.warmup_steps, self.warmup_ratio
         if steps and ratio:
             what = f"{steps} beside lr_schedule.warmup_ratio = {ratio}"

@@ -82,11 +82,7 @@ _WORDS = {"model.weights": ("pretrained", "random"), "run.resume": ("auto", "nev
 
 
 def check_paths(config: TrainingConfig) -> None:
-    """Refuse a path whose contents are of another kind than its key wants, and a checkpoint that does not exist.
-
-    Raises:
-        UserError: naming the key that the path belongs to.
-    """
+    """Refuse a path whose contents are of another kind than its key wants, and a checkpoint that does not exist."""
     tools = {name: tool_command(name) for name in ("dcp_to_hf", "hf_to_dcp")}
     for key, text, wanted in _paths_of(config):
         instead = _INSTEAD[wanted]

@@ -1,4 +1,4 @@
-"""Whether ``wandb.mode`` can work here; nothing is started, sent or asked."""
+"""Whether ``wandb.mode`` can work here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _CLOUD_HOST = "api.wandb.ai"
 
 
 def check_wandb(section: WandbConfig) -> None:
-    """Refuse a ``wandb.mode`` that cannot work, before the run starts. Nothing is started, sent or asked.
-
-    Raises:
-        UserError: mode "online" without a login, or "online" / "offline" with a wandb that does not import.
-    """
+    """Refuse a ``wandb.mode`` that cannot work, before the run starts. Nothing is started, sent or asked."""
     if section.mode not in ("online", "offline"):
         return
     try:

@@ -20,7 +20,7 @@ from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.identity import check_same_run, run_identity
 from fsdp2kit.checkpoint.manifest import read_manifest
 from fsdp2kit.checkpoint.run import build_checkpoints
-from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig, RunConfig
@@ -148,6 +148,10 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
     again = jobs.tiny_llama(seed=1)
     with built(again) as checkpoints:
         assert checkpoints.start() == jobs.progress_at(1)
+        settings = dump_toml(checkpoints.config)  # earlier versions saved keys that had no effect, too
+        for section, idle in (("optimizer", "muon_momentum = 0.95"), ("model", 'loss_kernel = "auto"')):
+            settings = settings.replace(f"[{section}]", f"[{section}]\n{idle}")
+        (path / "config.toml").write_text(settings)
         assert checkpoints.describe() == ["resumed from step 1; changed since: world_size 1 → 2"]
         assert torch.equal(again.model.norm.weight, fresh.model.norm.weight)
     with built(again, resume="never", checkpoint=CheckpointConfig(export_hf="never")) as checkpoints:

@@ -35,16 +35,11 @@ def resolve(strategy: Any, mesh: dict[str, Any], *, world: int, local: int | Non
         (FULL, {}, 1, 1, (1, 1, 1)),
         (FULL, {}, 8, 8, (1, 8, 1)),
         (FULL, {"cp": 2}, 8, 8, (1, 4, 2)),
-        (FULL, {"cp": 8}, 8, 8, (1, 1, 8)),
         (FULL, {"dp_replicate": 1, "dp_shard": 4, "cp": 2}, 8, 8, (1, 4, 2)),
         (ZERO2, {}, 16, 8, (1, 16, 1)),
-        (ZERO2, {"cp": 4}, 16, 8, (1, 4, 4)),
         (NONE, {}, 8, 8, (8, 1, 1)),
-        (NONE, {"cp": 2}, 8, 8, (4, 1, 2)),
         (NONE, {"dp_shard": 1, "cp": 4}, 8, 8, (2, 1, 4)),
-        (NONE, {"dp_replicate": 8}, 8, 8, (8, 1, 1)),
         (HYBRID, {}, 16, 8, (2, 8, 1)),  # dp_shard × cp = LOCAL_WORLD_SIZE
-        (HYBRID, {"cp": 2}, 16, 8, (2, 4, 2)),
         (HYBRID, {"cp": 8}, 16, 8, (2, 1, 8)),
         (HYBRID, {}, 8, 8, (1, 8, 1)),  # one node: nothing to replicate
         (HYBRID, {"dp_replicate": 4}, 16, 8, (4, 4, 1)),
@@ -66,13 +61,10 @@ def test_auto_sizes(strategy: str, mesh: dict, world: int, local: int, expected:
         (FULL, {"cp": 3}, 8, 8, "mesh.cp: 3 does not divide the world size 8; use one of 1, 2, 4, 8,"),
         (FULL, {"dp_shard": 3}, 8, 8, "dp_replicate 1 × dp_shard 3 × cp 1 = 3, but the world size is 8"),
         (FULL, {"dp_replicate": 2}, 8, 8, "mesh.dp_replicate: 2 with fsdp.strategy = 'full_shard'; choose"),
-        (ZERO2, {"dp_replicate": 2}, 8, 8, "mesh.dp_replicate: 2 with fsdp.strategy = 'shard_grad_op'"),
         (NONE, {"dp_shard": 2}, 8, 8, "mesh.dp_shard: 2 with fsdp.strategy = 'no_shard', which shards nothing"),
         (NONE, {"dp_replicate": 4}, 8, 8, "= 4, but the world size is 8"),
         (HYBRID, {"cp": 16}, 32, 8, "mesh.cp: 16 does not divide the 8 ranks of a node; set mesh.dp_shard"),
-        (HYBRID, {"dp_replicate": 3}, 16, 8, "but the world size is 16"),
         (HYBRID, {"dp_shard": 5}, 16, 8, "but the world size is 16"),
-        (HYBRID, {"dp_replicate": 2, "dp_shard": 4}, 16, 8, "= 8, but the world size is 16"),
         (HYBRID, {}, 12, 8, "but the world size is 12"),  # nodes of different sizes
     ],
 )
@@ -133,7 +125,7 @@ def remedies(config: TrainingConfig, *, ranks: int) -> list[tuple[str, list[int]
 
 def refusal(config: TrainingConfig, *, ranks: int) -> UserError | None:
     try:
-        check_config(config, world_size=ranks, local_world_size=ranks)
+        check_config(config, world_size=ranks, local_world_size=min(ranks, 8))
     except UserError as error:
         return error
     return None
@@ -183,16 +175,11 @@ def test_a_good_config_passes_and_returns_its_mesh() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"mesh": {"cp": 3}}, "mesh.cp: 3 does not divide"),
         ({"train": {"steps": 1, "global_batch_size": 3}}, "train.global_batch_size: 3 is not a multiple"),
         ({"train": {}}, "train: neither steps nor epochs is given; give exactly one"),
         ({"train": {"steps": 1, "epochs": 1}}, "train: both steps and epochs are given; give exactly one"),
         ({"eval": {"every": 1}}, "eval: evaluation would run on the training data itself"),
         ({"train": {"steps": 0}}, "eval: evaluation would run on the training data itself"),
-        (
-            {"data": {"seq_len": 101}, "mesh": {"cp": 4}},
-            "data.seq_len: 101 is not divisible by mesh.cp 4; use 100 or 104",
-        ),
         ({"model": {}}, "model: neither model.path nor model.config.model_type is given"),
         ({"model": {"config": {"model_type": "llama"}}}, "model.weights: 'pretrained' without a model.path"),
         (
@@ -248,6 +235,8 @@ def test_what_does_not_go_together(sections: dict[str, dict], message: str) -> N
         {"model": {"config": {"model_type": "llama"}, "weights": "random"}},
         {"lr_schedule": {"name": "wsd", "min_lr_ratio": 0.1}},
         {"lr_schedule": {"warmup_ratio": 0.5}},
+        {"optimizer": {"name": "adamw_bf16"}, "fsdp": {"offload": "optimizer"}},
+        {"optimizer": {"name": "adamw_bf16"}, "fsdp": {"offload": "params"}},
         {"train": {"steps": 0}, "eval": {"path": "held-out.jsonl"}, "lr_schedule": {"warmup_steps": 50}},
         {"train": {"epochs": 1}, "lr_schedule": {"warmup_steps": 50}},  # only the data tell
         {"train": {"steps": 9}, "lr_schedule": {"name": "wsd", "warmup_steps": 5, "decay_steps": 4}},
@@ -271,20 +260,13 @@ def test_the_smallest_world_is_the_first_that_is_accepted(strategy: str, tp: int
     fixed = {"recipe": "grpo", "model": {"path": "gpt2"}, "reward": [{"function": "a:b"}], "data": {"path": "x"}}
     fixed |= {"rollout": {"tp": tp, "n": 2}, "train": {"steps": 1, "global_batch_size": 64}}
 
-    def refusal(config: RLConfig, world: int) -> str | None:
-        try:
-            check_config(config, world_size=world, local_world_size=min(world, 8))
-        except UserError as error:
-            return str(error)
-        return None
-
     for replicate, shard, cp in itertools.product(("auto", 1, 2), ("auto", 1, 2), (1, 2)):
         mesh = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
         config = RLConfig.model_validate({**fixed, "mesh": mesh, "fsdp": {"strategy": strategy}})
-        accepted = [world for world in range(1, 33) if refusal(config, world) is None]
+        accepted = [world for world in range(1, 33) if refusal(config, ranks=world) is None]
         if accepted:
             assert smallest_world(config) == accepted[0], mesh
         else:
-            said = refusal(config, smallest_world(config))
+            said = refusal(config, ranks=smallest_world(config))
             assert said
-            assert said.startswith(("mesh.dp_shard: ", "mesh.dp_replicate: ", "rollout.tp: ")), said
+            assert said.where in ("mesh.dp_shard", "mesh.dp_replicate", "rollout.tp"), said

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp2kit.config import load_config
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.config.load import read_toml
+from fsdp2kit.config.foreign import NAMES, NOT_OFFERED, WITHOUT_KEY, advise_on_key, advise_on_path
+from fsdp2kit.config.load import known_keys, read_toml
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
 
@@ -23,89 +24,38 @@ def refusal(*overrides: str, **values: Any) -> UserError:
     return caught.value
 
 
-# By tool: the key as its users write it, and what the answer must name.
+# A key as users of other tools write it, and what the answer must name.
 KEYS = {
-    # transformers
     "optimizer.learning_rate=1e-5": "optimizer.lr",
     "train.learning_rate=1e-5": "optimizer.lr",
-    "train.per_device_train_batch_size=4": "train.micro_batch_size",
     "train.gradient_accumulation_steps=4": "derived: train.global_batch_size",
     "train.num_train_epochs=3": "train.epochs",
-    "train.max_steps=3": "train.steps",
     "train.bf16=true": 'fsdp.param_dtype = "bfloat16"',
-    "fsdp.bf16=true": 'fsdp.param_dtype = "bfloat16"',
     "train.fp16=true": "gradient scaler",
     "model.torch_dtype=bfloat16": "fsdp.param_dtype",
-    "train.logging_steps=5": "train.log_every",
-    "checkpoint.save_steps=5": "checkpoint.every",
-    "checkpoint.save_total_limit=5": "checkpoint.keep",
-    "eval.eval_steps=5": "eval.every",
-    "train.eval_strategy=steps": "eval.every",
-    "optimizer.adam_beta1=0.9": "optimizer.betas",
-    "optimizer.adam_epsilon=1e-6": "optimizer.eps",
-    "lr_schedule.lr_scheduler_type=cosine": "lr_schedule.name",
-    "train.gradient_checkpointing=true": "activation_checkpointing.mode",
-    "model.attn_implementation=sdpa": "model.attention",
-    "model.model_name_or_path=x": "model.path",
-    "run.output_dir=x": "run.dir",
     "output_dir=x": "run.dir",
-    "train.report_to=wandb": "wandb.mode",
-    "train.dataloader_num_workers=2": "data.workers",
-    "train.torch_compile=true": "compile.enabled",
     "trainer.max_steps=3": "train.steps",
     "training_args.learning_rate=1": "optimizer.lr",
-    # TRL
-    "data.max_seq_length=128": "data.seq_len",
-    "data.max_length=128": "data.seq_len",
-    "data.packing=true": "data.pack",
-    "data.dataset_text_field=text": "data.columns.text",
-    "data.assistant_only_loss=true": "data.train_on",
-    "model.use_peft=true": "lora.rank",
-    # axolotl
     "base_model=x": "model.path",
-    "data.sequence_len=128": "data.seq_len",
-    "data.sample_packing=true": "data.pack",
-    "data.val_set_size=0.1": "eval.split",
-    "model.load_in_4bit=true": "lora.quantize",
     "model.load_in_8bit=true": "quantised weights",
-    "train.flash_attention=true": "model.attention",
-    # torchtune
-    "train.max_seq_len=128": "data.seq_len",
     "tokenizer.max_seq_len=128": "data.seq_len",
     "dataset.packed=true": "data.pack",
-    "train.enable_activation_offloading=true": "activation_checkpointing.offload",
     "train.compile=true": "compile.enabled",
-    # torchtitan
-    "training.local_batch_size=2": "train.micro_batch_size",
     "training.seq_len=128": "data.seq_len",
     "training.steps=128": "train.steps",
     "parallelism.context_parallel_degree=2": "mesh.cp",
-    "parallelism.data_parallel_shard_degree=2": "mesh.dp_shard",
-    "mesh.data_parallel_replicate_degree=2": "mesh.dp_replicate",
     "activation_checkpoint.mode=full": "activation_checkpointing.mode",
     "lr_scheduler.warmup_steps=2": "lr_schedule.warmup_steps",
-    "lr_scheduler.min_lr_factor=0.1": "lr_schedule.min_lr_ratio",
     "checkpoint.interval=2": "checkpoint.every",
     "metrics.log_freq=2": "train.log_every",
     "job.dump_folder=x": "run.dir",
-    # llama-factory
-    "data.cutoff_len=128": "data.seq_len",
     "model.finetuning_type=lora": "lora.rank",
-    "model.lora_rank=8": "lora.rank",
-    # what none of them shares
     "wandb.enabled=false": "wandb.mode",
     "--optimizer.lr=1e-5": "write optimizer.lr=1e-5",
     "--lr": "write overrides as train.steps=100",
     "lora.r=8": "lora.rank",
-    "lora.lora_alpha=8": "lora.alpha",
-    "model.lora_dropout=0.1": "lora.dropout",
-    "model.lora_target_modules=['q_proj']": "lora.target_modules",
-    "model.use_dora=true": "lora.dora",
     "peft_config.target_modules=['q_proj']": "lora.target_modules",
-    "model.qlora=true": "lora.quantize",
     "mesh.tp=2": "tensor parallelism is not offered",
-    "mesh.pp=2": "pipeline parallelism is not offered",
-    "mesh.ep=2": "expert parallelism is not offered",
     "train.nproc_per_node=2": "torchrun",
     "fsdp.fsdp_sharding_strategy=1": "fsdp.strategy",
     "fsdp.cpu_offload=true": "fsdp.offload",
@@ -119,6 +69,18 @@ def test_a_key_of_another_tool_is_answered_with_ours(override: str) -> None:
     error = refusal(override)
     assert KEYS[override] in error.todo
     assert len(str(error)) < 300
+
+
+def test_every_name_of_the_table_is_answered() -> None:
+    known, answered = known_keys(TrainingConfig), set()
+    for key, names in (NAMES | WITHOUT_KEY | NOT_OFFERED).items():
+        for name in names.split():
+            where = name.split(".") if "." in name else ["train", name]
+            advice = advise_on_path(where, known) or advise_on_key(where, None, known)
+            assert advice, name
+            if f" is {key} here" in advice:
+                answered.add(key)
+    assert answered == NAMES.keys() & known, "each key is the answer to one of its names"
 
 
 VALUES = {
@@ -205,24 +167,20 @@ MISPLACED = [
     ("model.path", "checkpoint", "model.weights"),
     ("model.path", "run", "run/hf"),
     ("model.path", "adapter", "model.adapter"),
-    ("model.path", "model.safetensors", "directory"),
     ("model.path", "model.gguf", "GGUF"),
     ("model.path", "quantised", "GGUF"),
     ("model.path", "a.jsonl", "data.path"),
-    ("model.weights", "adapter", "model.adapter"),
     ("model.adapter", "checkpoint", "tools/dcp_to_hf.py"),
     ("model.adapter", "run", "run/hf"),
     ("model.adapter", "model.safetensors", "directory"),
     ("model.weights", "model", "model.path"),
     ("model.weights", "run", "checkpoints"),
     ("model.weights", "full.pt", "tools/hf_to_dcp.py"),
-    ("model.weights", "a.jsonl", "data.path"),
     ("model.tokenizer", "checkpoint", "checkpoint/hf"),
     ("run.resume", "model", "model.path"),
     ("run.resume", "run", "run.dir"),
     ("data.path", "model", "model.path"),
     ("data.path", "checkpoint", "model.weights"),
-    ("eval.path", "model", "model.path"),
 ]
 IN_PLACE = [
     ("model.path", "model"),

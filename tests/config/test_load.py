@@ -69,7 +69,9 @@ def test_a_retired_key_says_what_is_done_instead() -> None:
     error = error_of({"model": {"loss_kernel": "liger"}})
     assert (error.where, error.what) == ("run.toml: model.loss_kernel", "was removed")
     assert error.todo.startswith("leave it out; the loss is computed in chunks")
-    assert load({"model": {"loss_kernel": "auto"}}) == load({})  # as the settings of earlier runs have it
+    for value in ("auto", "chunked"):  # what is done now
+        assert load({"model": {"loss_kernel": value}}) == load({}, f"model.loss_kernel={value}") == load({})
+    assert error_of({}, "model.loss_kernel=torch").where == "override model.loss_kernel"
 
 
 # By what a TOML says: where the mistake is, what it is, and what to do.
@@ -81,10 +83,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "nearly one": (
         {"optimizer": {"name": "adamw_8bit", "momentum": 0.9}},
         "unknown key 'momentum'; did you mean optimizer.muon_momentum, of optimizer.name = 'muon'?",
-    ),
-    "nearly one of all": (
-        {"optimizer": {"bets": [0.9, 0.9]}},
-        "optimizer.bets: unknown key 'bets'; did you mean optimizer.betas?",
     ),
     "a phase of another schedule": (
         {"lr_schedule": {"decay_steps": 5}},
@@ -101,7 +99,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer.name: 'adamx' is not accepted: input should be 'adamw', 'adamw_bf16', 'adamw_8bit', 'muon'; "
         'name: "adamw" (decoupled',
     ),
-    "another tool's name": ({"optimizer": {"name": "adamw_torch"}}, '; write "adamw"; name: "adamw" '),
     "no name": ({"optimizer": {"name": ["adamw"]}}, "optimizer.name: ['adamw'] is not accepted: "),
     "a wrong value": (
         {"lr_schedule": {"name": "wsd", "decay_steps": 0}},
@@ -169,21 +166,15 @@ def test_the_model_config_takes_any_key() -> None:
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
-        ("train.steps=100", ["train", "steps"], 100),
         (" train.steps = 100 ", ["train", "steps"], 100),
-        ("optimizer.lr=2e-5", ["optimizer", "lr"], 2e-5),
         ("compile.enabled=true", ["compile", "enabled"], True),
-        ("wandb.name=bare", ["wandb", "name"], "bare"),
         ("wandb.name=two words", ["wandb", "name"], "two words"),
         ('wandb.name="123"', ["wandb", "name"], "123"),
-        ("wandb.name='a b'", ["wandb", "name"], "a b"),
         ("run.dir=runs/a=b", ["run", "dir"], "runs/a=b"),
         ("data.path=../x/*.jsonl", ["data", "path"], "../x/*.jsonl"),
         ('wandb.tags=["a", "b"]', ["wandb", "tags"], ["a", "b"]),
-        ("wandb.tags=[]", ["wandb", "tags"], []),
         ("model.config.rope_scaling.factor=2.0", ["model", "config", "rope_scaling", "factor"], 2.0),
         ("train={steps = 3}", ["train"], {"steps": 3}),
-        ("recipe=pretrain", ["recipe"], "pretrain"),
         ("wandb.name=", ["wandb", "name"], ""),
     ],
 )
@@ -193,28 +184,22 @@ def test_override_syntax(override: str, path: list[str], value: object) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    "override", ["train.steps", "=3", "train..steps=3", ".steps=3", "train.=3", "a b.c=3", "", "--x=3"]
-)
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.=3", "a b.c=3", ""])
 def test_bad_override_forms(override: str) -> None:
-    if override == "--x=3":
-        error = error_of({}, override)  # neither an option nor a key
-        assert error.where == "option '--x=3'"
-    else:
-        with pytest.raises(UserError, match=r"not of the form section\.key=value; write e\.g\."):
-            parse_override(override)
+    with pytest.raises(UserError, match=r"not of the form section\.key=value; write e\.g\."):
+        parse_override(override)
+
+
+def test_an_option_that_is_no_override() -> None:
+    assert error_of({}, "--x=3").where == "option '--x=3'"
 
 
 def test_overrides_win_over_the_file_and_the_last_wins() -> None:
-    config = load({"train": {"steps": 1, "log_every": 7}}, "train.steps=2", "train.steps=3")
-    assert (config.train.steps, config.train.log_every) == (3, 7)
-
-
-def test_overrides_leave_the_callers_values_alone() -> None:
-    values = {"model": {"config": {"a": 1}}, "train": {"steps": 1}}
+    values = {"model": {"config": {"a": 1}}, "train": {"steps": 1, "log_every": 7}}
     before = copy.deepcopy(values)
-    assert load(values, "model.config.a=2", "train.steps=2").model.config == {"a": 2}
-    assert values == before
+    config = load(values, "train.steps=2", "train.steps=3", "model.config.a=2")
+    assert (config.train.steps, config.train.log_every, config.model.config) == (3, 7, {"a": 2})
+    assert values == before, "the caller's values stay"
 
 
 UNSET = {
@@ -222,7 +207,6 @@ UNSET = {
     "as Python writes it": ({"train": {"epochs": 2}}, "train.epochs=None", lambda c: c.train.epochs, None),
     "as JSON writes it": ({"eval": {"path": "x.jsonl"}}, "eval.path=null", lambda c: c.eval.path, None),
     "to its default": ({"train": {"log_every": 7}}, "train.log_every=none", lambda c: c.train.log_every, 1),
-    "a text": ({"wandb": {"project": "x"}}, "wandb.project=none", lambda c: c.wandb.project, "fsdp2kit"),
     "a section": ({"eval": {"every": 7}}, "eval=none", lambda c: c.eval.every, 0),
     "an entry": ({"eval": {"sets": {"a": {"path": "x.b"}}}}, "eval.sets.a=none", lambda c: c.eval.sets, {}),
     "of an entry of a list": (
@@ -242,12 +226,6 @@ UNSET = {
         {"fsdp": {"offload": "params"}},
         "fsdp.offload=none",
         lambda c: c.fsdp.offload,
-        "none",
-    ),
-    "there, too": (
-        {"activation_checkpointing": {"mode": "full"}},
-        "activation_checkpointing.mode=none",
-        lambda c: c.activation_checkpointing.mode,
         "none",
     ),
     "the word itself": ({}, 'wandb.name="none"', lambda c: c.wandb.name, "none"),
@@ -432,9 +410,3 @@ def test_what_is_dumped_loads_as_the_same_config_from_elsewhere(folders: tuple[P
     saved.parent.mkdir(parents=True)
     saved.write_text(dump_toml(config), encoding="utf-8")
     assert load_config(TrainingConfig, read_toml(saved), source=saved) == config
-
-
-def test_defaults_survive_the_round_trip(tmp_path: Path) -> None:
-    saved = tmp_path / "config.toml"
-    saved.write_text(dump_toml(TrainingConfig(recipe="sft")))
-    assert load_config(TrainingConfig, read_toml(saved), source=saved) == TrainingConfig(recipe="sft")

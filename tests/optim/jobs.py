@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig, TrainingConfig
+from fsdp2kit.distributed import gather_objects
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.optim.build import build_optimizer
 from fsdp2kit.optim.host_state import keep_state_on_host
@@ -53,22 +54,54 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in Net().named_parameters()}
 
 
-def updated(section: OptimizerConfig, *, replicate: int = 1, on_host: bool = False) -> dict[str, np.ndarray]:
-    """The parameters after `STEPS` steps, sharded over all ranks in ``replicate`` replicas."""
-    size = dist.get_world_size()
-    names = ("replicate", "shard") if replicate > 1 else ("shard",)
-    shape = (replicate, size // replicate) if replicate > 1 else (size,)
-    net = fully_shard(make_net(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+def updated(
+    section: OptimizerConfig,
+    *,
+    replicate: int = 1,
+    shard: int | None = None,
+    on_host: bool = False,
+    dtype: torch.dtype = torch.float32,
+    state: bool = False,
+) -> dict[str, np.ndarray]:
+    """The parameters after `STEPS` steps.
+
+    Args:
+        state: with the optimizer's state of each.
+        shard: ranks over which each of ``replicate`` replicas is sharded, default all; 0: nothing is.
+    """
+    net = make_net().to(dtype)
+    if shard != 0:
+        shape = (replicate, shard or dist.get_world_size() // replicate)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        fully_shard(net, mesh=mesh if replicate > 1 else mesh["shard"])
     optimizer = build_optimizer(section, net)
     if on_host:
         keep_state_on_host(optimizer, elements_at_once=6000)
     for step in range(STEPS):
         whole = gradients(step)
         for name, parameter in net.named_parameters():
-            assert isinstance(parameter, DTensor)
-            parameter.grad = distribute_tensor(whole[name], parameter.device_mesh, parameter.placements)
+            gradient = whole[name].to(dtype)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
         optimizer.step()
-    return {name: p.full_tensor().numpy(force=True) for name, p in net.named_parameters()}
+    found = {}
+    for name, parameter in net.named_parameters():
+        found[name] = _whole(parameter, replicate)
+        kept = optimizer.state[parameter] if state else {}
+        found |= {f"{name}.{key}": _whole(value, replicate) for key, value in kept.items()}
+    return found
+
+
+def _whole(tensor: Tensor, replicate: int) -> np.ndarray:
+    """The whole tensor, after checking that all replicas have the same."""
+    if isinstance(tensor, DTensor):
+        if replicate > 1:  # full_tensor would read one replica
+            parts: list[np.ndarray] = gather_objects(tensor.to_local().float().numpy(force=True))
+            shard = len(parts) // replicate
+            assert all(np.array_equal(part, parts[rank % shard]) for rank, part in enumerate(parts))
+        tensor = tensor.full_tensor()
+    return tensor.float().numpy(force=True)
 
 
 def _llama(*, seed: int = 0) -> nn.Module:

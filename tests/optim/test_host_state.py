@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,30 @@ def _gradients(step: int) -> list[Tensor | None]:
     return gradients
 
 
+def updated(elements: int | None, steps: int = 4) -> tuple[list[nn.Parameter], list[dict[str, Tensor]]]:
+    """Parameters and state after some steps, with so many elements on the device at once; None: whole steps."""
+    parameters = _parameters()
+    groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    if elements is not None:
+        keep_state_on_host(optimizer, elements_at_once=elements)
+    schedule = get_constant_schedule_with_warmup(optimizer, 2)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, _gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        schedule.step()
+        assert [p.grad is None for p in parameters] == [g is None for g in _gradients(step)]
+    return parameters, [optimizer.state[parameter] for parameter in parameters]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    for ours, theirs in zip(one[1], other[1], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.mark.parametrize("elements", [1, 16, 21, 1000])
 def test_updates_are_those_of_one_whole_step(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
@@ -34,27 +60,7 @@ def test_updates_are_those_of_one_whole_step(elements: int, monkeypatch: pytest.
         to_device(self, batch)
 
     monkeypatch.setattr(HostState, "to_device", counting)
-    runs = []
-    for hosted in (False, True):
-        parameters = _parameters()
-        optimizer = torch.optim.AdamW(
-            [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}], lr=1e-2, fused=True
-        )
-        if hosted:
-            keep_state_on_host(optimizer, elements_at_once=elements)
-        schedule = get_constant_schedule_with_warmup(optimizer, 2)
-        for step in range(4):
-            for parameter, gradient in zip(parameters, _gradients(step), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-            schedule.step()
-            assert [p.grad is None for p in parameters] == [g is None for g in _gradients(step)]
-        runs.append((parameters, [optimizer.state[parameter] for parameter in parameters]))
-    (plain, plain_state), (hosted_parameters, hosted_state) = runs
-    assert all(torch.equal(a, b) for a, b in zip(plain, hosted_parameters, strict=True))
-    for ours, theirs in zip(hosted_state, plain_state, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_equal(updated(elements), updated(None))
     assert len(seen) == 15, "four parameters in four steps, but for one gradient"
 
 
@@ -84,32 +90,19 @@ def test_all_state_goes_to_the_host_and_comes_back() -> None:
             assert all(torch.equal(optimizer.state[parameter][name], state[name]) for name in state)
 
 
-def hosted_steps(steps: int) -> tuple[list[nn.Parameter], list[dict[str, Tensor]]]:
-    parameters = _parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    keep_state_on_host(optimizer, elements_at_once=16)
-    for step in range(steps):
-        for parameter, gradient in zip(parameters, _gradients(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return parameters, [optimizer.state[parameter] for parameter in parameters]
-
-
 def test_copies_may_lag_until_the_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, state = hosted_steps(3)
+    expected = updated(16)
     with monkeypatch.context() as patch:
         copies = LaggingCopies(patch)
-        lagging_parameters, lagging_state = hosted_steps(3)
-        assert copies.waits == 3
-    assert all(torch.equal(a, b) for a, b in zip(parameters, lagging_parameters, strict=True))
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(state, lagging_state, strict=True) for name in a)
+        assert_equal(updated(16), expected)
+        assert copies.waits == 4
 
 
 def test_a_state_that_is_read_without_a_wait_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostState, "wait", lambda self: None)
     with monkeypatch.context() as patch:
         LaggingCopies(patch)
-        _, state = hosted_steps(1)
+        _, state = updated(16, steps=1)
     assert all(values["exp_avg"].isnan().all() for values in state if values)
 
 

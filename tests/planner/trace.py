@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.checks import MeshSizes, resolve_accumulation
@@ -38,7 +39,6 @@ from fsdp2kit.torch_compat import (
     accumulated_gradients,
     accumulated_partial_sums,
     accumulated_shards,
-    fake_store,
 )
 
 RANGES = {
@@ -217,7 +217,7 @@ def _inputs(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, 
 @contextlib.contextmanager
 def _fake_group(world_size: int) -> Iterator[World]:
     assert not dist.is_initialized(), "a trace starts a process group of its own"
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield World(0, world_size, 0, world_size, torch.device("cpu"))
     finally:
