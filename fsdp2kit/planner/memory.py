@@ -200,18 +200,23 @@ def _chunk(step: StepMemory) -> tuple[int, int, int]:
     return rows, 4 * rows * step.vocabulary, rows * step.vocabulary * (step.compute if step.compute != 4 else 0)
 
 
-def _slope_bytes(step: StepMemory, total: int) -> int:
-    """Bytes of a chunk's logits, what is made of them, and the head's gradient, which takes ``total`` bytes."""
+def _slope_bytes(step: StepMemory, total: int) -> tuple[int, int]:
+    """Bytes of a chunk's logits, what is made of them, and the head's gradient of ``total`` bytes.
+
+    Before and after the chunk's part of that gradient is made.
+    """
     rows, logits, cast = _chunk(step)
     is_only = rows == step.tokens
     product = step.vocabulary * step.hidden * step.compute if step.head_trained else 0  # of the head's gradient
     if step.plan.own_head:
         # The sum of the chunks' gradients stays from the first chunk on.
         later = 0 if is_only else total + _own_slope_bytes(step, min(rows, step.tokens - rows), product)
-        return max(_own_slope_bytes(step, rows, product), later)
+        most = max(_own_slope_bytes(step, rows, product), later)
+        return most, most
     before = 0 if is_only else total
     adds = product if not is_only and step.compute != 4 else 0
-    return max(logits + cast + before, (cast or logits) + adds + total)
+    made = logits if step.log_probs else cast  # softmax makes another tensor there
+    return logits + made + before, (cast or logits) + adds + total
 
 
 def _own_slope_bytes(step: StepMemory, rows: int, product: int) -> int:
@@ -227,7 +232,7 @@ def _own_slope_bytes(step: StepMemory, rows: int, product: int) -> int:
 
 def _loss_forward(step: StepMemory, now: dict[str, int], kept: int) -> Iterator[Moment]:
     hidden, weight = _loss_saved(step)
-    loss = _slope_bytes(step, weight)
+    loss = max(_slope_bytes(step, weight))
     if step.log_probs:  # logits, their log-softmax, and p log p of the entropy; no gradients yet
         rows, logits, _ = _chunk(step)
         loss = 3 * logits + (rows * step.vocabulary * step.compute if step.plan.own_head else 0)
@@ -340,22 +345,22 @@ def _reduction(
 
 
 def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
-    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward.
-
-    It begins by gathering the last layer ahead.
-    """
+    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward."""
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
     becomes = weight == gradient and not step.log_probs  # not cast: what was kept is the gradient
     waits = gradient if not step.head else 0
     before = now["unsharded gradients"]
     after, loss = before + gradient - waits, (0 if becomes else weight) + waits
+    moments = []
     if step.log_probs:  # what goes into the head is kept, and its gradient is made
         item = 4 if _chunk(step)[0] < step.tokens else step.compute
         total = step.vocabulary * step.hidden * item if step.head_trained else 0
         # Where nothing is cast or added to, what chunks add up to is the gradient.
         own = gradient if step.head and step.compute == 4 and not before else 0
-        hidden, after, loss = step.hidden_states, before + own, _slope_bytes(step, total) - own
+        softmax, slope = _slope_bytes(step, total)
+        hidden, after, loss = step.hidden_states, before + own, slope - own
+        moments = [Moment("backward", "loss (softmax)", {**now, "loss": softmax, "activations": kept + 2 * hidden})]
     first = {
         **now,
         "activations": kept + hidden,
@@ -364,7 +369,7 @@ def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[in
         "unsharded gradients": before + (gradient if becomes and not waits else 0),
     }
     then = {"loss": loss, "activations": kept + 2 * hidden, "unsharded gradients": after}
-    return waits, [Moment("backward", "loss (gather)", first), Moment("backward", "loss", {**now, **then})]
+    return waits, [Moment("backward", "loss (gather)", first), *moments, Moment("backward", "loss", {**now, **then})]
 
 
 def _own_gradients(step: StepMemory, name: str) -> int:
