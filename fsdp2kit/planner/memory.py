@@ -345,7 +345,7 @@ def _reduction(
 
 
 def _loss_backward(step: StepMemory, now: dict[str, int], kept: int) -> tuple[int, list[Moment]]:
-    """Bytes of a tied table's gradient, which waits for that of the embedding; and the moments of the loss's backward."""
+    """Bytes of a tied table's gradient, which waits for the embedding's; and the moments of the loss's backward."""
     hidden, weight = _loss_saved(step)
     gradient = step.vocabulary * step.hidden * step.compute if step.head_trained else 0
     becomes = weight == gradient and not step.log_probs  # not cast: what was kept is the gradient
