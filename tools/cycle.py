@@ -25,7 +25,7 @@ COLORS = {
     "reward": "tab:purple",
     "train": "tab:green",
 }
-"""Of the phases, in the order in which they follow each other."""
+"""Colours of the phases, which follow each other in this order."""
 _TRAIN = ("forward", "backward", "optimizer")
 
 

@@ -40,7 +40,7 @@ horse neighs, snake hisses, wolf howls, mouse squeaks
 DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
 MONTHS = "January, February, March, April, May, June, July, August, September, October, November, December"
 
-# Of each kind of fact: its answer and the questions for it, where {0} and {1} are the fact's two halves.
+# For each kind of fact: its answer and the questions for it; {0} and {1} are the fact's two halves.
 WORDINGS = {
     "opposite": """The opposite of {0} is {1}. | What is the opposite of {0}? | Tell me the opposite of {0}. |
         Which word is the opposite of {0}? | What is not {0}? | I say {0}. What is the opposite?""",

@@ -35,7 +35,7 @@ def check_same_base(directory: Path, weights: str) -> None:
     """Refuse an adapter that an export of ours says was trained on other weights.
 
     Args:
-        weights: as `run_identity` has the weights of the model at hand.
+        weights: the current model's weights, as in `run_identity`.
     """
     try:
         trained_on = json.loads((directory / RECORD).read_text(encoding="utf-8")).get("base")

@@ -139,7 +139,7 @@ def check_shared(checkpoint: Path, manifest: Manifest) -> None:
 def check_contents(checkpoint: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
     """Check size and digest of every file; with `world_size` > 1, of this rank's share of them.
 
-    A rank's share is what the rank of the same number wrote, and so on a resume mostly what it is about to read.
+    Each rank checks the files that the same rank wrote; on a resume it usually reads those anyway.
     """
     share = {}
     for name, record in manifest.files.items():

@@ -137,7 +137,7 @@ def load_tensors(reader: SafeReader, tensors: Mapping[str, Tensor], *, alone: bo
     alone = alone or not torch.distributed.is_initialized()
     try:
         with warnings.catch_warnings(), progress_bar("reading weights", total=size) as bar:
-            # dcp.load says so each time it works in one process, which here is what was asked for.
+            # dcp.load warns when it runs in one process; that is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = TensorsOnlyPlanner(bar.advance)
             dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone)

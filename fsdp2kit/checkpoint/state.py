@@ -139,7 +139,7 @@ def save_tensors(
 ) -> None:
     """Write nested tensors, synced, as DCP does; every rank its own file. Collective over `group` unless `alone`."""
     with warnings.catch_warnings():
-        # dcp.save says so each time it works in one process, which here is what was asked for.
+        # dcp.save warns when it runs in one process; that is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(tensors),

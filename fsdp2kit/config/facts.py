@@ -35,7 +35,7 @@ class Engine:
     embedded: bool
     """Whether it runs on the trainer's devices; a server has its own."""
     dtype: str
-    """Of its weights."""
+    """The dtype of its weights."""
     tp: int
     """Neighbouring ranks that share a copy of the model."""
     batch_size: int

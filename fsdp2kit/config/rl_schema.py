@@ -43,8 +43,8 @@ class PromptDataConfig(DataConfig):
     """The prompts. Columns that are not read here are handed to the reward functions."""
 
     format: Literal["prompts"] = "prompts"
-    """Rows with `messages`, of which a last answer of the assistant is left out, or with a `prompt`: a text (a user's
-    message where the tokenizer has a chat template) or a list of messages."""
+    """Rows with `messages` (a last message of the assistant is dropped) or with a `prompt`: a text (a user's message
+    where the tokenizer has a chat template) or a list of messages."""
     seq_len: Annotated[int, Field(ge=2)] = 2048
     """Most tokens of a prompt and its response, and of a row of the batch, which holds several of them."""
     overlong: Literal["drop", "error"] = "error"
@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Most tokens of a response; one that has no end by then is cut there (`grpo.truncated`)."""
     temperature: PositiveFloat = 1.0
-    """Of the sampling, and of the trained log-probabilities."""
+    """Temperature of sampling and of the trained log-probabilities."""
     dtype: TrainingDType | None = None
     """Dtype of the engine's copy; a server has to be started with the same. Default: `fsdp.param_dtype`."""
     batch_size: PositiveInt = 64

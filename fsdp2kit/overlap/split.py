@@ -39,7 +39,7 @@ class Grid:
         self._window = window
         self._borders = np.unique(np.array([window, *intervals], dtype=np.int64).clip(*window))
         self.lengths = np.diff(self._borders)
-        """Of each cell, in nanoseconds."""
+        """Each cell's length in nanoseconds."""
 
     def count(self, intervals: Iterable[Interval]) -> NDArray[np.int64]:
         """How many of the intervals hold each cell; empty ones hold none."""
@@ -100,7 +100,7 @@ class Split:
     exposed: float
     idle: float
     waiting: float | None
-    """Of `exposed`, while every collective that ran was waiting for a slower rank; None: unknown."""
+    """The part of `exposed` in which all running collectives waited for a slower rank; None: unknown."""
     collectives: dict[tuple[str, str], float]
     """Exposed time by kind of collective and phase."""
     units: dict[str, float]

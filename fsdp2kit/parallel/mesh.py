@@ -64,7 +64,7 @@ class Mesh:
 
     @property
     def reads_first_share(self) -> bool:
-        """Whether this rank is at dp rank 0: of a row that every rank holds, only the results of these are used."""
+        """Whether this is dp rank 0. When every rank holds the same row, only the first dp rank's result is used."""
         return self.dp_rank == 0
 
     @property

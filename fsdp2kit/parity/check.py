@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
     curves: Curves
     logits: np.ndarray
-    """Of one document in a packed row, before the first step, ``[n, V]``."""
+    """Logits of one document in a packed row, before the first step, ``[n, V]``."""
     states: dict[str, np.ndarray]
     """That row's hidden states after each decoder layer, ``[S, H]``, by the layer's name, in the order of forward."""
 

@@ -28,7 +28,7 @@ class Variant:
     dp: int
     cp: int
     method: str
-    """Of context parallelism; "none" where cp is 1."""
+    """Method of context parallelism; "none" where cp is 1."""
     micro_batch_size: int
     strategy: str
     checkpointing: str

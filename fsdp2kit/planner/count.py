@@ -48,7 +48,7 @@ class Counted(NamedTuple):
     backward: int
     """The most at once in backward, beside what is there when it begins."""
     gradients: int
-    """Of its weights, at that moment of backward."""
+    """Bytes of its weights' gradients at that moment of backward."""
 
 
 class _Bounded(TorchFunctionMode):

@@ -437,7 +437,7 @@ def rollout_moments(engine: Engine, config: TrainingConfig, model: PreTrainedMod
     if not weights:
         return [sync]
     responses = -(-config.train.global_batch_size * engine.updates // step.plan.sizes.world_size) * engine.tp
-    if config.eval.every:  # of prompts of which there may be more
+    if config.eval.every:  # an evaluation may ask more prompts than a step does
         responses = engine.batch_size
     rows = min(engine.batch_size, responses)
     cache = kv_cache_bytes(model, rows=rows, length=config.data.seq_len, tp=engine.tp, dtype=engine.dtype)

@@ -81,7 +81,7 @@ class Phases:
     def __init__(self, metrics: Metrics) -> None:
         self._memory = metrics.throughput.memory
         self.seconds: dict[str, float] = {}
-        """Of this step, by phase."""
+        """Seconds of this step, by phase."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -204,6 +204,6 @@ def my_part(items: Sequence[Any]) -> Sequence[Any]:
 
 
 def from_all_ranks(mine: Sequence[Any] | np.ndarray) -> list[Any]:
-    """The items of which each rank has `my_part`, in order. Collective."""
+    """Gather every rank's `my_part` and restore the order. Collective."""
     parts = gather_objects(mine)
     return [parts[number % len(parts)][number // len(parts)] for number in range(sum(map(len, parts)))]

@@ -22,7 +22,7 @@ from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.rl.engine import Engine, EngineMemory, Request, Response
 
 _RETRIES = 6
-"""Of a request that finds no server: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
+"""How often a request that finds no server is sent again: httpx waits 0, 0.5, 1, 2, 4 and 8 seconds before each."""
 
 MEMORY_TAGS: dict[EngineMemory, str] = {"weights": "weights", "cache": "kv_cache"}
 """The servers' names for each kind of memory."""

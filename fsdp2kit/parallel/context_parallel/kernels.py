@@ -36,8 +36,8 @@ TILE = 512
 """Queries at a time where a mask or scores are formed, so that these are not larger than this times the keys."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``, tokens first in memory. In float32, or in 16 bits where
-one kernel call gave all of it."""
+"""Gradients of query ``[B, H, s, D]``, key and value ``[B, G, m, D]``; tokens are the outermost dimension in memory.
+Float32, or 16 bits where one kernel call made all of them."""
 
 Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
 """`Gradients` to add to; None: none so far."""
