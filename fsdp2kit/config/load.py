@@ -317,7 +317,8 @@ def _plain(problem: Mapping[str, Any]) -> Mapping[str, Any]:
     if problem["type"] != "union_tag_invalid":
         return problem
     context = problem["ctx"]
-    key, expected = context["discriminator"].strip("'"), context["expected_tags"]
+    key = context["discriminator"].strip("'")
+    expected = " or ".join(context["expected_tags"].rsplit(", ", 1))  # as pydantic lists a literal's values
     said = {"type": "literal_error", "msg": f"Input should be {expected}", "ctx": {"expected": expected}}
     return {**said, "loc": (*problem["loc"], key), "input": problem["input"][key]}
 
