@@ -96,7 +96,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such optimizer": (
         {"optimizer": {"name": "adamx", "lr": 1.0}},
-        "optimizer.name: 'adamx' is not accepted: input should be 'adamw', 'adamw_bf16', 'adamw_8bit', 'muon'; "
+        "optimizer.name: 'adamx' is not accepted: input should be 'adamw', 'adamw_bf16', 'adamw_8bit' or 'muon'; "
         'name: "adamw" (decoupled',
     ),
     "no name": ({"optimizer": {"name": ["adamw"]}}, "optimizer.name: ['adamw'] is not accepted: "),
