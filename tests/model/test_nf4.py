@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp2kit.model.nf4 import BLOCK_BYTES, NF4Linear, dequantize, level_pairs, quantize
-from tests.parallel.test_checkpointing import Alive
+from fsdp2kit.planner.allocations import Allocations, by_category
 from tests.reference import needs_torchao, nf4_rounded
 
 
@@ -89,12 +89,12 @@ def test_it_computes_as_a_plain_layer_with_that_weight(dtype: torch.dtype, compi
 def test_no_weight_is_kept_for_backward() -> None:
     layer = filled(weight_like(256, 512))
     x = torch.randn(1, 512, requires_grad=True)
-    with Alive() as alive:
+    with Allocations() as alive:
+        alive.mark([x, *layer.parameters(), *layer.buffers()], "before")
         layer(x)
-    assert alive.bytes == 0
-    with Alive() as alive:
+        assert not by_category(alive.snapshot()).get("activations")
         kept = layer(x)
-    assert alive.bytes == kept.nbytes
+        assert by_category(alive.snapshot())["activations"] == kept.nbytes
 
 
 def test_a_weight_is_quantised_some_rows_at_a_time() -> None:
