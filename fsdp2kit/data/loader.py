@@ -160,6 +160,11 @@ class Loader:
     seed: int
 
     @property
+    def fingerprint(self) -> str:
+        """Digest of every token id and mask bit of all documents."""
+        return " ".join(part.documents.fingerprint for part in self.parts)
+
+    @property
     def packs_per_epoch(self) -> int:
         return len(self.mix)
 

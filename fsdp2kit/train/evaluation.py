@@ -57,6 +57,7 @@ def build_evaluation(
     if not held_out:
         return None
     measured = None if objective is None else Measured(objective)
+    # Held-out batches of a recipe's own may have no digest.
     digests = {f"held-out rows {name}".strip(): getattr(one, "fingerprint", "") for name, one in held_out.items()}
     measured_by = {**digests, "eval.steps": str(section.steps), **getattr(objective, "measured_by", {})}
     return Evaluation(section, model, held_out, prompts, plan, mesh, tokenizer, measured, measured_by)

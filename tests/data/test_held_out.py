@@ -6,12 +6,14 @@ import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fsdp2kit.config.schema import ChatDataConfig, EvalConfig, TrainConfig, TrainingConfig
 from fsdp2kit.data.build import Data, build_data
 from fsdp2kit.errors import UserError
+from fsdp2kit.train.evaluation import build_evaluation
 from tests.data.files import write_rows
 from tests.data.templates import make_tokenizer
 
@@ -54,6 +56,18 @@ def test_each_row_is_on_one_side_and_its_copies_with_it(tmp_path: Path) -> None:
     assert sorted(train + held_out) == sorted(twice)
     assert not {*train} & {*held_out}
     assert 20 <= len({*held_out}) <= 60, "about a fifth"
+
+
+def test_losses_on_other_held_out_rows_are_told_apart(tmp_path: Path) -> None:
+    """By what an evaluation says that it measured by."""
+
+    def measured_by(texts: list[str]) -> dict[str, str]:
+        held_out = build({"path": write(tmp_path / "a.jsonl", texts)}).held_out
+        evaluation = build_evaluation(EvalConfig(), None, held_out, plan=Any, mesh=Any)  # pyright: ignore
+        assert evaluation is not None
+        return dict(evaluation.measured_by)
+
+    assert measured_by(TEXTS) == measured_by(TEXTS) != measured_by(TEXTS[:100])
 
 
 def test_any_order_files_mesh_and_kind_hold_the_same_rows_out(tmp_path: Path) -> None:

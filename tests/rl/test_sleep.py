@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp2kit.config.schema import FSDPConfig, OptimizerConfig
+from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.errors import UserError
 from fsdp2kit.rl.sleep import check_sleep, sleep, wake_up
 from tests.lagging_copies import LaggingCopies
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_steps_after_sleep_are_those_without(case: Case, optimizer: str, models: Path, pool: WorkerPool) -> None:
-    section = OptimizerConfig.model_validate({"name": optimizer, "lr": 1e-3})
+    section = TrainingConfig.model_validate({"recipe": "naps", "optimizer": {"name": optimizer, "lr": 1e-3}}).optimizer
     for (losses, state), (plain_losses, plain_state) in zip(
         pool.run(case.world, naps, models, case, section, True),
         pool.run(case.world, naps, models, case, section, False),
