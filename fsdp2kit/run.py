@@ -139,7 +139,7 @@ def load_recipe(path: str | Path) -> ModuleType:
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", "mend that line") from None
     except Exception as error:  # a recipe's top level may raise anything
-        # The last frame in a file of the user's is the statement to mend; else the last outside the import machinery.
+        # Name the last line outside the import machinery and, if there is one, outside installed packages.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
         todo = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "mend that line"

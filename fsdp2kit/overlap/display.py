@@ -69,7 +69,7 @@ def _figures(split: Split) -> list[str]:
 
 
 def _exposed(parts: dict[str, float], mean: Split, most: int) -> str:
-    """Parts of the mean step's exposed time, of which the largest come first."""
+    """The ``most`` largest parts of the mean step's exposed time; ``parts`` come largest first."""
     largest = list(parts.items())[:most]
     told = [f"{name} {_ms(exposed)} ms ({100 * exposed / mean.duration:.1f} %)" for name, exposed in largest]
     more = f"; {len(parts) - most} more" if len(parts) > most else ""

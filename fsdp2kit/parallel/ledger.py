@@ -119,7 +119,7 @@ def assert_ledger(ledger: DtypeLedger, model: nn.Module, optimizer: Optimizer) -
     def note(name: str, values: Iterable[object]) -> None:
         seen.setdefault(name, set()).update(value.dtype for value in values if isinstance(value, Tensor))
 
-    # Dynamo would trace the hook too, and through it FSDP2's weak references to modules, some of which die meanwhile.
+    # Otherwise Dynamo traces the hook and FSDP2's weak references to modules, which may be dead by then.
     @torch.compiler.disable
     def watch_unit(unit: nn.Module, _inputs: object) -> None:
         # FSDP has gathered this unit's parameters by now, and still holds the gradients of earlier micro-batches.

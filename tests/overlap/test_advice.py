@@ -13,7 +13,7 @@ from fsdp2kit.overlap.split import Split
 
 
 def mean(exposed: dict[tuple[str, str], float], **changes: Any) -> Split:
-    """A step of 100, of which collectives expose as much as given."""
+    """A mean step of length 100 with the given exposed time of each collective and phase."""
     total = sum(exposed.values())
     values: dict[str, Any] = {
         "duration": 100.0,
