@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +45,8 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank, by name; empty: all ranks are on one machine."""
 
     @property
     def is_main(self) -> bool:
@@ -80,8 +83,10 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
             raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    machine = _number("GROUP_RANK", "SLURM_NODEID", default=rank // local_size)
+    hosts = name_machines(gather_objects((machine, platform.node())))
     if not on_cuda:
-        return World(rank, size, local_rank, local_size, torch.device("cpu"))
+        return World(rank, size, local_rank, local_size, torch.device("cpu"), hosts)
     with agreement():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -90,7 +95,19 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
                 "start at most one process per device, or hide the devices with CUDA_VISIBLE_DEVICES=''",
             )
         torch.cuda.set_device(local_rank)
-    return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+    return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank), hosts)
+
+
+def name_machines(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """A name for each rank's machine: its host name, with the machine's number where several have that name.
+
+    Args:
+        found: each rank's machine, as a number, and that machine's host name.
+    """
+    numbers: dict[str, set[int]] = {}
+    for number, name in found:
+        numbers.setdefault(name, set()).add(number)
+    return tuple(f"{name} (node {number})" if len(numbers[name]) > 1 else name for number, name in found)
 
 
 def stop() -> None:
@@ -250,6 +267,12 @@ def ranks_from_environment() -> tuple[int, int, int, int]:
     size = _size("WORLD_SIZE", default=1)
     local_size = _size("LOCAL_WORLD_SIZE", default=size)
     return _rank("RANK", size=size), size, _rank("LOCAL_RANK", size=local_size), local_size
+
+
+def _number(*names: str, default: int) -> int:
+    """The first of these environment variables that is set to a number."""
+    texts = [os.environ.get(name, "").strip() for name in names]
+    return next((int(text) for text in texts if text.isdecimal()), default)
 
 
 def is_main_process() -> bool:

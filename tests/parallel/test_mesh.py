@@ -83,3 +83,19 @@ def test_sums_over_documents_whose_parts_are_on_several_ranks(pool: WorkerPool) 
     found = pool.run(2, _gradient_of_documents, 2)
     assert [loss for loss, _ in found] == [10**2 + 26**2] * 2
     assert [gradient for _, gradient in found] == [[20.0, 20.0, 52.0, 52.0]] * 2
+
+
+def hosts_of(names: list[str]) -> tuple[str, ...]:
+    """`World.hosts` where torchrun numbers the machines 0, 1, … and this rank's has that name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(distributed.rank() // 2))
+        patch.setattr("platform.node", lambda: names[distributed.rank()])
+        return distributed.start().hosts
+
+
+@pytest.mark.parametrize("names", [["a", "a", "b", "b"], ["pod", "pod", "pod", "pod"]])
+def test_machines_have_names(pool: WorkerPool, names: list[str]) -> None:
+    """Two containers may have one host name."""
+    same = len(set(names)) == 1
+    wanted = tuple(f"{name} (node {rank // 2})" if same else name for rank, name in enumerate(names))
+    assert pool.run(4, hosts_of, names) == [wanted] * 4
