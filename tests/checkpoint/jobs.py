@@ -24,7 +24,7 @@ from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
 from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import CheckpointConfig, RunConfig
+from fsdp2kit.config.schema import CheckpointConfig, EvalConfig, RunConfig
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.progress import Progress
 
@@ -97,6 +97,7 @@ def checkpoints_of(
     *,
     identity: dict[str, str] | None = None,
     write_assets: Callable[[Path], None] = write_assets,
+    keep_best: bool = False,
     **section: Any,
 ) -> Checkpoints:
     """The checkpoints of a run, by default of an untrained model with AdamW."""
@@ -104,6 +105,7 @@ def checkpoints_of(
     config = TrainingConfig(
         recipe="test",
         run=RunConfig(dir=str(run_dir)),
+        eval=EvalConfig(keep_best=keep_best),
         checkpoint=CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
     )
     optimizer = optimizer or adamw(model)
