@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors, persistent_buffers
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.schema import CheckpointConfig, EvalConfig, RunConfig
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
@@ -121,7 +121,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             tensor = tensor.float()  # numpy has none; float32 holds the same value
         return tensor.numpy(force=True).copy()
 
-    named = model_tensors(model) | optimizer_tensors(model, optimizer)
+    named = model_tensors(model) | persistent_buffers(model) | optimizer_tensors(model, optimizer)
     return {name: whole(tensor) for name, tensor in named.items()}
 
 
