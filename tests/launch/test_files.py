@@ -45,6 +45,7 @@ def filled(kind: str, *options: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_filled_in(kind: str, options: tuple[str, str]) -> None:
     text = filled(kind, "--nodes", "3", *options)
+    assert [text.count(f"edit {number} of 2") for number in (1, 2)] == [1, 1]
     on_gpus = options[0] == "--gpus-per-node"
     bash = text
     if KINDS[kind] == "yaml":

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launch.stubs import ENDS, TRAINS, install
 from tools import launch
@@ -65,12 +66,11 @@ def test_a_job_starts_a_torchrun_that_meets_the_others_on_the_first_node(tmp_pat
 @pytest.mark.parametrize(
     ("rank", "job", "sends", "code", "requeued"),
     [
-        (ENDS.format(code=3), JOB, False, 1, []),
-        (TRAINS.format(code=0), JOB, True, 0, ["requeue 12345"]),
-        (TRAINS.format(code=0), TASK, True, 0, ["requeue 12345_7"]),
-        (TRAINS.format(code=3), JOB, True, 1, []),
+        pytest.param(ENDS.format(code=3), JOB, False, 1, [], id="fails"),
+        pytest.param(TRAINS.format(code=0), JOB, True, 0, ["requeue 12345"], id="saves", marks=pytest.mark.full),
+        pytest.param(TRAINS.format(code=0), TASK, True, 0, ["requeue 12345_7"], id="saves in an array"),
+        pytest.param(TRAINS.format(code=3), JOB, True, 1, [], id="fails to save", marks=pytest.mark.full),
     ],
-    ids=["fails", "saves", "saves in an array", "fails to save"],
 )
 def test_only_a_job_that_was_asked_to_stop_and_saved_is_requeued(
     rank: str, job: dict[str, str], sends: bool, code: int, requeued: list[str], tmp_path: Path
@@ -81,6 +81,20 @@ def test_only_a_job_that_was_asked_to_stop_and_saved_is_requeued(
             os.kill(script.pid, signal.SIGUSR1)  # to the batch shell alone, as --signal=B:USR1 does
         assert script.wait(60) == code
     assert lines(said, "scontrol") == requeued
+
+
+def test_skypilot_starts_a_torchrun_that_meets_the_others_on_the_first_node(tmp_path: Path) -> None:
+    options = launch._parse(["skypilot", "x.toml", "run.dir=a b", "--nodes", "3", "--gpus-per-node", "4"])
+    task = yaml.safe_load(launch.fill(options))
+    node = {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n10.0.0.7"}
+    job = {**task["envs"], **node, "SKYPILOT_TASK_ID": "sky-1"}
+    environment = install(tmp_path / "bin", rank=ENDS.format(code=0), job=job)
+    subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=60, check=True)
+    [words] = map(json.loads, lines(tmp_path / "bin" / "said", "torchrun"))
+    options = dict(zip(words[0:-5:2], words[1:-5:2], strict=True))
+    assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-conf"]) == ("3", "4", "is_host=1")
+    assert options["--rdzv-endpoint"] == "10.0.0.5:29500"
+    assert words[-5:] == ["-m", "fsdp2kit.run", "x.toml", "run.dir=a b", "checkpoint.dir=s3://my-bucket/fsdp2kit"]
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
