@@ -130,7 +130,7 @@ def test_a_job_that_is_asked_to_stop_is_requeued_and_ends_as_if_it_had_not_been(
 
     wait_for(lambda: len(steps(Path("run"))) >= 5 or shows("JobState=FAILED"), "no step is done")
     slurm("scancel", "--batch", "--signal=USR1", job)
-    wait_for(lambda: shows("Restarts=1"), "the job is not requeued")
+    wait_for(lambda: shows("Restarts=1") and shows("Reason=BeginTime"), "the job is not requeued")
     log = Path("log").read_text()
     done = len(steps(Path("run")))
     assert f"asked to stop (SIGUSR1) after step {done}" in log
