@@ -29,7 +29,7 @@ from fsdp2kit.errors import UserError
 SHARE = 'put it on a disk that all hosts share, or use URLs: checkpoint.dir and checkpoint.export_dir = "s3://…"'
 _COPY = "copy it to every host, or put it on a disk that all of them share"
 
-_VISIBLE_SECONDS = 5.0  # that a network file system may take to show another host's new file
+_VISIBLE_SECONDS = 4.0  # that a network file system may take to show another host's new file
 _LOOK_SECONDS = 3.0  # for one input; a larger one is only checked to be there
 _FILES, _FILES_READ, _END_BYTES = 4096, 64, 2**16  # of one input: files listed, files read, bytes read at both ends
 
@@ -254,7 +254,8 @@ def _find_tokens(main: HostFacts, host: str, directories: dict[str, Path], *, se
 def _appears(folder: Path, name: str, deadline: float) -> bool:
     while True:
         with contextlib.suppress(OSError):
-            if name in os.listdir(folder):  # noqa: PTH208 (listing refreshes what NFS remembers of a directory)
+            # NFS asks the server for a name that is new to it; others show new files when they list the directory.
+            if (folder / name).exists() or name in os.listdir(folder):  # noqa: PTH208 (names alone)
                 return True
         if time.monotonic() > deadline:
             return False
