@@ -218,7 +218,6 @@ def test_paths_are_found_by_their_types(tmp_path: Path) -> None:
     assert input_paths(config) == {
         "run.resume": "/c",
         "model.path": "owner/name",
-        "model.weights": "pretrained",
         "judge.rubrics.0": "r",
     }
 
