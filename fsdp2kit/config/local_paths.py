@@ -42,10 +42,10 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
 
 
 def flat_settings(config: Section) -> dict[str, str]:
-    """Every value that is set, as JSON by TOML key, without paths that are written to on a disk."""
+    """Every value that is set, as JSON by TOML key; of a path that is written to on a disk, only that it is one."""
     written = {key for key, text, marks in _texts(config) if _has(marks, _OUTPUTS) and "://" not in text}
     flat = _flat(config.model_dump(mode="json", exclude_none=True), "")
-    return {key: text for key, text in flat if key not in written}
+    return {key: "a local path" if key in written else text for key, text in flat}
 
 
 def _on_disk(text: str | None, default: Path) -> Path | None:
