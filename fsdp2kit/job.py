@@ -34,6 +34,7 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file
+from fsdp2kit.hosts import check_hosts
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
 logger = logging.getLogger(__name__)
@@ -92,11 +93,12 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
     The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
 
     Raises:
-        UserError: the config does not fit the world it runs in.
+        UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
     with agreement():  # a login, or an optional package, may be on one machine alone
         sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
+    check_hosts(config, world)
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     job = Job(config, world, mesh, describe_environment(world_size=world.size, mesh=asdict(sizes)))
     with job.closing:
