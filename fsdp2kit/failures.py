@@ -106,7 +106,7 @@ class Watch:
         if self._knows:
             return ""
         at = ", ".join(part for part in (str(status.position()), _collective_of(error)) if part)
-        found = _within(self.period * 4 + _CLIENT_SECONDS, lambda: self._explain(at, error))
+        found = _within(self.period * 8 + _CLIENT_SECONDS / 2, lambda: self._explain(at, error))
         if found is not None:
             return found
         # Without a store the ranks cannot agree on who prints: it is the lowest one of this host that can be alive.
@@ -188,9 +188,11 @@ class Watch:
 
     def _explain(self, at: str, error: BaseException) -> str:
         self._write()
-        if self._store.add(_EXPLAINERS, 1) == 1:
+        is_first = self._store.add(_EXPLAINERS, 1) == 1
+        try:
+            self._store.wait([_LINE], timedelta(seconds=0.01 if is_first else self.period * 5))
+        except dist.DistStoreError:  # nobody has written it; the first may have been killed meanwhile
             self._store.compare_set(_LINE, "", self.diagnose(at, error) or "")
-        self._store.wait([_LINE], timedelta(seconds=self.period * 4 + _CLIENT_SECONDS / 2))
         line = self._take_line()
         if self.rank == 0:  # the other hosts still have to read it
             time.sleep(2 * self.period)
