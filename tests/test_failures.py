@@ -160,6 +160,20 @@ def test_the_others_point_to_a_rank_that_failed(tmp_path: Path, rank: int) -> No
     assert "ValueError: a bug" in (run_dir / "errors" / f"rank-{rank}.txt").read_text()
 
 
+@pytest.mark.full
+def test_the_others_point_to_a_rank_whose_disk_is_full(tmp_path: Path) -> None:
+    act = "import fsdp2kit.errors; raise fsdp2kit.errors.StorageFailure('x: no space left; free some', alone=True)"
+    ranks, logs, _ = start(tmp_path, 2, act=act, rank=0)
+    with ending(ranks):
+        codes, lines = outcome(ranks, logs)
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [1, 1], said
+    assert "Traceback" not in said
+    own, of_other = lines
+    assert own == "error: x: no space left; free some"
+    assert f"rank 0 on {HOST} failed in step 3, forward: StorageFailure: x: no space left; free some; see " in of_other
+
+
 @pytest.fixture
 def store() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
