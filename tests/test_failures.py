@@ -132,13 +132,17 @@ def test_a_rank_that_is_late_is_named_with_its_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path: Path) -> None:
-    ranks, logs, _ = start(tmp_path, 3, SHORT, act="import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", rank=2)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path: Path, rank: int) -> None:
+    """Rank 0's store then takes calls and never answers, as on a host whose link is cut."""
+    act = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    ranks, logs, _ = start(tmp_path, 3, SHORT, act=act, rank=rank)
     with ending(ranks):
-        codes, lines = outcome(ranks[:2], logs)
+        codes, lines = outcome([one for number, one in enumerate(ranks) if number != rank], logs)
     assert codes == [1, 1], lines
     [line] = lines
-    assert re.match(rf"error: step 3, .*: rank 2 on {HOST} gives no sign of life since the report from ", line), line
+    what = "gives no sign of life since the report from " if rank else "to which all ranks report, does not answer; "
+    assert re.match(rf"error: step 3, .*: rank {rank} on {HOST},? {what}", line), line
 
 
 @pytest.mark.parametrize("rank", [1, full(0)])
