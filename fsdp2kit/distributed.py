@@ -157,6 +157,8 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
     Args:
         group: a group of all ranks, for background work. Default: the default group.
     """
+    if not reduce_numbers([float(error is not None)], group=group)[0]:
+        return  # one number of each rank, in place of an object
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)
     for report in reports:
@@ -227,12 +229,18 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     return result[0]
 
 
-def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-    """Element-wise sum (or maximum, …) of a few host numbers over all ranks, in float64 on gloo."""
+def reduce_numbers(
+    values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Element-wise sum (or maximum, …) of a few host numbers over all ranks, in float64 on gloo.
+
+    Args:
+        group: as in `agree`.
+    """
     if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=op)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()
 
 
