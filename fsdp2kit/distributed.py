@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import platform
+import resource
 import sys
 import threading
 import time
@@ -72,6 +73,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     if not dist.is_initialized():
+        allow_connections(size)
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
@@ -96,6 +98,20 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
             )
         torch.cuda.set_device(local_rank)
     return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank), hosts)
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise this process's limit of open files, if many ranks need it; never above what the system allows.
+
+    Gloo connects every rank to every other in each of its groups, on CUDA too: for all ranks, for a background save,
+    and along dp. Many systems begin with a limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * world_size + 512
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def name_machines(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,22 @@ def test_made_up_plans_are_those_of_the_ranks(rank: int) -> None:
         assert made_up.items == own.items
     finally:
         distributed.stop()
+
+
+def test_many_ranks_may_connect() -> None:
+    """Groups of all ranks, of all for background saves and along dp: fewer than three connections to each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        distributed.allow_connections(8)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard), "few ranks change nothing"
+        distributed.allow_connections(1024)
+        if hard != resource.RLIM_INFINITY:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 3 * 1024)
+            distributed.allow_connections(10**9)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.full
