@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import platform
 import resource
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -53,6 +55,11 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As `ranks_per_node` finds it; `local_size` where the machines are not known."""
+        return ranks_per_node(self.hosts) or self.local_size
 
 
 def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
@@ -130,6 +137,15 @@ def name_machines(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     for number, name in found:
         numbers.setdefault(name, set()).add(number)
     return tuple(f"{name} (node {number})" if len(numbers[name]) > 1 else name for number, name in found)
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """The most ranks that blocks of equal size can have with no block over two nodes, if a node's are neighbours.
+
+    Args:
+        hosts: the machine of each rank.
+    """
+    return math.gcd(*Counter(hosts).values())
 
 
 def stop() -> None:

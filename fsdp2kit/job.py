@@ -36,7 +36,7 @@ from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file
 from fsdp2kit.hosts import check_hosts
-from fsdp2kit.parallel.layout import Layout, ranks_per_node
+from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,7 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
     with agreement():  # a login, or an optional package, may be on one machine alone
-        local_world_size = ranks_per_node(world.hosts) or world.local_size
-        sizes = check_config(config, world_size=world.size, local_world_size=local_world_size)
+        sizes = check_config(config, world_size=world.size, local_world_size=world.ranks_per_node)
     check_hosts(config, world)
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
     layout = Layout(sizes, config.fsdp, world.hosts)

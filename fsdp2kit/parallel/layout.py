@@ -6,7 +6,6 @@ A node is a machine, by the name that it has in `World.hosts`.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from fsdp2kit.config.checks import HYBRID, MeshSizes, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig
 from fsdp2kit.console import counted
+from fsdp2kit.distributed import ranks_per_node
 
 _MOST_ROWS, _MOST_CELLS = 5, 16  # of the drawing
 
@@ -146,11 +146,6 @@ class Layout:
         if ranks % cp or ranks == 1 or self.span(ranks).crossing:
             return None
         return MeshSizes(len(self.hosts) // ranks, ranks // cp, cp)
-
-
-def ranks_per_node(hosts: Sequence[str]) -> int:
-    """The most ranks that blocks of equal size can have with no block over two nodes, if a node's are neighbours."""
-    return math.gcd(*Counter(hosts).values())
 
 
 def node_names(world_size: int, local_world_size: int) -> tuple[str, ...]:
