@@ -70,6 +70,7 @@ def test_made_up_plans_are_those_of_the_ranks(rank: int) -> None:
         planner = SharedSavePlanner(rank=rank, world_size=16)
         planner.set_up_planner(scale._state(model), is_coordinator=rank == 0)
         own = planner.create_local_plan()
+        planner.collect_again()
         made_up = list(scale.plans_of_all(planner.state_dict, own, size=16, shards=8))[rank]
         assert made_up.items == own.items
     finally:

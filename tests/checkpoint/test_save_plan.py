@@ -48,6 +48,7 @@ def plan_and_save(folder: Path, replicate: int) -> tuple[Items, Items, bool]:
                 if data is not None
             ]
         )
+    own.collect_again()
     save_tensors(tensors, folder)
     read = {part: {name: torch.zeros_like(one) for name, one in named.items()} for part, named in tensors.items()}
     dcp.load(read, checkpoint_id=folder)
