@@ -99,9 +99,6 @@ class Host:
         """Put an empty disk of that size (``"64k"``) over a directory, on this host alone."""
         self.run("mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(path))
 
-    def unmount(self, path: Path) -> None:
-        self.run("umount", str(path))
-
     def pids(self) -> list[int]:
         """All processes here but the first."""
         own = os.readlink(f"/proc/{self.process.pid}/ns/net")
@@ -137,7 +134,7 @@ class Hosts:
             peer = str(self[1].process.pid)
             self[0].run("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", peer)
             names = self.folder / "hosts"
-            names.write_text("".join(f"{host.address} {host.name}\n" for host in self.hosts) + "127.0.0.1 localhost\n")
+            names.write_text("".join(f"{host.address} {host.name}\n" for host in self.hosts) + "127.0.0.1 localhost\n::1 localhost\n")
             for host in self.hosts:
                 host.run("hostname", host.name)
                 host.run("mount", "--bind", str(names), "/etc/hosts")
@@ -203,13 +200,17 @@ class Hosts:
             logs.append(log)
         return Job(ranks, logs)
 
-    def start_torchrun(self, index: int, launch: Sequence[str], *arguments: str) -> subprocess.Popen:
+    def start_torchrun(self, index: int, launch: Sequence[str], *arguments: str, **variables: str) -> subprocess.Popen:
         """Start torchrun on a host; what it and its ranks say is in ``folder/host-….log``."""
         host = self[index]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        environment |= variables
         torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "fsdp2kit.run", *arguments]
         with (self.folder / f"{host.name}.log").open("a") as log:
             return subprocess.Popen(host.command(*torchrun), env=environment, stdout=log, stderr=log)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("host-*.log")))
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.checkpoint.chaos import complete_steps
 from tests.checkpoint.test_chaos import TOML, outcome
 from tests.cluster.hosts import Hold, Hosts, Job, two_hosts
 from tests.runs import run_recipe
+from tests.test_signals import steps_done
 from tests.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "checkpoint.keep=5", "train.global_batch_size=4")
@@ -59,7 +62,13 @@ def test_two_hosts_have_the_numbers_of_one(hosts: Hosts, single: tuple[list, str
 
 SHORT = "run.timeout_minutes=0.15"
 MID_STEP = "fsdp2kit.train.loop:clip_gradients"
+MID_WRITE = "fsdp2kit.checkpoint.checkpoints:save_tensors"
 MID_SAVE = "fsdp2kit.checkpoint.checkpoints:Checkpoints.complete"
+
+
+def is_rank(pid: int) -> bool:
+    found = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"fsdp2kit.run" in found and b"torch.distributed.run" not in found
 
 
 def assert_ends_as(hosts: Hosts, single: tuple[list, str], *options: str) -> None:
@@ -91,4 +100,39 @@ def test_what_is_cut(
     assert codes == ([1] * 4 if how == "cable" else [1, 1, -9, -9]), job.everything()
     assert sorted(complete_steps(hosts.folder / "run")) == whole
     hosts.mend_link()
+    assert_ends_as(hosts, single)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("save", ["false", "true"])
+def test_the_disk_of_one_host_is_full(hosts: Hosts, single: tuple[list, str], save: str) -> None:
+    """Where host-b writes the second checkpoint there is no room."""
+    mark = hosts.folder / "held"
+    job = start(hosts, SHORT, f"checkpoint.async_save={save}", hold=Hold(0, MID_WRITE, 2, mark))
+    wait_for(mark.exists, job)
+    written = hosts.folder / "run" / "checkpoints" / ".tmp-step-000004"
+    hosts[1].mount_small(written, size="64k")
+    mark.unlink()
+    codes = job.codes(seconds=60)
+    print(job.everything())
+    assert codes == [1] * 4
+    assert complete_steps(hosts.folder / "run") == [2]
+    assert_ends_as(hosts, single)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_rank_sleeps_for_ever(hosts: Hosts, single: tuple[list, str], how: str) -> None:
+    mark = hosts.folder / "held"
+    job = start(hosts, SHORT, hold=Hold(3, MID_STEP, 5, mark))
+    wait_for(mark.exists, job)
+    if how == "stopped":
+        os.kill(job.ranks[3].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    job.ranks = job.ranks[:3]
+    codes = job.codes(seconds=60)
+    print(f"ended after {time.monotonic() - began:.1f} s", job.everything())
+    assert codes == [1] * 3
+    hosts[1].end()
+    mark.unlink()
     assert_ends_as(hosts, single)
