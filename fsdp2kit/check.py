@@ -13,11 +13,18 @@ from fsdp2kit.data.checks import check_first_rows, count_steps
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.hf_config import load_hf_config
+from fsdp2kit.parallel.layout import Layout, node_names
 from fsdp2kit.parallel.plan import plan_parallel
 
 
-def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], list[str]]:
+def check_offline(
+    config: TrainingConfig, sizes: MeshSizes, *, local_world_size: int = 8
+) -> tuple[list[str], list[str]]:
     """Plan the run as a recipe's `main` does, and read its data: the first rows, or all if that takes seconds.
+
+    Args:
+        sizes: of the mesh.
+        local_world_size: ranks of a node.
 
     Returns:
         The plan's lines (only the mesh if the model is not on this machine), and what is not on this machine and was
@@ -26,6 +33,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
     Raises:
         UserError: what `build_model`, `plan_parallel` or the data would refuse.
     """
+    layout = Layout(sizes, config.fsdp, node_names(sizes.world_size, local_world_size))
     lines, unchecked, model, plan = [str(sizes)], [], None, None
     try:
         load_hf_config(config.model, local_files_only=True)
@@ -43,6 +51,7 @@ def check_offline(config: TrainingConfig, sizes: MeshSizes) -> tuple[list[str], 
             lines = plan.describe()
         else:  # an id of the hub
             unchecked.append("model.adapter")
+    lines = [*layout.draw(), *lines, *layout.warnings()]
     data, train = config.data, config.train
     accumulation = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
     if data.format != "prompts":  # how long responses are is not known

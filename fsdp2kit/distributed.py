@@ -34,6 +34,7 @@ from fsdp2kit.torch_compat import timeout_of
 T = TypeVar("T")
 
 _IMPORTED = time.monotonic()
+_hosts: tuple[str, ...] = ()  # of the ranks of the process group, as `World.hosts`
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         UserError: a machine has fewer CUDA devices than processes, or the environment names an impossible world.
         RunFailure: the ranks have not met within that time.
     """
+    global _hosts  # `agree` names them
     rank, size, local_rank, local_size = ranks_from_environment()
     on_cuda = torch.cuda.is_available()
     if deterministic:
@@ -84,7 +86,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     machine = _number("GROUP_RANK", "SLURM_NODEID", default=rank // local_size)
-    hosts = name_machines(gather_objects((machine, platform.node())))
+    hosts = _hosts = name_machines(gather_objects((machine, platform.node())))
     if not on_cuda:
         return World(rank, size, local_rank, local_size, torch.device("cpu"), hosts)
     with agreement():
@@ -112,6 +114,8 @@ def name_machines(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 
 def stop() -> None:
     """Destroy the process group, if there is one."""
+    global _hosts
+    _hosts = ()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -151,22 +155,35 @@ def work_on_this_device() -> Callable[[], object]:
 def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Share an error with all ranks: every rank calls this, and all return or all raise.
 
-    A `UserError` on any rank is raised on every rank; if there are several, the lowest rank's. Any other error is
-    raised unchanged on its own rank, and on the others as a `RunFailure` that names the rank.
+    A `UserError` on any rank is raised on every rank; if there are several, the lowest rank's, with the name of its
+    host if rank 0 runs on another one. Any other error is raised unchanged on its own rank, and on the others as a
+    `RunFailure` that names the rank.
 
     Args:
         group: a group of all ranks, for background work. Default: the default group.
     """
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)
-    for report in reports:
+    for rank, report in enumerate(reports):
         if isinstance(report, UserError) and report is not error:
-            raise report from error
+            raise _naming_host(report, rank) from error
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
             raise RunFailure(f"rank {rank} failed: {report}")
+
+
+def host_of(rank: int) -> str:
+    """The name of a rank's machine; this machine's where they are not known."""
+    return _hosts[rank] if rank < len(_hosts) else platform.node()
+
+
+def _naming_host(error: UserError, rank: int) -> UserError:
+    host = host_of(rank)
+    if host == host_of(0) or f"on {host}" in str(error):
+        return error
+    return UserError(error.where, f"{error.what} (on host {host})", error.todo)
 
 
 def is_lost_rank(error: BaseException) -> bool:

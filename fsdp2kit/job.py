@@ -31,9 +31,12 @@ import fsdp2kit
 from fsdp2kit import distributed
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
+from fsdp2kit.console import say
 from fsdp2kit.distributed import World, agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.files import replace_file
+from fsdp2kit.hosts import check_hosts
+from fsdp2kit.parallel.layout import Layout, ranks_per_node
 from fsdp2kit.parallel.mesh import Mesh, build_mesh
 
 logger = logging.getLogger(__name__)
@@ -92,13 +95,18 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
     The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
 
     Raises:
-        UserError: the config does not fit the world it runs in.
+        UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
     with agreement():  # a login, or an optional package, may be on one machine alone
-        sizes = check_config(config, world_size=world.size, local_world_size=world.local_size)
+        local_world_size = ranks_per_node(world.hosts) or world.local_size
+        sizes = check_config(config, world_size=world.size, local_world_size=local_world_size)
+    check_hosts(config, world)
     mesh = build_mesh(config.mesh, config.fsdp, world=world)
-    job = Job(config, world, mesh, describe_environment(world_size=world.size, mesh=asdict(sizes)))
+    layout = Layout(sizes, config.fsdp, world.hosts)
+    say(*layout.draw())
+    environment = describe_environment(world_size=world.size, mesh=asdict(sizes))
+    job = Job(config, world, mesh, {**environment, "hosts": layout.ranks()})
     with job.closing:
         yield job
 

@@ -210,7 +210,7 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
         else:
             from fsdp2kit.check import check_offline  # after the environment is set: it imports the hub client
 
-            lines, unchecked = check_offline(config, sizes)
+            lines, unchecked = check_offline(config, sizes, local_world_size=local_world_size)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -149,6 +149,16 @@ def test_a_check_needs_no_ranks(
         assert said in capsys.readouterr().out
 
 
+def test_a_check_draws_the_nodes_and_says_what_crosses_them(monkeypatch: Any, capsys: Any) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert run.main(["demo_cp2", "--check", "train.global_batch_size=12", "train.micro_batch_size=1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "  node 1: 3:1/1  4:2/0  5:2/1" in said
+    assert "cp crosses nodes in 2 of 6 groups; no smaller mesh.cp stays within a node" in said
+    assert "shards cross nodes" in said
+
+
 def test_a_check_of_a_world_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["demo_cp2", "--check", "--world-size", "3"]) == 2
     assert "mesh.cp: 2 does not divide the world size 3" in capsys.readouterr().err

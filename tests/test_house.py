@@ -29,6 +29,7 @@ RANKS = {
     "console": 0,
     "config": 1,
     "model": 2,
+    "hosts": 2,
     "parallel": 3,
     "data": 3,
     "optim": 3,

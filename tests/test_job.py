@@ -169,5 +169,6 @@ def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(
     assert found[0] == (False, False)
     assert found[1][1], "rank 0 has the lock"
     assert {"config.toml", "environment.json", ".lock"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["hosts"] == {platform.node(): "0-1"}
     with lock_run_dir(tmp_path / "run"):  # let go at the job's end
         pass

@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         _, config = load(options.toml, options.overrides)
         model, plan = plan_for(config, world_size=options.world_size, local_world_size=local)
     mfu = options.mfu
-    found = estimate(config, model, plan, device=device, local_world_size=local, mfu=mfu, prices_reduction=True)
+    machine = {"device": device, "local_world_size": local}
+    found = estimate(config, model, plan, **machine, mfu=mfu, prices_reduction=True, prices_crossings=True)
     share = None if mfu is None or found.speed is None else found.speed.share
     answers, tables, parts, extra = [], [], [], {}
     for title, candidates in _alternatives(options, config, device, share):

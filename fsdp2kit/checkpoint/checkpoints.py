@@ -416,7 +416,7 @@ class Checkpoints:
             kind = "model" if adapter_of(self.model) is None else "adapter"
             out = self.export_directory.path
             lines.append(f"{kind}: {out}, of {self._describe_step(self.exported, maximizes)}")
-            if self.can_answer:
+            if self.can_answer and not is_remote(out):
                 lines.append(f'try it: {tool_command("generate")} {out} "…"')
             if is_over and (repository := self.config.checkpoint.push_to_hub):
                 lines.append(self.export_directory.upload(repository))

@@ -13,6 +13,7 @@ from fsdp2kit.checkpoint.store import MANIFEST, is_complete, to_path
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
+from fsdp2kit.distributed import gather_objects, host_of
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
@@ -61,6 +62,22 @@ def run_identity(
         **{key: weights_digest(directory) for key, directory in (models or {}).items()},
         "data": data,
     }
+
+
+def check_alike(identity: Mapping[str, str]) -> None:
+    """Refuse a job whose ranks have read different data or models. Collective.
+
+    Args:
+        identity: of this rank, as `run_identity` returned it.
+    """
+    main, *others = gather_objects(identity)
+    for rank, other in enumerate(others, start=1):
+        for field in main:
+            if other.get(field) != main[field]:
+                what = (
+                    f"{main[field]} on rank 0 ({host_of(0)}), and {other.get(field)} on rank {rank} ({host_of(rank)})"
+                )
+                raise UserError(field, what, "see that all ranks read the same files, and one revision of a hub id")
 
 
 def check_same_run(

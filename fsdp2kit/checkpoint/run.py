@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp2kit.checkpoint.adapter import check_same_base, describe_base
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.hf import DTYPES
-from fsdp2kit.checkpoint.identity import run_identity
+from fsdp2kit.checkpoint.identity import check_alike, run_identity
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
@@ -81,6 +81,7 @@ def build_checkpoints(
         if adapter is not None and adapter.directory is not None:
             check_same_base(adapter.directory, identity["model.weights"])
         kept = _kept_in_float32(model) if adapter is None else {}
+    check_alike(identity)
     notes = assets.notes()
     if adapter is not None and adapter.directory is not None:
         notes += describe_base(adapter.directory, config.model.path)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2kit.config.checks import MeshSizes, resolve_mesh, shard_ranks
 from fsdp2kit.config.schema import FSDPConfig, MeshConfig
 from fsdp2kit.distributed import World, reduce_numbers
+from fsdp2kit.parallel.layout import ranks_per_node
 from fsdp2kit.torch_compat import timeout_of
 
 # Each job's groups by dimension and ranks: a job that builds many meshes (`tools/parity.py`) makes each group once.
@@ -107,7 +108,9 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
     Raises:
         UserError: the sizes do not fit the world or the strategy.
     """
-    sizes = resolve_mesh(mesh, fsdp, world_size=world.size, local_world_size=world.local_size)
+    sizes = resolve_mesh(
+        mesh, fsdp, world_size=world.size, local_world_size=ranks_per_node(world.hosts) or world.local_size
+    )
     shard = shard_ranks(fsdp, sizes)
     replicate = world.size if fsdp.strategy == "no_shard" else sizes.dp_replicate
     assert replicate * shard == world.size, "every rank holds a shard"

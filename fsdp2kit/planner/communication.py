@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.parallel.context_parallel.exchange import bytes_sent
 from fsdp2kit.parallel.fsdp import reshards_after_forward
+from fsdp2kit.parallel.layout import Layout
 from fsdp2kit.planner.sizes import StepMemory
 
 
@@ -26,9 +27,9 @@ class Collective:
     dim: str
     """Mesh dimension: "shard", "replicate", "cp" or "world"."""
     link: str
-    """ "node" if all ranks of the group are on one node, else "network"."""
+    """ "node" if every group of that dimension is on one node, else "network"."""
     on_node: int
-    """Ranks of the group that share a node. Each has a network adapter of its own."""
+    """Fewest ranks of a group that share a node. Each has a network adapter of its own."""
     phase: str
     unit: str
     calls: int
@@ -37,18 +38,21 @@ class Collective:
 
 
 def collectives(
-    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
+    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, layout: Layout
 ) -> list[Collective]:
     """Everything that a rank sends in a step that is not logged. Where ranks differ (uneven heads), it is rank 0."""
     fsdp, count, shards, world = step.plan.fsdp, step.micro_batches, step.shards, step.plan.sizes.world_size
     replicas = step.replicas
     reduces = count if fsdp.accumulates_shards else 1
     found: list[Collective] = []
+    places: dict[tuple[str, int], tuple[str, int]] = {}
 
     def add(kind: str, dim: str, phase: str, unit: str, calls: int, sent: int, *, ranks: int) -> None:
-        on = place(ranks, apart=shards if dim == "replicate" else 1, local_world_size=local_world_size)
         if ranks > 1:
-            found.append(Collective(kind, dim, *on, phase, unit, calls, sent))
+            if (dim, ranks) not in places:
+                span = layout.span(ranks, apart=shards if dim == "replicate" else 1)
+                places[dim, ranks] = "network" if span.crossing else "node", span.on_node
+            found.append(Collective(kind, dim, *places[dim, ranks], phase, unit, calls, sent))
 
     frozen_so_far = True
     # In the order of forward. The root comes last: its final norm runs after all layers.
@@ -78,18 +82,6 @@ def collectives(
     sent = 2 * (shards - 1) * item * tensors // shards
     add("all_reduce", "shard", "optimizer", "", 1, sent, ranks=shards)
     return found
-
-
-def place(ranks: int, *, apart: int = 1, local_world_size: int) -> tuple[str, int]:
-    """The link of a group of ranks, and how many of them share a node.
-
-    Args:
-        ranks: in the group.
-        apart: the distance from one of them to the next, in ranks of the job.
-    """
-    if ranks * apart <= local_world_size:
-        return "node", ranks
-    return "network", min(ranks, max(1, local_world_size // apart))
 
 
 def _exchanges(model: PreTrainedModel, step: StepMemory) -> Iterator[tuple[str, str, str, str, int, int]]:

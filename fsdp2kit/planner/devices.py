@@ -10,6 +10,8 @@ from fsdp2kit.errors import UserError, did_you_mean
 from fsdp2kit.model.flops import peak_flops_of
 
 GIB = 2**30
+ALLOWANCE = 3 * GIB
+"""Bytes for the CUDA context, buffers of NCCL and cuBLAS, compiled code, and fragmentation."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
@@ -15,18 +15,17 @@ from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
+from fsdp2kit.parallel.layout import Layout, node_names
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 from fsdp2kit.planner.activations import item_bytes, layers_memory, rank_tokens
 from fsdp2kit.planner.communication import Collective, collectives
-from fsdp2kit.planner.devices import GIB, Device, this_device
+from fsdp2kit.planner.crossing import price_crossings
+from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device, this_device
 from fsdp2kit.planner.memory import Moment, reserved, rollout_moments, step_moments
 from fsdp2kit.planner.sizes import StepMemory, at_rest, engine_bytes, pinned, step_memory
 from fsdp2kit.planner.speed import PeakShare, Speed, estimate_speed, own_share, published_share, why_untimed
 
 logger = logging.getLogger(__name__)
-
-ALLOWANCE = 3 * GIB
-"""Bytes for the CUDA context, buffers of NCCL and cuBLAS, compiled code, and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,9 @@ class Estimate:
     """Why there is no speed."""
     activations_from: str
     """ "formula", or "counted on one layer of each kind"."""
+    layout: Layout
+    crossings: tuple[str, ...]
+    """A line for cp and for shards, where they cross nodes; with a price if that was asked for."""
 
     @property
     def peak(self) -> Moment:
@@ -165,17 +167,21 @@ def estimate(
     *,
     device: Device | None = None,
     local_world_size: int = 8,
+    hosts: Sequence[str] = (),
     share: PeakShare | None = None,
     mfu: float | None = None,
     prices_reduction: bool = False,
+    prices_crossings: bool = False,
 ) -> Estimate:
     """What a run of ``config`` needs.
 
     Args:
         model: on meta, before it is made parallel.
+        hosts: the node of each rank; by default a node has ``local_world_size`` of them.
         share: the share of the device's peak that is reached; by default that of published runs.
         mfu: a step's measured MFU, instead of ``share``.
         prices_reduction: also plan a step with the other value of ``fsdp.reduce_every_micro_batch``.
+        prices_crossings: also say what it costs that groups cross nodes.
 
     Raises:
         UserError: ``mfu`` would take more than the device's peak, or the model's layers take too long to count.
@@ -188,7 +194,9 @@ def estimate(
 
         layers = [layer or counted for layer, counted in zip(known, count_layers(config, model, plan), strict=True)]
     step = step_memory(config, model, plan, layers)
-    sent = () if step.log_probs else tuple(collectives(config, model, step, local_world_size=local_world_size))
+    layout = Layout(plan.sizes, plan.fsdp, tuple(hosts) or node_names(plan.sizes.world_size, local_world_size))
+    sent = () if step.log_probs else tuple(collectives(config, model, step, layout=layout))
+    prices = price_crossings(config, model, step, sent, layout=layout, device=device) if prices_crossings else {}
     untimed = why_untimed(config, step, device)
     speed = None
     if device is not None and untimed is None:
@@ -208,15 +216,17 @@ def estimate(
         host=_host(config, model, step),
         disk=_disk(config, model, step),
         collectives=sent,
-        reduction=_reduction(config, model, step, local_world_size=local_world_size) if prices_reduction else None,
+        reduction=_reduction(config, model, step, layout=layout) if prices_reduction else None,
         speed=speed,
         untimed=untimed,
         activations_from="counted on one layer of each kind" if is_counted else "formula",
+        layout=layout,
+        crossings=tuple(layout.warnings(prices)),
     )
 
 
 def _reduction(
-    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, local_world_size: int
+    config: TrainingConfig, model: PreTrainedModel, step: StepMemory, *, layout: Layout
 ) -> ReductionPrice | None:
     if step.micro_batches == 1 or step.shards == 1:
         return None
@@ -226,7 +236,7 @@ def _reduction(
     peaks, sent = [], []
     for one in (step, other):
         peaks.append(max(moment.total for moment in step_moments(one)))
-        sent.append(sum(each.sent for each in collectives(config, model, one, local_world_size=local_world_size)))
+        sent.append(sum(each.sent for each in collectives(config, model, one, layout=layout)))
     return ReductionPrice(each, step.micro_batches, peaks[1] - peaks[0], sent[1] - sent[0])
 
 
@@ -235,10 +245,12 @@ class MemoryPlan:
     """What a run prints of its plan: a line at the start, and at the end the plan beside what was measured."""
 
     estimate: Estimate | None
+    crossings: tuple[str, ...] = ()
+    """A line for cp and for shards, where they cross nodes."""
 
     def describe(self) -> list[str]:
         """Lines for the start of a run."""
-        return [] if self.estimate is None else [self.estimate.line()]
+        return [*([] if self.estimate is None else [self.estimate.line()]), *self.crossings]
 
     def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
         """Lines for the end of a run.
@@ -260,16 +272,21 @@ class MemoryPlan:
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
     """Estimate a run that is about to start; the main rank warns before anything is loaded if it cannot fit."""
-    if not world.is_main or config.models():  # whose memory is not planned
+    if not world.is_main:
         return MemoryPlan(None)
+    hosts = world.hosts or node_names(world.size, world.local_size)
+    unpriced = MemoryPlan(None, tuple(Layout(plan.sizes, plan.fsdp, hosts).warnings()))
+    if config.models():  # whose memory is not planned
+        return unpriced
     try:
-        found = estimate(config, model, plan, device=this_device(world.device), local_world_size=world.local_size)
+        device = this_device(world.device)
+        found = estimate(config, model, plan, device=device, hosts=hosts, prices_crossings=True)
     except Exception:  # the layers of some architectures cannot be counted; the run does not depend on the plan
         logger.debug("memory is not planned", exc_info=True)
-        return MemoryPlan(None)
+        return unpriced
     if warning := found.warning():
         logger.warning("%s", warning)
-    return MemoryPlan(found)
+    return MemoryPlan(found, found.crossings)
 
 
 def _host(config: TrainingConfig, model: PreTrainedModel, step: StepMemory) -> dict[str, int]:

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 
 from fsdp2kit.command_line import new_figure
 from fsdp2kit.config.schema import TrainingConfig
-from fsdp2kit.planner.devices import GIB
-from fsdp2kit.planner.estimate import ALLOWANCE, Estimate
+from fsdp2kit.planner.devices import ALLOWANCE, GIB
+from fsdp2kit.planner.estimate import Estimate
 from fsdp2kit.planner.memory import CATEGORIES
 from fsdp2kit.planner.search import Candidate
 from fsdp2kit.planner.speed import in_range
@@ -32,11 +32,13 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
 
 
 def summary(plan: Estimate) -> Iterator[str]:
-    """Lines: the mesh, the peak, whether it fits, what reductions cost, the time of a step."""
+    """Lines: the mesh, the peak, whether it fits, what crosses nodes, what reductions cost, the time of a step."""
     yield str(plan.sizes)
+    yield from plan.layout.draw()
     yield plan.line()
     if warning := plan.warning():
         yield warning
+    yield from plan.crossings
     if plan.reduction is not None:
         yield str(plan.reduction)
     if plan.untimed:
@@ -177,6 +179,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "reduction": None if plan.reduction is None else asdict(plan.reduction),
         "speed": None if plan.speed is None else asdict(plan.speed),
         "activations_from": plan.activations_from,
+        "crossings": list(plan.crossings),
     }
 
 

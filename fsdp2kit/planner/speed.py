@@ -175,8 +175,13 @@ def _waits(sent: Sequence[Collective], device: Device) -> dict[tuple[str, str], 
     waits: dict[tuple[str, str], float] = {}
     for one in sent:
         key = (one.phase, one.unit)
-        waits[key] = waits.get(key, 0.0) + one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY)
+        waits[key] = waits.get(key, 0.0) + seconds_of([one], device)
     return waits
+
+
+def seconds_of(sent: Sequence[Collective], device: Device) -> float:
+    """Seconds that these take one after the other."""
+    return sum(one.sent / (_bandwidth(one, device) * LINK_EFFICIENCY) for one in sent)
 
 
 def in_range(low: float, high: float, form: str) -> str:

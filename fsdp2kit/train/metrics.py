@@ -58,6 +58,8 @@ def build_metrics(
             if aside := move_aside(path, resume_step=progress.step):
                 say(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
+            if (last := _last_step(path)) + config.train.log_every <= progress.step:
+                say(f"{path} has no steps {last + 1} to {progress.step}: another host logged them, or another run")
             path.touch()  # refused here, before wandb begins a run that must be ended
             wandb = start_wandb(
                 config.wandb,
@@ -249,9 +251,20 @@ class Console:
 
 
 def _belongs(line: bytes, resume_step: int) -> bool:
+    step = _step_of(line)
+    return step is not None and step <= resume_step
+
+
+def _last_step(path: Path) -> int:
+    """The step of a metrics file's last line; 0 without one."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return (_step_of(lines[-1]) if lines else None) or 0
+
+
+def _step_of(line: bytes) -> int | None:
     try:
         record = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
-        return False
+        return None
     step = record.get("step") if isinstance(record, dict) else None
-    return isinstance(step, int) and step <= resume_step
+    return step if isinstance(step, int) else None

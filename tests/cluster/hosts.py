@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,7 @@ class Hosts:
         per_host: int = 2,
         hold: Hold | None = None,
         prepare: Callable[[int], object] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Job:
         """Start ``python -m fsdp2kit.run ARGUMENT …`` on every rank, as forks: none has to import anything.
 
@@ -190,7 +191,7 @@ class Hosts:
             host, local = self[rank // per_host], rank % per_host
             log = self.folder / f"start-{self._starts}-rank-{rank}.log"
             variables = {**self.environment(), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host.index)}
+            variables |= {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host.index)}
             held = hold if hold is not None and hold.rank == rank else None
             arguments_ = (host.process.pid, held, prepare, host.index, arguments, variables, str(log))
             process = FORKS.Process(target=_be_rank, args=arguments_)

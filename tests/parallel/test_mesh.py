@@ -87,10 +87,13 @@ def test_sums_over_documents_whose_parts_are_on_several_ranks(pool: WorkerPool) 
 
 def hosts_of(names: list[str]) -> tuple[str, ...]:
     """`World.hosts` where torchrun numbers the machines 0, 1, … and this rank's has that name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GROUP_RANK", str(distributed.rank() // 2))
-        patch.setattr("platform.node", lambda: names[distributed.rank()])
-        return distributed.start().hosts
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GROUP_RANK", str(distributed.rank() // 2))
+            patch.setattr("platform.node", lambda: names[distributed.rank()])
+            return distributed.start().hosts
+    finally:
+        distributed.start()  # on one host again
 
 
 @pytest.mark.parametrize("names", [["a", "a", "b", "b"], ["pod", "pod", "pod", "pod"]])

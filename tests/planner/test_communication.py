@@ -11,7 +11,6 @@ from fsdp2kit.config.checks import check_config
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.parallel.plan import plan_parallel
-from fsdp2kit.planner.communication import place
 from fsdp2kit.planner.devices import find_device
 from fsdp2kit.planner.estimate import Estimate, estimate
 from fsdp2kit.planner.memory import ELEMENTS_AT_ONCE
@@ -38,18 +37,46 @@ def speed_of(ranks: int = 8, *, local: int = 8, **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "apart", "link", "on_node"),
+    ("ranks", "local", "mesh", "strategy", "places"),
     [
-        (8, 1, "node", 8),
-        (2, 4, "node", 2),
-        (16, 1, "network", 8),  # two whole nodes
-        (2, 8, "network", 1),  # replicas of nodes
-        (8, 2, "network", 4),  # replicas of pairs, of which a node has four
-        (4, 16, "network", 1),
+        (16, 8, {"cp": 2}, "full_shard", {"cp": ("node", 2), "shard": ("network", 8)}),
+        (12, 6, {"cp": 4}, "full_shard", {"cp": ("network", 2), "shard": ("network", 6)}),
+        (32, 8, {}, "hybrid_shard", {"shard": ("node", 8), "replicate": ("network", 1)}),
+        (16, 8, {"dp_replicate": 8}, "hybrid_shard", {"shard": ("node", 2), "replicate": ("network", 4)}),
     ],
 )
-def test_where_the_ranks_of_a_group_are(ranks: int, apart: int, link: str, on_node: int) -> None:
-    assert place(ranks, apart=apart, local_world_size=8) == (link, on_node)
+def test_which_link_a_group_uses(
+    ranks: int, local: int, mesh: dict[str, int], strategy: str, places: dict[str, tuple[str, int]]
+) -> None:
+    config = config_of(small(LLAMA_8B), ranks=ranks, mesh=mesh, fsdp={"strategy": strategy}, data={"seq_len": 1024})
+    found = planned(config, ranks=ranks, local=local).collectives
+    assert {one.dim: (one.link, one.on_node) for one in found if one.dim != "world"} == places
+
+
+def test_what_it_costs_that_shards_cross_nodes() -> None:
+    """Gathers, and a reduction in float32; hybrid sharding sends each shard's gradients to one other rank instead.
+
+    It has twice the parameters and moments, and the gradients where they are kept, on each rank.
+    """
+    config = config_of(LLAMA_8B, ranks=16)
+    found = planned(config, ranks=16, device=H100, prices_crossings=True)
+    sent = 15 / 16 * (2 * PARAMETERS + 2 * LAYERS + 4 * PARAMETERS)
+    more = sent / LINK_EFFICIENCY * (1 / (8 * 50 * GB) - 1 / (450 * GB))
+    reduced = 4 * PARAMETERS / 8
+    (line,) = found.crossings
+    assert line.startswith(
+        f"shards cross nodes: {sent / GB:.1f} GB a step and rank over the network, about {more:.2g} s more than "
+        "within a node, in part beside compute; fsdp.strategy = 'hybrid_shard' keeps them within a node: "
+        f"{reduced / GB:.1f} GB, about {reduced / (50 * GB * LINK_EFFICIENCY):.2g} s, with "
+    )
+    hybrid = config_of(LLAMA_8B, ranks=16, fsdp={"strategy": "hybrid_shard"})
+    taken = planned(hybrid, ranks=16).peak.total - found.peak.total
+    assert line.endswith(f"with {taken / 2**30:.1f} GiB more")
+    small_device = find_device("l4")
+    (line,) = planned(config, ranks=16, device=small_device, prices_crossings=True).crossings
+    assert "which does not fit (" in line
+    (line,) = planned(config, ranks=16, prices_crossings=True).crossings
+    assert "about" not in line
 
 
 @pytest.mark.parametrize(

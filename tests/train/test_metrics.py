@@ -244,6 +244,17 @@ def test_resume_moves_later_lines_aside(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.after-step-000120.jsonl") == list(range(121, 131))
 
 
+@pytest.mark.parametrize(
+    ("logged", "says"), [(0, "has no steps 1 to 120"), (100, "has no steps 101 to 120"), (120, "")]
+)
+def test_steps_that_were_logged_elsewhere_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: int, says: str
+) -> None:
+    write(tmp_path / "metrics.jsonl", range(1, logged + 1))
+    build(tmp_path, resume_step=120).close(ok=True)
+    assert (says in capsys.readouterr().out) if says else "has no steps" not in capsys.readouterr().out
+
+
 def test_resuming_at_the_same_step_again_overwrites_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for attempt in range(3):
