@@ -1,7 +1,7 @@
 """Two hosts on one machine: namespaces of network, mounts and host name, joined by a virtual cable.
 
-A host lives as long as its first process, which ends with this one. Nothing is left on the machine after that: devices,
-mounts and names are in the namespaces.
+A host lives as long as its first process, which ends with this one. Nothing is left on the machine after that, since
+devices, mounts and names are in the namespaces.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import importlib
 import os
+import platform
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -101,11 +101,11 @@ class Host:
 
     def pids(self) -> list[int]:
         """All processes here but the first."""
-        own = os.readlink(f"/proc/{self.process.pid}/ns/net")
+        own = Path(f"/proc/{self.process.pid}/ns/net").readlink()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
-                if os.readlink(path / "ns" / "net") == own and int(path.name) != self.process.pid:
+                if (path / "ns" / "net").readlink() == own and int(path.name) != self.process.pid:
                     found.append(int(path.name))
         return found
 
@@ -130,11 +130,15 @@ class Hosts:
                 first = ["unshare", *SPACES, "sh", "-c", "echo ready; exec cat"]  # it ends with the pipe
                 process = subprocess.Popen(first, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self.hosts.append(Host(index, process))
-                assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"ready\n"
             peer = str(self[1].process.pid)
             self[0].run("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", peer)
             names = self.folder / "hosts"
-            names.write_text("".join(f"{host.address} {host.name}\n" for host in self.hosts) + "127.0.0.1 localhost\n::1 localhost\n")
+            names.write_text(
+                "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+                + "127.0.0.1 localhost\n::1 localhost\n"
+            )
             for host in self.hosts:
                 host.run("hostname", host.name)
                 host.run("mount", "--bind", str(names), "/etc/hosts")
@@ -191,7 +195,12 @@ class Hosts:
             host, local = self[rank // per_host], rank % per_host
             log = self.folder / f"start-{self._starts}-rank-{rank}.log"
             variables = {**self.environment(), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
-            variables |= {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host.index)}
+            variables |= {
+                **(environment or {}),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "GROUP_RANK": str(host.index),
+            }
             held = hold if hold is not None and hold.rank == rank else None
             arguments_ = (host.process.pid, held, prepare, host.index, arguments, variables, str(log))
             process = FORKS.Process(target=_be_rank, args=arguments_)
@@ -221,8 +230,10 @@ class Job:
     ranks: list[Any]
     logs: list[Path]
 
-    def said(self, rank: int) -> str:
-        return self.logs[rank].read_text()
+    def said(self, rank: int | None = None) -> str:
+        """What a rank said, or all of them."""
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "".join(path.read_text() for path in logs)
 
     def codes(self, *, seconds: float) -> list[int | None]:
         """Exit codes of all ranks; None for one that has not ended by then."""
@@ -230,9 +241,6 @@ class Job:
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         return [rank.exitcode for rank in self.ranks]
-
-    def everything(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.logs)
 
 
 def _be_rank(
@@ -252,7 +260,7 @@ def _be_rank(
             raise OSError(ctypes.get_errno(), "setns")
         os.close(number)
     os.chdir(here)
-    assert socket.gethostname().startswith("host-")
+    platform._uname_cache = None  # it has this machine's name
     if hold is not None:
         hold.install()
     if prepare is not None:
