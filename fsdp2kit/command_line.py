@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,30 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return number
+
+
+def row_numbers(text: str) -> int | list[int]:
+    """Which rows to show: ``3`` is how many of the first, ``17-20,44`` are numbers from 1."""
+    if text.isdecimal():
+        return int(text)
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(first) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a count nor numbers such as 17-20,44")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def rows_text(numbers: Sequence[int]) -> str:
+    """The text that `row_numbers` reads as these numbers, which are in order; a single one is ``17-17``."""
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
+    if len(numbers) == 1:
+        return f"{numbers[0]}-{numbers[0]}"
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def new_figure(flag: str = "--png", **options: Any) -> Any:

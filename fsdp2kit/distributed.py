@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2kit import torchrun
+from fsdp2kit import failures, status, torchrun
 from fsdp2kit.errors import RunFailure, UserError
-from fsdp2kit.torch_compat import timeout_of
+from fsdp2kit.torch_compat import all_gather_single, timeout_of
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
     """
     global _hosts  # `agree` names them
     rank, size, local_rank, local_size = ranks_from_environment()
-    on_cuda = torch.cuda.is_available()
+    on_cuda, store = torch.cuda.is_available(), None
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
@@ -79,7 +79,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         timeout = timedelta(minutes=timeout_minutes)
         torchrun.watch()
         if "MASTER_ADDR" in os.environ:
-            torchrun.meet(backend, rank=rank, size=size, timeout=timeout)
+            store = torchrun.meet(backend, rank=rank, size=size, timeout=timeout)
         elif size > 1:
             todo = "start the run with torchrun, or take WORLD_SIZE out of the environment"
             raise UserError("environment variable WORLD_SIZE", f"{size} without a MASTER_ADDR to meet at", todo)
@@ -87,6 +87,10 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     machine = _number("GROUP_RANK", "SLURM_NODEID", default=rank // local_size)
     hosts = _hosts = name_machines(gather_objects((machine, platform.node())))
+    if size > 1:
+        status.watch_waiting()
+    if store is not None and size > 1:
+        failures.watch(store, rank=rank, hosts=hosts, minutes=timeout_minutes, asks=on_cuda)
     if not on_cuda:
         return World(rank, size, local_rank, local_size, torch.device("cpu"), hosts)
     with agreement():
@@ -116,6 +120,7 @@ def stop() -> None:
     """Destroy the process group, if there is one."""
     global _hosts
     _hosts = ()
+    failures.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -188,7 +193,8 @@ def _naming_host(error: UserError, rank: int) -> UserError:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because another rank ended, or did not arrive within ``run.timeout_minutes``."""
-    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return isinstance(error, kinds) or "gloo/transport" in str(error)
 
 
 def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False) -> NoReturn:
@@ -251,6 +257,16 @@ def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.Reduc
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, op=op)
     return tensor.tolist()
+
+
+def gather_numbers(values: list[float]) -> list[list[float]]:
+    """A few host numbers of each rank in rank order, in float64 on gloo. Collective."""
+    if world_size() == 1:
+        return [values]
+    mine = torch.tensor(values, dtype=torch.float64)
+    found = mine.new_empty(world_size() * len(values))
+    all_gather_single(found, mine)
+    return found.view(-1, len(values)).tolist()
 
 
 def gather_objects(value: object, *, group: dist.ProcessGroup | None = None) -> list:

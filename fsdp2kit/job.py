@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import fsdp2kit
-from fsdp2kit import distributed
+from fsdp2kit import distributed, failures
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import say
@@ -85,7 +85,9 @@ class Job:
         with agreement():
             if self.is_main:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
+                self.environment["start"] = begin_start(self.run_dir)
                 write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
+        failures.keep_in(self.run_dir / "errors")
 
 
 @contextlib.contextmanager
@@ -138,6 +140,23 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def begin_start(path: Path) -> int:
+    """The number of this start of a run, from 1. Tracebacks of the start before move to ``errors/start-<number>/``."""
+    try:
+        before = int(json.loads((path / "environment.json").read_bytes())["start"])
+    except (OSError, ValueError, KeyError, TypeError):  # the first start
+        before = 0
+    errors = path / "errors"
+    with _writing(path):
+        for file in sorted(errors.glob("rank-*.txt")):
+            kept = errors / f"start-{before}"
+            kept.mkdir(exist_ok=True)
+            file.rename(
+                free_path(kept, file.stem, ".txt", first=2) if (kept / file.name).exists() else kept / file.name
+            )
+    return before + 1
 
 
 def write_record(path: str | Path, *, config_text: str, environment: Mapping[str, Any]) -> None:

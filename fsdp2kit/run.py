@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import PydanticUndefinedAnnotation
 
-from fsdp2kit import distributed
+from fsdp2kit import distributed, failures
 from fsdp2kit.command_line import positive
 from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config, smallest_world
@@ -39,15 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as problem:
         distributed.leave(problem)
     except StorageFailure as failure:
+        if failure.alone:
+            failures.announce(failure)
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as failure:
         if distributed.is_lost_rank(failure):
-            what = "another rank has ended, or has not answered within run.timeout_minutes"
-            print(f"error: {what}; what follows is not the cause", file=sys.stderr)
-        raise
+            failures.end_lost(failure)
+        return failures.end_failed(failure)
     distributed.stop()
     return 0
 

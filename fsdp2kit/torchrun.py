@@ -56,18 +56,20 @@ def _watch() -> None:
             os._exit(1)
 
 
-def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> None:
+def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """Start the default process group of the ranks that meet at ``MASTER_ADDR`` and ``MASTER_PORT``. Collective.
 
-    If they have not met within ``timeout``, the error names that address.
+    If they have not met within ``timeout``, the error names that address. Returns the job's store, which rank 0 keeps.
     """
     place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _store_of_attempt(rank, timeout)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        assert isinstance(store, dist.TCPStore), "env:// makes one"
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        return store
     except (RuntimeError, OSError) as error:
         minutes, why = timeout.total_seconds() / 60, str(error).partition("\n")[0]
         raise RunFailure(
@@ -76,7 +78,7 @@ def meet(backend: str, *, rank: int, size: int, timeout: timedelta) -> None:
         ) from error
 
 
-def _store_of_attempt(rank: int, timeout: timedelta) -> dist.Store:
+def _store_of_attempt(rank: int, timeout: timedelta) -> dist.TCPStore:
     """The store of this attempt alone: rank 0 opens it on a free port of its host."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + timeout.total_seconds()

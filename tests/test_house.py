@@ -27,6 +27,8 @@ RANKS = {
     "torch_compat": 0,
     "progress": 0,
     "console": 0,
+    "status": 0,
+    "failures": 0,
     "config": 1,
     "model": 2,
     "hosts": 2,
@@ -48,7 +50,18 @@ RANKS = {
     "tools": 8,
     "__main__": 9,
 }
-TOP_FILES = {"errors", "command_line", "files", "distributed", "torchrun", "torch_compat", "progress", "console"}
+TOP_FILES = {
+    "errors",
+    "command_line",
+    "files",
+    "distributed",
+    "torchrun",
+    "torch_compat",
+    "progress",
+    "console",
+    "status",
+    "failures",
+}
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")
 SMALL = {
     "fsdp2kit/checkpoint/__main__.py": "a command line",

@@ -16,7 +16,7 @@ import torch
 from fsdp2kit import distributed
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import UserError
-from fsdp2kit.job import describe_environment, lock_run_dir, start_job, without_secrets, write_record
+from fsdp2kit.job import begin_start, describe_environment, lock_run_dir, start_job, without_secrets, write_record
 from tests.workers import WorkerPool
 
 HOLD = """
@@ -172,3 +172,14 @@ def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["hosts"] == {platform.node(): "0-1"}
     with lock_run_dir(tmp_path / "run"):  # let go at the job's end
         pass
+
+
+def test_starts_are_counted_and_tracebacks_of_the_start_before_are_kept(tmp_path: Path) -> None:
+    assert begin_start(tmp_path) == 1
+    write_record(tmp_path, config_text="", environment={"start": 1})
+    for kept in (["rank-1.txt"], ["rank-1.2.txt", "rank-1.txt"]):  # the second as after a start that was refused
+        (tmp_path / "errors").mkdir(exist_ok=True)
+        (tmp_path / "errors" / "rank-1.txt").write_text(f"{len(kept)}")
+        assert begin_start(tmp_path) == 2
+        assert sorted(path.name for path in (tmp_path / "errors" / "start-1").iterdir()) == kept
+        assert not (tmp_path / "errors" / "rank-1.txt").exists()

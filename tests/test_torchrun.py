@@ -276,4 +276,9 @@ def test_ranks_that_torchrun_starts_again_end_as_if_none_had_been_killed(
                 end(pid)
     said = (tmp_path / "log").read_text()
     assert "resumed from step 5" in said or "resumed from step 10" in said
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["start"] for record in records if "start" in record] == [1, 2]
+    assert [path.name for path in (tmp_path / "run" / "errors").rglob("*.txt")] == [f"rank-{1 - killed}.txt"]
+    assert (tmp_path / "run" / "errors" / "start-1").is_dir()
+    assert "Traceback" not in said.partition("resumed from step")[0].partition("torch/distributed/elastic")[0]
     assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)

@@ -1,6 +1,6 @@
 """Show what the model will see: tokens, masks, packing, statistics, warnings.
 
-python tools/preview.py toml/x.toml [section.key=value ...] [--html FILE] [--json] [--rows 3] [--tokens 80]
+python tools/preview.py toml/x.toml [section.key=value ...] [--html FILE] [--json] [--rows 17-20,44] [--tokens 80]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.text import Text
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from fsdp2kit.command_line import in_one_line, user_path
+from fsdp2kit.command_line import in_one_line, row_numbers, user_path
 from fsdp2kit.config.data_checks import check_data
 from fsdp2kit.console import counted
 from fsdp2kit.data.preview import Piece, Preview, Statistics, preview_data
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     _, config = load(options.toml, options.overrides)
     check_data(config)
     title = f"{options.toml} · {config.data.format} · {config.data.path or f'{len(config.data.sources)} sources'}"
-    preview = preview_data(config, packs=options.rows, title=title)
+    preview = preview_data(config, rows=options.rows, title=title)
     if options.json:
         print(json.dumps(asdict(preview), ensure_ascii=False))
     elif options.html is not None:
@@ -74,7 +74,7 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     """
     legend = [Text(name, style=style) for name, style in _LEGEND.values()]
     console.print(Rule(Text(preview.title, style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
-    for number, (documents, padding) in enumerate(zip(preview.packs, preview.padding, strict=True), start=1):
+    for number, documents, padding in zip(preview.numbers, preview.packs, preview.padding, strict=True):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
             total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.learnt)
@@ -160,7 +160,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page instead")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead")
-    parser.add_argument("--rows", type=int, default=2, help="packs that are shown (2)")
+    what = "packs that are shown: how many (2), or which in the order of training, such as 17-20,44"
+    parser.add_argument("--rows", type=row_numbers, default="2", metavar="ROWS", help=what)
     parser.add_argument("--tokens", type=int, default=80, help="tokens of one speaker that are shown at most (80)")
     return parse_with_overrides(parser, arguments)
 

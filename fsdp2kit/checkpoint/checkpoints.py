@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from fsdp2kit import status
 from fsdp2kit.checkpoint.background import BackgroundSave, Tensors
 from fsdp2kit.checkpoint.export_directory import ExportDirectory
 from fsdp2kit.checkpoint.hf import DTYPES, ensure_export
@@ -142,6 +143,7 @@ class Checkpoints:
             UserError: the checkpoint or the weights cannot be used; the error says what differs. Or the disk has no
                 room for one checkpoint.
         """
+        status.begin("loading weights")
         self.resumed = self.resolve(self.config.run.resume)
         with agreement():
             if rank() == 0:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit import status
 from fsdp2kit.config.schema import DataConfig
 from fsdp2kit.console import counted
 from fsdp2kit.data.cache import Cache
@@ -151,6 +152,7 @@ def build_data(
     Raises:
         UserError: as `build_documents` does.
     """
+    status.begin("reading the data")
     section, train, seed = config.data, config.train, config.run.seed
     if model is not None:
         vocab_size = model.config.get_text_config().vocab_size

@@ -59,6 +59,8 @@ class Batch:
     """More inputs of an objective, by name: [B, S], one value a label. Preferences have ``documents``, int64: the
     number of each token's document in the micro-batch. Pair p has the better answer 2p and the worse one 2p + 1;
     padding has −1."""
+    rows: range = range(0)
+    """The numbers of its packs in the order of training, from 1; empty if they have none."""
     num_documents: int = 0
     """Documents in ``per_target["documents"]``; 0 without preferences."""
 
@@ -94,12 +96,20 @@ class Share:
         count = self.global_batch_size // self.dp_size
         return range(self.dp_rank * count, (self.dp_rank + 1) * count)
 
-    def batches(self, packs: Sequence[Pack], *, sources: int) -> list[Batch]:
-        """The micro-batches of this rank's packs, in order. ``sources`` is the number of a mix's sources."""
-        size = self.micro_batch_size
-        return [self._batch(packs[at : at + size], sources) for at in range(0, len(packs), size)]
+    def batches(self, packs: Sequence[Pack], *, sources: int, index: int | None = None) -> list[Batch]:
+        """The micro-batches of this rank's packs, in order.
 
-    def _batch(self, packs: Sequence[Pack], sources: int) -> Batch:
+        Args:
+            sources: the number of a mix's sources.
+            index: of the global batch, if its packs have numbers.
+        """
+        size, rows = self.micro_batch_size, range(0)
+        if index is not None:
+            first = 1 + index * self.global_batch_size + self.packs.start
+            rows = range(first, first + len(packs))
+        return [self._batch(packs[at : at + size], sources, rows[at : at + size]) for at in range(0, len(packs), size)]
+
+    def _batch(self, packs: Sequence[Pack], sources: int, rows: range) -> Batch:
         shape = len(packs), self.seq_len
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -136,6 +146,7 @@ class Share:
             sources=torch.tensor([pack.source for pack in packs]) if sources > 1 else None,
             per_target={name: torch.from_numpy(value) for name, value in values.items()},
             num_documents=count if has_pairs else 0,
+            rows=rows,
         )
 
 
@@ -198,7 +209,13 @@ class Loader:
         epoch, step = divmod(index, self.steps_per_epoch)
         first = step * self.share.global_batch_size
         packs = [self.pack(epoch, first + at) for at in self.share.packs]
-        return self.share.batches(packs, sources=len(self.parts))
+        return self.share.batches(packs, sources=len(self.parts), index=index)
+
+    def row(self, number: int) -> Pack:
+        """The pack with that number in the order of training, from 1; see `Batch.rows`."""
+        index, at = divmod(number - 1, self.share.global_batch_size)
+        epoch, step = divmod(index, self.steps_per_epoch)
+        return self.pack(epoch, step * self.share.global_batch_size + at)
 
     def state(self, index: int) -> None:
         """None: unlike a stream, this loader needs no state to make batch ``index`` again."""

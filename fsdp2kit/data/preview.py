@@ -89,8 +89,10 @@ class Preview:
     """Everything that `tools/preview.py` shows."""
 
     title: str
+    numbers: list[int]
+    """Of the packs that are shown, in the order of training, from 1."""
     packs: list[list[list[Piece]]]
-    """The first packs, each a list of documents, each a list of pieces."""
+    """These packs, each a list of documents, each a list of pieces."""
     padding: list[int]
     """Tokens of padding in each of them."""
     statistics: dict[str, Statistics]
@@ -106,13 +108,13 @@ class Preview:
     """The same data at other lengths."""
 
 
-def preview_data(config: Any, *, packs: int, title: str) -> Preview:
+def preview_data(config: Any, *, rows: int | Sequence[int], title: str) -> Preview:
     """The preview of a config's training data. A stream is represented by its first `STREAM_ROWS` rows.
 
     Nothing is downloaded but the data.
 
     Args:
-        packs: how many packs to show.
+        rows: how many packs to show, or the numbers of these in the order of training, from 1.
 
     Raises:
         UserError: the tokenizer is not on this machine, or the data cannot be read.
@@ -142,7 +144,7 @@ def preview_data(config: Any, *, packs: int, title: str) -> Preview:
             loader,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            packs=packs,
+            rows=rows,
             title=title,
             choices=compare_lengths(config, loader, tokenizer=tokenizer),
             warnings=[*data.warnings, *systems, *([positions] if positions else []), *refusals],
@@ -168,18 +170,20 @@ def build_preview(
     *,
     tokenizer: Tokenizer,
     vocab_size: int,
-    packs: int,
+    rows: int | Sequence[int],
     title: str,
     choices: Sequence[Choice] = (),
     warnings: Sequence[str] = (),
 ) -> Preview:
-    """The preview of a loader: its first ``packs`` packs in the order of training, statistics and warnings.
+    """The preview of a loader: some of its packs, statistics and warnings.
 
     Args:
+        rows: how many of the first, or their numbers in the order of training, from 1.
         choices: the result of `compare_lengths`.
         warnings: what was found elsewhere.
     """
-    first = [loader.pack(0, index) for index in range(min(packs, loader.packs_per_epoch))]
+    numbers = range(1, 1 + min(rows, loader.packs_per_epoch)) if isinstance(rows, int) else rows
+    shown = [loader.row(number) for number in numbers]
     statistics = {part.name: compute_statistics(part, seq_len=loader.share.seq_len) for part in loader.parts}
     found = list(warnings)
     for part in loader.parts:
@@ -187,8 +191,9 @@ def build_preview(
         found += [f"{part.name}: {text}" if part.name else text for text in texts]
     return Preview(
         title=title,
-        packs=[[list(pieces_of(*document, tokenizer)) for document in pack.documents] for pack in first],
-        padding=[loader.share.seq_len - sum(len(ids) for ids, _ in pack.documents) for pack in first],
+        numbers=list(numbers),
+        packs=[[list(pieces_of(*document, tokenizer)) for document in pack.documents] for pack in shown],
+        padding=[loader.share.seq_len - sum(len(ids) for ids, _ in pack.documents) for pack in shown],
         statistics=statistics,
         warnings=found,
         rows_per_epoch=loader.packs_per_epoch,

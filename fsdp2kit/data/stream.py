@@ -123,7 +123,7 @@ class StreamLoader:
             self._tokens[source] += sum(len(ids) for ids, _ in documents)
             packs.append(Pack(documents, source))
         self._next += 1
-        return self.share.batches([packs[at] for at in self.share.packs], sources=len(self._weights))
+        return self.share.batches([packs[at] for at in self.share.packs], sources=len(self._weights), index=index)
 
     def state(self, index: int) -> State:
         """What `seek` needs to continue with global batch ``index``, which must be the next.

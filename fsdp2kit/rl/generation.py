@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from fsdp2kit import status
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.distributed import agreement, gather_objects, rank, reduce_numbers, world_size
 from fsdp2kit.model.assets import generation_config
@@ -88,6 +89,7 @@ class Phases:
         """Measure what this encloses."""
         start = time.perf_counter()
         self._memory.end(None)
+        status.begin(name)
         yield
         self._memory.end(name)
         self.seconds[name] = time.perf_counter() - start

@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fsdp2kit import status
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
@@ -43,6 +44,7 @@ from fsdp2kit.train.step import (
     clip_gradients,
     is_finite,
     next_batch,
+    nonfinite_rows,
     raise_nonfinite,
     step_record,
 )
@@ -174,7 +176,7 @@ def train_step(
             run.checkpoints.wait_until_staged()  # a save may still be copying what the step changes
         optimizer.step()
     elif section.on_nonfinite == "stop":
-        raise_nonfinite(local_loss, record["grad_norm"], step=run.progress.step + 1)
+        raise_nonfinite(local_loss, record["grad_norm"], batch, config=run.config, step=run.progress.step + 1)
     schedule.step()
     optimizer.zero_grad(set_to_none=True)
     memory.end("optimizer")
@@ -241,6 +243,7 @@ class _Loop:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
         mesh, seconds, failed = self.run.mesh, self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
         # Rank 0's clock decides for all.
+        status.begin("", step=self.run.progress.step + 1)
         due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
         batch = next_batch(
             self.batches, self.run.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=due
@@ -262,6 +265,7 @@ class _Loop:
         self.run.progress = self.run.progress.after_step(batch.supervised_tokens, batch.input_tokens, is_finite=good)
         if not good:
             why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
+            why += nonfinite_rows(batch, config)
             metrics.message(f"step {self.run.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
             metrics.message(throughput.first_step())
@@ -323,6 +327,7 @@ class _Loop:
         if not evaluates or self.evaluate is None:
             self.metrics.log(line)
             return
+        status.begin("evaluating")
         line |= self.evaluate()
         if (objective := getattr(self.evaluate, "objective", None)) is not None:
             self.metrics.shown = objective.shown
@@ -333,6 +338,7 @@ class _Loop:
         self.metrics.throughput.restart()
 
     def _save(self) -> None:
+        status.begin("saving a checkpoint")
         state = self.batches.state(self.run.progress.step)
         position = replace(self.run.progress, wandb_id=self.metrics.wandb_id, data=state)
         self.checkpoints.save(position, is_over=self.is_over)

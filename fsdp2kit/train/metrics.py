@@ -25,7 +25,8 @@ RECORD_KEYS = frozenset(
     (
         *("step", "epoch", "time", "loss", "grad_norm", "lr", "tokens", "input_tokens", "tokens_total"),
         *("packing_efficiency", "tokens_per_second", "supervised_tokens_per_second", "tflops_per_device", "mfu"),
-        *("memory_gib", "step_seconds", "data_seconds", "seconds_to_first_step", "compile_seconds"),
+        *("memory_gib", "step_seconds", "data_seconds", "start", "seconds_to_first_step", "compile_seconds"),
+        *("slowest_rank", "straggler_ratio"),
         *("eval_loss", "eval_perplexity"),
     )
 )
@@ -49,7 +50,8 @@ def build_metrics(
         progress: where the run starts, and the wandb run that it continues.
         total_steps: of the whole run, for the progress line.
     """
-    throughput = Throughput(plan.flops, device=job.world.device, world_size=job.world.size, memory_by_phase=True)
+    world, start = job.world, job.environment.get("start")
+    throughput = Throughput(plan.flops, device=world.device, world_size=world.size, memory_by_phase=True, start=start)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
     with agreement():
         if job.is_main:

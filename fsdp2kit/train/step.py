@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit import status
+from fsdp2kit.command_line import rows_text
+from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.distributed import agree, gather_objects
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure, UserError, tool_command
+from fsdp2kit.failures import name_ranks
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.torch_compat import float32_norms
+
+_MOST_MICRO_BATCHES, _MOST_ROWS = 16, 32  # that are named: of each rank, of the job
 
 Parts = tuple[Tensor, Tensor | None]
 Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
@@ -119,6 +125,8 @@ class GlobalBatch:
     """Whether any rank asked for a checkpoint."""
     seconds: float
     """How long this rank waited for the data."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Each micro-batch's summed loss, on the device; `accumulate_gradients` adds them."""
 
 
 def next_batch(
@@ -137,6 +145,7 @@ def next_batch(
         save_failed: whether a save failed on this rank.
         save_due: whether this rank asks for a checkpoint.
     """
+    status.enter("reading data")
     start = time.perf_counter()
     micro_batches: Sequence[Any] = []
     error: Exception | None = None
@@ -153,6 +162,7 @@ def next_batch(
     # A rank whose batch failed sends as many numbers as the others.
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
+    status.enter("exchanging the batch's counts")
     flags = [error is not None, stop, save_failed, save_due]
     (failed, *others), sums = mesh.sum_over_rows([float(flag) for flag in flags], counts)
     if failed:
@@ -193,6 +203,7 @@ def accumulate_gradients(
     keeps_units = reshards_after_forward(fsdp) is False
     scale = mesh.gradient_ranks / batch.num_items  # FSDP2 averages gradients over these ranks
     total = None
+    batch.losses.clear()
     for number, micro in enumerate(batch.micro_batches, start=1):
         last = number == len(batch.micro_batches)
         model.set_is_last_backward(last)
@@ -201,8 +212,11 @@ def accumulate_gradients(
         model.set_requires_gradient_sync(last or fsdp.accumulates_shards)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or not keeps_units)
+        status.enter("forward")
         loss, parts, *_ = objective(model, shard(micro))
+        batch.losses.append(loss.detach())
         end_phase("forward")
+        status.enter("backward")
         (loss * scale).backward()
         end_phase("backward")
         found = loss.detach() if parts is None else torch.cat([loss.detach()[None], parts.to(loss.dtype)])
@@ -213,6 +227,7 @@ def accumulate_gradients(
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm`` (0: never); returns `gradient_norm`."""
+    status.enter("gradient norm")
     norm = gradient_norm(model)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
@@ -234,7 +249,9 @@ def step_record(
         mix also ``loss/NAME``, the mean over that source's supervised tokens, if it has any in this batch.
     """
     figures = (mesh.sum_loss(local_loss.clone()), norm.detach().to(local_loss.device))
+    status.enter_device_wait()
     loss, *parts, norm_value = torch.cat([figure.double().flatten() for figure in figures]).tolist()
+    status.enter("optimizer")
     parts, means = parts[: len(parts) - len(names)], parts[len(parts) - len(names) :]
     record = {"loss": loss, "grad_norm": norm_value, "lr": lr, **dict(zip(names, means, strict=True))}
     for (name, tokens), part in zip(batch.tokens_by_source.items(), parts, strict=False):
@@ -274,16 +291,33 @@ def is_finite(record: Mapping[str, float]) -> bool:
     return math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
 
 
-def raise_nonfinite(local_loss: Tensor, norm: float, *, step: int) -> None:
-    """Raise a `RunFailure`, on every rank, that names the step and the ranks with a non-finite loss."""
-    ranks = [
-        rank for rank, finite in enumerate(gather_objects(math.isfinite(local_loss.flatten()[0].item()))) if not finite
-    ]
+def raise_nonfinite(local_loss: Tensor, norm: float, batch: GlobalBatch, *, config: TrainingConfig, step: int) -> None:
+    """Raise a `RunFailure`, on every rank, that names the step, and the ranks and rows with a non-finite loss."""
+    is_bad = not math.isfinite(local_loss.flatten()[0].item())
+    ranks = [rank for rank, is_its in enumerate(gather_objects(is_bad)) if is_its]
+    rows = nonfinite_rows(batch, config)
     if ranks:
-        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+        what = f"the loss is not finite on {name_ranks(ranks)}{rows}"
     else:
         what = f"the gradient norm is {norm} although every rank's loss is finite"
     raise RunFailure(
         f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
         'or set train.on_nonfinite = "skip"'
     )
+
+
+def nonfinite_rows(batch: GlobalBatch, config: TrainingConfig) -> str:
+    """Names the rows of the micro-batches whose loss is not finite, and how to see them; "" if none. Collective."""
+    bad = [not math.isfinite(loss.flatten()[0].item()) for loss in batch.losses]
+    found = [
+        list(getattr(micro, "rows", ())) for micro, is_bad in zip(batch.micro_batches, bad, strict=True) if is_bad
+    ]
+    rows = sorted({row for rows in gather_objects(found[:_MOST_MICRO_BATCHES]) for one in rows for row in one})
+    if not rows:
+        return ""
+    shown = rows_text(rows[:_MOST_ROWS])
+    more = f" and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else ""
+    text = f", in {f'row {rows[0]}' if len(rows) == 1 else f'rows {shown}'}{more} of training"
+    if config.data.streaming:
+        return text
+    return f"{text} ({tool_command('preview')} {Path(config.run.dir) / 'config.toml'} --rows {shown} shows them)"

@@ -7,6 +7,8 @@ import time
 from types import FrameType
 
 from fsdp2kit import torchrun
+from fsdp2kit.distributed import is_lost_rank
+from fsdp2kit.failures import outlive_torchrun
 
 # What schedulers and Ctrl-C send.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -37,9 +39,11 @@ class StopRequest:
                 break
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        if error is not None and is_lost_rank(error):
+            outlive_torchrun()  # until it has said which rank is lost
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fsdp2kit.distributed import reduce_numbers, seconds_alive
+from fsdp2kit import status
+from fsdp2kit.distributed import gather_numbers, seconds_alive
 from fsdp2kit.model.flops import ModelFlops, device_peak_flops, flops_per_batch
 from fsdp2kit.torch_compat import compile_seconds
 
 PHASES = ("forward", "backward", "optimizer")
 """Forward includes moving the micro-batch to the device; optimizer the gradient norm and clipping."""
 
+_LEAST_LOOKS = 20  # fewer say nothing of how long a rank waited
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -30,12 +33,21 @@ class Throughput:
         device: this rank's device.
         world_size: ranks in the job.
         memory_by_phase: whether records have the peak memory of each phase; this resets the device's own peak.
+        start: the number of this start of the run, for its first record.
     """
 
     def __init__(
-        self, counts: ModelFlops, *, device: torch.device, world_size: int, memory_by_phase: bool = False
+        self,
+        counts: ModelFlops,
+        *,
+        device: torch.device,
+        world_size: int,
+        memory_by_phase: bool = False,
+        start: int | None = None,
     ) -> None:
-        self._counts, self._world_size = counts, world_size
+        self._counts, self._world_size, self._number = counts, world_size, start
+        # Since the last `find_straggler` with enough of them: seconds, those for data, looks, and how many saw a wait.
+        self._spent = [0.0, 0.0, 0.0, 0.0]
         self.memory = PhaseMemory(device, by_phase=memory_by_phase)
         self._peak = device_peak_flops(device)
         self._start: dict[str, float] = {}
@@ -48,6 +60,7 @@ class Throughput:
         self._started = time.perf_counter()
         self._steps = self._input = self._supervised = 0
         self._flops = self._data_seconds = 0.0
+        status.take_looks()
 
     def add(self, input_tokens: int, supervised_tokens: int, attention_pairs: int, data_seconds: float) -> None:
         """Count one step's global batch."""
@@ -65,20 +78,28 @@ class Throughput:
         """
         self.has_begun, seconds, compiling = True, seconds_alive(), compile_seconds()
         self._start = {"seconds_to_first_step": seconds}
+        if self._number is not None:
+            self._start["start"] = self._number
         if not compiling:
             return f"first step done {seconds:.1f} s after the start"
         self._start["compile_seconds"] = compiling
         return f"first step done {seconds:.1f} s after the start, {compiling:.1f} s of which compiled layers"
 
     def record(self) -> dict[str, Any]:
-        """The average speeds since the last record; starts the next interval. Collective.
+        """The average speeds since the last record, and the slowest rank; starts the next interval. Collective.
 
         Peak memory and waiting for data are the maximum over ranks.
         """
         seconds = time.perf_counter() - self._started
+        spent = seconds, self._data_seconds, *status.take_looks()
+        self._spent = [one + other for one, other in zip(self._spent, spent, strict=True)]
         phases = [float(self.memory.phases.get(phase, 0)) for phase in PHASES]
-        mine = [float(self.memory.highest), self._data_seconds, *phases]
-        memory, waited, *phases = reduce_numbers(mine, dist.ReduceOp.MAX)
+        mine = [float(self.memory.highest), self._data_seconds, *phases, *self._spent]
+        ranks = gather_numbers(mine)
+        memory, waited, *phases = (max(column) for column in list(zip(*ranks, strict=True))[:-4])
+        slowest = find_straggler([rank[-4:] for rank in ranks])
+        if slowest:
+            self._spent = [0.0] * 4
         flops = self._flops / seconds / self._world_size
         record = {
             "tokens_per_second": self._input / seconds,
@@ -89,11 +110,37 @@ class Throughput:
             **{f"memory_gib/{name}": peak / 2**30 for name, peak in zip(PHASES, phases, strict=True) if peak},
             "step_seconds": seconds / self._steps,
             "data_seconds": waited / self._steps,
+            **slowest,
             **self._start,
         }
         self._start = {}
         self.restart()
         return record
+
+
+def find_straggler(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The rank that waits least for others, and its time over the median of the other ranks' own time.
+
+    Args:
+        ranks: each rank's seconds, its seconds of reading data, how often its main thread was looked at, and how often
+            that was waiting.
+
+    Returns:
+        Keys of a record; nothing for a single rank, or if there were too few looks.
+    """
+    if len(ranks) == 1 or min(looks for _, _, looks, _ in ranks) < _LEAST_LOOKS:
+        return {}
+    own = [seconds * max(1.0, looks - waits) / looks for seconds, _, looks, waits in ranks]
+    slowest = max(range(len(own)), key=own.__getitem__)
+    seconds, data, *_ = ranks[slowest]
+    data = min(data, own[slowest])
+    return {
+        "slowest_rank": slowest,
+        "straggler_ratio": own[slowest] / statistics.median(own[:slowest] + own[slowest + 1 :]),
+        "slowest_rank/data": data / seconds,
+        "slowest_rank/compute": (own[slowest] - data) / seconds,
+        "slowest_rank/waiting": 1 - own[slowest] / seconds,
+    }
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -37,7 +37,7 @@ def preview_of(
     tokenizer = make_tokenizer(template)
     loader = build_data(config, tokenizer=tokenizer, vocab_size=10**6).loader
     assert isinstance(loader, Loader)
-    return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, packs=2, title="x")
+    return build_preview(loader, tokenizer=tokenizer, vocab_size=vocab_size, rows=2, title="x")
 
 
 def toml_of(folder: Path, rows: list[dict], data: str, *, recipe: str = "sft") -> tuple[str, Path]:

@@ -1,0 +1,367 @@
+"""A rank that fails or is lost: one line on each host that says which, where and since when.
+
+Every rank writes its position and a counter (its beat) to the job's store, which rank 0's host keeps, about once a
+second. When a collective fails, the first rank to notice reads what all have written and leaves one line in the store.
+A rank that does not end by itself then, because it waits for ever, is ended by its thread. Tracebacks of ranks that
+only wait for a lost one go to ``errors/rank-N.txt`` in the run directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from fsdp2kit import status
+from fsdp2kit.status import Position
+
+_LINE, _EXPLAINERS = "fsdp2kit/line", "fsdp2kit/explainers"
+_LOST = "lost another rank"
+_CLIENT_SECONDS = 10.0
+_GRACE_SECONDS = 10.0
+_LATE = 0.95  # of run.timeout_minutes without a change of position
+_AGAIN = "start the run again: it resumes from its newest complete checkpoint"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has written to the store last."""
+
+    position: Position
+    place: str = ""
+    """Where its main thread is in the code; empty while it waits in a collective."""
+    beat: int = 0
+    end: str = ""
+    """How it ended: its own error, or that it has `_LOST` another rank. Empty while it runs."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Report:
+        values = json.loads(text)
+        return cls(**{**values, "position": Position(**values["position"])})
+
+
+class Watch:
+    """This rank's part in reporting; `watch` makes it.
+
+    Args:
+        store: the job's.
+        hosts: of every rank, by name.
+        minutes: ``run.timeout_minutes``.
+        asks: whether to look for lost ranks before a time-out. NCCL's time-out ends a process without an exception.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: float, asks: bool = False
+    ) -> None:
+        # A connection of its own: training's may be busy for as long as a collective takes to begin.
+        short = timedelta(seconds=_CLIENT_SECONDS)
+        self._store = dist.TCPStore(store.host, store.port, is_master=False, timeout=short, wait_for_workers=False)
+        self.rank, self.hosts, self._minutes, self._asks = rank, tuple(hosts), minutes, asks
+        # 256 reports a second at most, whatever the number of ranks.
+        self.period = max(1.0, len(hosts) / 256)
+        self._beat, self._end, self._over, self._knows = 0, "", threading.Event(), False
+        self._write()
+        self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
+        self._thread.start()
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    def stop(self) -> None:
+        """Stop reporting, at the end of a run."""
+        self._over.set()
+        self._thread.join(timeout=self.period)
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the other ranks of this rank's own failure. Rank 0, which keeps the store, waits until they know."""
+        self._end = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+        _within(self.period * 5, self._announce)
+
+    def explain(self, error: BaseException) -> str:
+        """The line about a collective that failed, "" if another rank of this host prints it. Takes a few seconds.
+
+        All ranks get the same line, from the first that asks.
+        """
+        self._end = _LOST
+        if self._knows:
+            return ""
+        at = ", ".join(part for part in (str(status.position()), _collective_of(error)) if part)
+        found = _within(self.period * 4 + _CLIENT_SECONDS, lambda: self._explain(at, error))
+        if found is not None:
+            return found
+        # Without a store the ranks cannot agree on who prints: it is the lowest one of this host that can be alive.
+        others = [rank for rank, host in enumerate(self.hosts) if host == self.host and rank > 0]
+        what = f"rank 0 on {self.hosts[0]}, to which all ranks report, does not answer"
+        todo = f"see whether that host, its network and its processes are up, and {_AGAIN}"
+        return f"{at}: {what}; {todo}" if self.rank == min(others, default=0) else ""
+
+    def diagnose(self, at: str, error: BaseException | None) -> str | None:
+        """Find the ranks that failed, are lost or late, and say so. Takes up to four periods.
+
+        Args:
+            at: position of the collective.
+            error: the collective's; None: it has not failed yet, and the result is None if no such rank is found.
+        """
+        mine, before = status.position(), self._read()
+        others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
+        deadline = time.monotonic() + 4 * self.period
+        while True:
+            time.sleep(self.period / 4)
+            now = self._read()
+            running = [rank for rank in others if not now[rank].end]
+            silent = [rank for rank in running if now[rank].beat == before[rank].beat]
+            failed = [rank for rank in others if now[rank].end not in ("", _LOST)]
+            if failed or not silent or time.monotonic() >= deadline:
+                break
+        if failed:
+            return f"{at}: {self._describe_failed(failed[0], now[failed[0]])}"
+        if silent:
+            what = self._group(
+                silent, lambda rank: str(now[rank].position), "gives no sign of life since the report from"
+            )
+            todo = "see whether that host, its network and its processes are up (dmesg says if memory ran out)"
+            return f"{at}: {what}; {todo}, and {_AGAIN}"
+        late = [rank for rank in running if now[rank].position.number < mine.number]
+        late = late or [
+            rank
+            for rank in running
+            if now[rank].place and now[rank].place == before[rank].place and now[rank].position.number == mine.number
+        ]
+        if late:
+            what = self._group(late, lambda rank: _where(now[rank]), "is still in")
+            todo = f"what it waits for there is the cause; stacks: {_errors_of(late[0])}"
+            return f"{at}: {what}, and has not come within run.timeout_minutes = {self._minutes:g}; {todo}"
+        if error is None:
+            return None
+        what = f"a collective failed, although no rank is silent or late: {str(error).partition(chr(10))[0]}"
+        todo = (
+            "see the network between the hosts, and whether the ranks of a recipe of yours call the same collectives"
+        )
+        return f"{at}: {what}; {todo}"
+
+    def _describe_failed(self, rank: int, report: Report) -> str:
+        what = f"rank {rank} on {self.hosts[rank]} failed in {report.position}: {report.end}"
+        return f"{what}; its traceback is in that host's log and in {_errors_of(rank)}"
+
+    def _group(self, ranks: Sequence[int], text: Callable[[int], str], verb: str) -> str:
+        """``ranks 2–4 on host-b give no sign of life since step 3, and rank 7 on …``: by host and by text."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank in ranks:
+            groups.setdefault((self.hosts[rank], text(rank)), []).append(rank)
+        plural = {"gives": "give", "is": "are"}
+        first, _, rest = verb.partition(" ")
+        return ", and ".join(
+            f"{name_ranks(some)} on {host} {plural[first] if len(some) > 1 else first} {rest} {what}"
+            for (host, what), some in groups.items()
+        )
+
+    def _announce(self) -> None:
+        self._write()
+        mine = Report(status.position(), end=self._end)
+        self._store.compare_set(_LINE, "", f"{mine.position}: {self._describe_failed(self.rank, mine)}")
+        deadline = time.monotonic() + 3 * self.period
+        while self.rank == 0 and time.monotonic() < deadline and not all(report.end for report in self._read()):
+            time.sleep(self.period / 10)
+
+    def _explain(self, at: str, error: BaseException) -> str:
+        self._write()
+        if self._store.add(_EXPLAINERS, 1) == 1:
+            self._store.compare_set(_LINE, "", self.diagnose(at, error) or "")
+        self._store.wait([_LINE], timedelta(seconds=self.period * 4 + _CLIENT_SECONDS / 2))
+        line = self._take_line()
+        if self.rank == 0:  # the other hosts still have to read it
+            time.sleep(2 * self.period)
+        return line
+
+    def _take_line(self) -> str:
+        """The line, for the first rank of each host that asks; "" for the others."""
+        self._knows = True
+        is_first = self._store.add(f"fsdp2kit/said on {self.host}", 1) == 1
+        return self._store.get(_LINE).decode() if is_first else ""
+
+    def _write(self) -> None:
+        frame = status.main_frame()
+        place = "" if self._end or status.is_waiting(frame) else status.place_of(frame)
+        self._store.set(_key(self.rank), Report(status.position(), place, self._beat, self._end).encode())
+
+    def _read(self) -> list[Report]:
+        keys = [_key(rank) for rank in range(len(self.hosts))]
+        if self._store.check(keys):
+            return [Report.decode(text) for text in self._store.multi_get(keys)]
+        texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        return [Report(Position()) if text is None else Report.decode(text) for text in texts]
+
+    def _report(self) -> None:
+        """The thread: write the beat; end this process after another one's failure if it does not end by itself."""
+        since, number = time.monotonic(), -1
+        while not self._over.wait(self.period):
+            self._beat += 1
+            if status.position().number != number:
+                since, number = time.monotonic(), status.position().number
+            try:
+                self._write()
+                if not self._end and self._store.check([_LINE]):
+                    self._end_soon()
+                elif self._asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
+                    self._asks = False
+                    self._warn()
+            except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost; the next collective fails
+                return
+
+    def _warn(self) -> None:
+        if self._store.add("fsdp2kit/warned", 1) == 1 and (line := self.diagnose(str(status.position()), None)):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+
+    def _end_soon(self) -> None:
+        """Print the line, and end this process unless it ends by itself."""
+        if line := self._take_line():
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        if self._over.wait(_GRACE_SECONDS) or self._end:
+            return
+        stack = "".join(traceback.format_stack(status.main_frame()))
+        if _folder is not None:
+            write_traceback(f"It waited here when another rank had ended:\n{stack}")
+        os._exit(1)
+
+
+_watch: Watch | None = None
+_folder: Path | None = None
+
+
+def watch(store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: float, asks: bool) -> None:
+    """Report to the other ranks from now on; see `Watch`. Every rank calls it."""
+    global _watch
+    _watch = Watch(store, rank=rank, hosts=hosts, minutes=minutes, asks=asks)
+
+
+def stop() -> None:
+    """Stop reporting."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+
+
+def keep_in(folder: Path) -> None:
+    """From now on, tracebacks go to ``folder``."""
+    global _folder
+    _folder = folder
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks why this one ends."""
+    if _watch is not None:
+        _watch.announce(error)
+
+
+def end_failed(error: Exception) -> int:
+    """End after this rank's own failure: print and keep the traceback, tell the others. Returns the exit code.
+
+    Where ranks do not report (one rank, or a group that someone else has started), the error is raised.
+    """
+    write_traceback("".join(traceback.format_exception(error)))
+    if _watch is None:
+        raise error
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    _watch.announce(error)
+    return 1
+
+
+def end_lost(error: Exception) -> NoReturn:
+    """End after a collective that failed because of another rank: one line a host, and exit code 1."""
+    outlive_torchrun()
+    if _watch is None:
+        what = "another rank has ended, or has not answered within run.timeout_minutes"
+        print(f"error: {what}; what follows is not the cause", file=sys.stderr)
+        raise error
+    text = "".join(traceback.format_exception(error))
+    if not write_traceback(text):
+        print(text, file=sys.stderr)
+    if line := _watch.explain(error):
+        print(f"error: {line}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def outlive_torchrun() -> None:
+    """Ignore SIGTERM: torchrun sends it as soon as one rank has ended, and kills after another 30 seconds."""
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def write_traceback(text: str) -> bool:
+    """Append a text to this rank's file in ``errors/``; False without a run directory, or if the disk refuses."""
+    if _folder is None:
+        return False
+    now, rank = datetime.now(timezone.utc).isoformat(timespec="seconds"), int(os.environ.get("RANK", "0"))
+    try:
+        _folder.mkdir(parents=True, exist_ok=True)
+        with (_folder / f"rank-{rank}.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{now} rank {rank} on {platform.node()}, {status.position()}\n{text}\n")
+    except OSError:
+        return False
+    return True
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 2 and 3``, ``ranks 0–2, 5 and 8–15``; the ranks are in order."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        ends = f"{numbers[0]}–{numbers[-1]}"
+        parts += [ends] if len(numbers) > 2 else map(str, numbers)
+    text = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def _key(rank: int) -> str:
+    return f"fsdp2kit/rank/{rank}"
+
+
+def _where(report: Report) -> str:
+    return f"{report.position}, at {report.place}" if report.place else str(report.position)
+
+
+def _errors_of(rank: int) -> str:
+    return str(Path("errors" if _folder is None else _folder) / f"rank-{rank}.txt")
+
+
+def _collective_of(error: BaseException) -> str:
+    """The function of torch.distributed in which an error was raised, such as ``all_reduce``; "" if in none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    return next((name for name in reversed(found) if name != "wrapper"), "")
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of ``work``; None if it fails, or takes longer. A store on a lost host may never answer."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, OSError):
+            results.append(work())
+
+    thread = threading.Thread(target=run, daemon=True, name="fsdp2kit-explain")
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

@@ -1,0 +1,158 @@
+"""Ranks that are lost, late or fail: which one, on which host, since when; and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit.failures import name_ranks
+from tests.checkpoint.test_chaos import TOML
+from tests.reference import full
+from tests.test_signals import steps_done
+from tests.workers import ending, start_ranks
+
+HOST = platform.node()
+
+RECIPE = """
+import sys, time
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+from fsdp2kit.data.loader import Loader
+from recipes import sft
+from recipes.sft import Config
+
+def cross_entropy(model, inputs):
+    act_in("forward")
+    return original_loss(model, inputs)
+
+def batch(self, index):
+    act_in("data")
+    return original_batch(self, index)
+
+def act_in(where):
+    calls[where] += 1
+    if where == {where!r} and calls[where] == 3 and dist.get_rank() == {rank}:
+        {act}
+
+def main(config):
+    sft.cross_entropy, Loader.batch = cross_entropy, batch
+    sft.main(config)
+
+calls = {{"forward": 0, "data": 0}}
+original_loss, original_batch = sft.cross_entropy, Loader.batch
+"""
+
+
+def start(
+    folder: Path, size: int, *options: str, act: str = "pass", where: str = "forward", rank: int = -1
+) -> tuple[list[Any], list[Path], Path]:
+    """Ranks of an endless run, one of which does something in a forward, or in its data; logs, and run directory."""
+    root = str(Path(__file__).parents[1])
+    (folder / "own.py").write_text(RECIPE.format(root=root, act=act, where=where, rank=rank))
+    (folder / "run.toml").write_text(TOML.replace('recipe = "sft"', 'recipe = "own.py"'))
+    fixed = ["train.steps=1000000", f"run.dir={folder / 'run'}", "checkpoint.every=0", "data.prefetch=0"]
+    fixed.append(f"train.global_batch_size={size}")
+    ranks, logs = start_ranks(size, folder, "fsdp2kit.run", str(folder / "run.toml"), *fixed, *options)
+    return ranks, logs, folder / "run"
+
+
+def outcome(ranks: list[Any], logs: list[Path], *, seconds: float = 90) -> tuple[list[Any], list[str]]:
+    """Exit codes, and the lines of error with the numbers of the ranks that printed them."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.join(max(0.1, deadline - time.monotonic()))
+    lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith("error: ")]
+    return [rank.exitcode for rank in ranks], lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, killed: int) -> None:
+    ranks, logs, run_dir = start(tmp_path, 2)
+    with ending(ranks):
+        deadline = time.monotonic() + 240
+        while steps_done(run_dir) < 3 and ranks[0].is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(ranks[killed].pid, signal.SIGKILL)
+        codes, lines = outcome(ranks, logs)
+    said = "".join(log.read_text() for log in logs)
+    assert codes[1 - killed] == 1, said
+    [line] = lines
+    what = "to which all ranks report, does not answer" if killed == 0 else "gives no sign of life since the report from step"
+    assert re.match(rf"error: step \d+, [^:]+: rank {killed} on {HOST},? {what}", line), line
+    assert "Traceback" not in said
+    kept = (run_dir / "errors" / f"rank-{1 - killed}.txt").read_text()
+    assert "Traceback" in kept
+    assert "gloo/transport" in kept
+
+
+SHORT = "run.timeout_minutes=0.3"
+
+
+@pytest.mark.full
+def test_a_rank_that_sleeps_is_named_with_its_place_and_ended(tmp_path: Path) -> None:
+    """In its forward, where the others wait for its parameters."""
+    ranks, logs, run_dir = start(tmp_path, 2, SHORT, act="time.sleep(1000)", rank=1)
+    with ending(ranks):
+        codes, lines = outcome(ranks, logs)
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [1, 1], said
+    [line] = lines
+    where = rf"error: step 3, forward, \w+: rank 1 on {HOST} is still in step 3, forward, at [^/]+/own.py:20"
+    assert re.match(where + r" in act_in, and has not come within run.timeout_minutes = 0.3; ", line), line
+    assert f"{run_dir}/errors/rank-1.txt" in line
+    assert "time.sleep(1000)" in (run_dir / "errors" / "rank-1.txt").read_text()
+    assert "Traceback" not in said
+
+
+@pytest.mark.full
+def test_a_rank_that_is_late_is_named_with_its_phase(tmp_path: Path) -> None:
+    """It reads its data for ever, while the others wait to compare their batches."""
+    ranks, logs, _ = start(tmp_path, 3, SHORT, act="time.sleep(1000)", where="data", rank=1)
+    with ending(ranks):
+        codes, lines = outcome(ranks, logs)
+    assert codes == [1, 1, 1], lines
+    [line] = lines
+    assert line.startswith("error: step 3, exchanging the batch's counts, all_reduce: rank 1 on")
+    assert f"rank 1 on {HOST} is still in step 3, reading data, at data/build.py:" in line
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path: Path) -> None:
+    ranks, logs, _ = start(tmp_path, 3, SHORT, act="import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", rank=2)
+    with ending(ranks):
+        codes, lines = outcome(ranks[:2], logs)
+    assert codes == [1, 1], lines
+    [line] = lines
+    assert re.match(rf"error: step 3, .*: rank 2 on {HOST} gives no sign of life since the report from ", line), line
+
+
+@pytest.mark.parametrize("rank", [1, full(0)])
+def test_the_others_point_to_a_rank_that_failed(tmp_path: Path, rank: int) -> None:
+    ranks, logs, run_dir = start(tmp_path, 2, act="raise ValueError('a bug')", rank=rank)
+    with ending(ranks):
+        codes, lines = outcome(ranks, logs)
+    own, other = (logs[number].read_text() for number in (rank, 1 - rank))
+    assert codes == [1, 1], own + other
+    assert own.count("Traceback") == 1
+    assert "ValueError: a bug" in own
+    assert "Traceback" not in other
+    [line] = lines
+    assert line in other
+    assert re.match(
+        rf"error: step 3, \w+.*: rank {rank} on {HOST} failed in step 3, forward: ValueError: a bug; ", line
+    )
+    assert f"{run_dir}/errors/rank-{rank}.txt" in line
+    assert "ValueError: a bug" in (run_dir / "errors" / f"rank-{rank}.txt").read_text()
+
+
+def test_ranks_by_name() -> None:
+    named = {(3,): "rank 3", (2, 3): "ranks 2 and 3", (0, 1, 2, 5, 8, 9, 10): "ranks 0–2, 5 and 8–10"}
+    assert [name_ranks(ranks) for ranks in named] == list(named.values())

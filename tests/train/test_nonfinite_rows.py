@@ -1,0 +1,76 @@
+"""A loss that is not finite names the rows of its micro-batch, and the preview shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2kit import run
+from fsdp2kit.command_line import row_numbers, rows_text
+from fsdp2kit.errors import RunFailure
+from tests.checkpoint.test_chaos import TOML
+from tests.workers import WorkerPool
+from tools import preview
+
+
+def fail_in_a_row(toml: str, overrides: list[str]) -> tuple[str, list[str]]:
+    """The failure of a run with one loss that is not finite; and the tokens of that micro-batch, on its rank."""
+    recipe, config = run.load(toml, overrides)
+    original, calls, seen = vars(recipe)["cross_entropy"], 0, []
+
+    def poisoned(model: Any, inputs: dict[str, Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, parts = original(model, inputs)
+        if calls == 4 and recipe_rank() == 1:
+            seen.extend(inputs["input_ids"].tolist())
+            loss = loss * float("nan")
+        return loss, parts
+
+    vars(recipe)["cross_entropy"] = poisoned
+    with pytest.raises(RunFailure) as failure:
+        recipe.main(config)
+    return str(failure.value), seen
+
+
+def recipe_rank() -> int:
+    from fsdp2kit.distributed import rank
+
+    return rank()
+
+
+def test_the_rows_of_a_loss_that_is_not_finite_are_named_and_shown(
+    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    toml.write_text(TOML)
+    options = [f"run.dir={run_dir}", "train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.every=0"]
+    (said, _), (_, seen) = pool.run(2, fail_in_a_row, str(toml), options)
+    named = re.match(
+        r"step 2: the loss is not finite on rank 1, in rows ([\d,-]+) of training \((.*) shows them\); ", said
+    )
+    assert named, said
+    # The second batch has rows 9 to 16, of which rank 1 reads the last four, two at a time.
+    assert named.group(1) == "15-16"
+    arguments = named.group(2).split(" preview ")[-1].split("preview.py ")[-1].split()
+    assert preview.main([*arguments, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["numbers"] == [15, 16]
+    texts = ["".join(piece["text"] for document in pack for piece in document) for pack in shown["packs"]]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.load(str(toml), [])[1].model.tokenizer)
+    assert [tokenizer.decode(ids)[: len(text)] for ids, text in zip(seen, texts, strict=True)] == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("17-17", [17]), ("17,44", [17, 44]), ("3-5,9,11-12", [3, 4, 5, 9, 11, 12])]
+)
+def test_numbers_of_rows(text: str, numbers: list[int]) -> None:
+    assert rows_text(numbers) == text
+    assert row_numbers(text) == numbers
+    assert row_numbers("3") == 3
