@@ -60,7 +60,7 @@ class HostFacts:
     host: str
     versions: dict[str, str]
     settings: dict[str, str]
-    """By TOML key, without local paths."""
+    """By TOML key; of a local path only that it is one."""
     inputs: dict[str, Look]
     """By TOML key."""
     tokens: dict[str, Token]
@@ -101,7 +101,7 @@ def check_hosts(config: TrainingConfig, world: World, *, seconds: float = _VISIB
 def _facts(config: TrainingConfig, world: World, closing: contextlib.ExitStack) -> HostFacts:
     inputs = {key: look(path) for key, path in _inputs(config).items()}
     local = {key for key, one in inputs.items() if one.there}
-    settings = {key: value for key, value in flat_settings(config).items() if key not in local}
+    settings = {key: "a local path" if key in local else value for key, value in flat_settings(config).items()}
     tokens: dict[str, Token] = {}
     if world.is_main:
         for key, directory in shared_directories(config).items():
@@ -173,11 +173,11 @@ def _list(root: Path, files: Iterable[Path]) -> dict[str, str]:
 
 
 def _describe(path: Path, *, read: bool) -> str:
-    size = path.stat().st_size
     if not read:
-        return f"{size} bytes"
+        return f"{path.stat().st_size} bytes"
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size  # of now: NFS asks the server when a file is opened
         digest.update(stream.read(_END_BYTES))
         if size > _END_BYTES:
             stream.seek(max(_END_BYTES, size - _END_BYTES))

@@ -91,6 +91,16 @@ def other_settings(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> Config
     return config_of(folder, judge={"note": f"n{rank}"})
 
 
+def other_places(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> Config:
+    """One host keeps checkpoints in the run directory, the other elsewhere."""
+    return config_of(folder, checkpoint={"dir": str(folder)} if rank else {})
+
+
+def other_sets(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> Config:
+    """Only one host's TOML has held-out rows."""
+    return config_of(folder, eval={"path": str(folder)} if rank else {})
+
+
 def other_torch(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> Config:
     found = hosts.versions()
     patch.setattr(hosts, "versions", lambda: {**found, "torch": f"2.{rank}"})
@@ -135,6 +145,8 @@ CASES: dict[str, tuple[Case, str | None]] = {
         other_settings,
         'judge.note: "n0" on a and "n1" on b; start every host with the same TOML and overrides',
     ),
+    "places": (other_places, "checkpoint.dir: not set on a and a local path on b; start every host with the same"),
+    "sets": (other_sets, "eval.path: not set on a and a local path on b; start every host with the same"),
     "torch": (other_torch, "torch: 2.0 on a and 2.1 on b; install the same version on every host"),
     "run.dir": (not_shared(), f"run.dir: F/disk1/runs/x {NOT_SHARED}"),
     "url": (not_shared(**URL, export_dir="s3://bucket/hf"), None),
@@ -218,7 +230,6 @@ def test_paths_are_found_by_their_types(tmp_path: Path) -> None:
     assert input_paths(config) == {
         "run.resume": "/c",
         "model.path": "owner/name",
-        "model.weights": "pretrained",
         "judge.rubrics.0": "r",
     }
 

@@ -21,6 +21,8 @@ from fsdp2kit.distributed import gather_objects, is_lost_rank
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
 from fsdp2kit.optim.build import state_sizes
 
+# Packages whose errors are no failures of a store, which has classes of its own.
+_OF_CODE = ("builtins", "torch", "fsdp2kit")
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
@@ -78,21 +80,29 @@ def storage_failure(
     """The error of a save or an export that failed on every rank. Collective, before rank 0 frees its files.
 
     It is a `StorageFailure`, which needs no traceback, if on any rank the disk is full, or has refused access or
-    failed. Free space is looked at, because torch's writers do not say that a disk is full. Any other `OSError` (a
-    missing file, a lost connection) may be a mistake in the code, and is no such failure.
+    failed, or if an object store's client raised it. Free space is looked at, because torch's writers do not say that
+    a disk is full. Any other `OSError` of a disk, as of a missing file, may be a mistake in the code.
     """
     is_storages = False
     if not is_lost_rank(error):
-        of_disk = any(isinstance(cause, OSError) and cause.errno in _OF_DISKS for cause in causes(error))
+        of_disk = any(_is_of(disk, cause) for cause in causes(error))
         with contextlib.suppress(RuntimeError):  # a rank is lost
             is_storages = any(gather_objects(is_full(disk) or of_disk, group=group))
     kind = StorageFailure if is_storages else RunFailure
     return kind(f"{what}: {first_failure(error)}{' (its disk is full)' if is_full(disk) else ''}; {todo}")
 
 
+def _is_of(disk: Path, cause: BaseException) -> bool:
+    if isinstance(cause, OSError):
+        return is_remote(disk) or cause.errno in _OF_DISKS
+    return is_remote(disk) and type(cause).__module__.partition(".")[0] not in _OF_CODE
+
+
 def what_to_do(error: BaseException, store: CheckpointStore) -> str:
     """What the user should do after a save that failed, and where the run then goes on."""
     mend = f"free space there, or mend {store.root}, and start the run again"
+    if is_remote(store.root):
+        mend = "see that the store can be reached and written to, and start the run again"
     if is_lost_rank(error):
         mend = "see why a rank ended or did not answer (run.timeout_minutes), and start the run again"
     try:

@@ -21,8 +21,9 @@ _INPUTS, _OUTPUTS = _marks(InputPath, LocalPath, TemplatePath), _marks(OutputPat
 
 
 def input_paths(config: Section) -> dict[str, str]:
-    """What the run reads, by TOML key: paths, hub ids, and the words that some of these keys take; no URLs."""
-    return {key: text for key, text, marks in _texts(config) if _has(marks, _INPUTS) and "://" not in text}
+    """What the run reads, by TOML key: paths and hub ids; no URLs, and no words like "auto" that keys also take."""
+    found = ((key, text) for key, text, marks in _texts(config) if _has(marks, _INPUTS) and text not in marks)
+    return {key: text for key, text in found if "://" not in text}
 
 
 def shared_directories(config: TrainingConfig) -> dict[str, Path]:
@@ -41,10 +42,10 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
 
 
 def flat_settings(config: Section) -> dict[str, str]:
-    """Every value that is set, as JSON by TOML key, without paths that are written to on a disk."""
+    """Every value that is set, as JSON by TOML key; of a path that is written to on a disk, only that it is one."""
     written = {key for key, text, marks in _texts(config) if _has(marks, _OUTPUTS) and "://" not in text}
     flat = _flat(config.model_dump(mode="json", exclude_none=True), "")
-    return {key: text for key, text in flat if key not in written}
+    return {key: "a local path" if key in written else text for key, text in flat}
 
 
 def _on_disk(text: str | None, default: Path) -> Path | None:
@@ -72,6 +73,9 @@ def _texts_of(value: object, key: str, marks: list[Any]) -> Iterator[tuple[str, 
 
 
 def _annotations(annotation: Any) -> Iterator[Any]:
+    """What a type is annotated with, at any depth, and the texts of a `Literal` in it."""
+    if isinstance(annotation, str):
+        yield annotation
     yield from getattr(annotation, "__metadata__", ())
     for one in get_args(annotation):
         yield from _annotations(one)

@@ -23,7 +23,7 @@ from fsdp2kit.checkpoint.hf import begin_export, dcp_to_hf, ensure_export, plan_
 from fsdp2kit.checkpoint.manifest import MANIFEST
 from fsdp2kit.checkpoint.state import load_weights
 from fsdp2kit.checkpoint.store import on_disk, open_store, to_path
-from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import exported
 from tests.checkpoint.test_checkpoints import assert_same, saved_alone
@@ -135,6 +135,32 @@ def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
     assert (written[0], written[-1]) == (".begun", "manifest.json")
     assert {"__0_0.distcp", "hf/config.json"} < set(written)
     assert len(written) == len(set(written))
+
+
+class Unreachable(Exception):
+    """As the client of a store would raise it."""
+
+
+@pytest.mark.parametrize("raised", [Unreachable, ConnectionError])
+@pytest.mark.parametrize("where", ["/step-000002/.begun", "/step-000002/__0_0.distcp", "/step-000002/manifest.json"])
+def test_a_store_that_fails_ends_the_save_in_one_line(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, raised: type[Exception], where: str
+) -> None:
+    checkpoints = jobs.checkpoints_of(tmp_path, dir=url)
+    checkpoints.save(jobs.progress_at(1))
+    original = MemoryFileSystem._open
+
+    def fails(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "r" not in mode and path.endswith(where):
+            raise raised("503")
+        return original(self, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", fails)
+    with pytest.raises(StorageFailure) as failure:
+        checkpoints.save(jobs.progress_at(2))
+    todo = "see that the store can be reached and written to, and start the run again: it resumes from step-000001"
+    assert str(failure.value).startswith(f"{url}/step-000002: the checkpoint was not saved: ")
+    assert str(failure.value).endswith(f"503; {todo}")
 
 
 def test_what_a_crash_leaves_is_cleared_and_what_is_not_ours_is_not(tmp_path: Path, url: str) -> None:

@@ -100,7 +100,9 @@ def save_and_export(folder: Path, url: str, environment: dict[str, str], is_asyn
     with jobs.checkpoints_of(folder / "local", model, optimizer, **section) as checkpoints:
         checkpoints.save(jobs.progress_at(1))
         jobs.train(model, optimizer, range(2))
-        checkpoints.save(jobs.progress_at(2), is_over=True)
+        path = checkpoints.save(jobs.progress_at(2), is_over=True)
+    for most in (4_000, 12_000):  # several files from every rank; the second export replaces the first
+        dcp_to_hf(path, f"{url}/several", dtype="float32", max_shard_bytes=most)
     return jobs.full_state(model, optimizer)
 
 
@@ -119,6 +121,15 @@ def test_ranks_save_and_export_and_another_mesh_resumes(
     with on_disk(to_path(f"{url}/model")) as folder:
         assert jobs.exported_step(folder) == 2
         AutoModelForCausalLM.from_pretrained(folder)
+    with on_disk(to_path(f"{url}/several")) as folder:
+        files = sorted(folder.glob("*.safetensors"))
+        assert [file.name for file in files] == [
+            f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))
+        ]
+        assert len(files) > 1
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in loaded.named_parameters():
+        assert (parameter.detach().numpy() == saved[name]).all(), name
 
 
 DEMO = ["fsdp2kit.run", "toml/demo_cp2.toml", "train.steps=6", "checkpoint.every=2", "eval.every=0", "mesh.cp=1"]
