@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import platform
+import resource
 import sys
 import threading
 import time
@@ -74,6 +75,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     if not dist.is_initialized():
+        allow_connections(size)
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
@@ -102,6 +104,20 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
             )
         torch.cuda.set_device(local_rank)
     return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank), hosts)
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise this process's limit of open files, if many ranks need it; never above what the system allows.
+
+    Gloo connects every rank to every other in each of its groups, on CUDA too: for all ranks, for a background save,
+    and along dp. Many systems begin with a limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * world_size + 512
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def name_machines(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
@@ -167,6 +183,8 @@ def agree(error: BaseException | None = None, *, group: dist.ProcessGroup | None
     Args:
         group: a group of all ranks, for background work. Default: the default group.
     """
+    if not reduce_numbers([float(error is not None)], group=group)[0]:
+        return  # one number of each rank, in place of an object
     picklable = error if error is None or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     reports = gather_objects(picklable, group=group)
     for rank, report in enumerate(reports):
@@ -250,12 +268,18 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     return result[0]
 
 
-def reduce_numbers(values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-    """Element-wise sum (or maximum, …) of a few host numbers over all ranks, in float64 on gloo."""
+def reduce_numbers(
+    values: list[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Element-wise sum (or maximum, …) of a few host numbers over all ranks, in float64 on gloo.
+
+    Args:
+        group: as in `agree`.
+    """
     if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=op)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()
 
 

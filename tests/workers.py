@@ -50,7 +50,7 @@ def _serve(connection: Any, rank: int, size: int, store_path: str) -> None:
                 if dist.is_initialized():  # the other ranks may wait for this one
                     dist.destroy_process_group()
                 connection.send((False, traceback.format_exc()))
-        _forget_groups()
+        forget_groups()
 
 
 def _stay_on_one_core() -> None:
@@ -63,7 +63,7 @@ def _stay_on_one_core() -> None:
         os.sched_setaffinity(0, {cores[int(name.removeprefix("gw")) % len(cores)]})
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """Clear what DTensor keeps by mesh: it has the names of process groups that are gone after a run."""
     from torch.distributed.tensor import _redistribute, debug
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
+from fsdp2kit.checkpoint.save_plan import SharedSavePlanner
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
@@ -138,6 +139,10 @@ def save_tensors(
     alone: bool = False,
 ) -> None:
     """Write nested tensors, synced, as DCP does; every rank its own file. Collective over `group` unless `alone`."""
+    alone = alone or not dist.is_initialized()
+    if planner is None:
+        own, count = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+        planner = SharedSavePlanner(rank=own, world_size=count)
     with warnings.catch_warnings():
         # dcp.save warns when it runs in one process; that is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -150,7 +155,7 @@ def save_tensors(
             ),
             planner=planner,
             process_group=group,
-            no_dist=alone or not dist.is_initialized(),
+            no_dist=alone,
         )
 
 

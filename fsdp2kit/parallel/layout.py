@@ -80,7 +80,9 @@ class Layout:
     def ranks(self) -> dict[str, str]:
         """The ranks of each node, e.g. ``{"gpu-a": "0-7"}``, or all of them where they are not neighbours."""
         return {
-            name: f"{ranks[0]}-{ranks[-1]}" if ranks[-1] - ranks[0] + 1 == len(ranks) else " ".join(map(str, ranks))
+            name: f"{ranks[0]}-{ranks[-1]}"
+            if ranks[-1] - ranks[0] == len(ranks) - 1 > 0
+            else " ".join(map(str, ranks))
             for name, ranks in self.nodes.items()
         }
 

@@ -17,7 +17,7 @@ from fsdp2kit.model.inspect import Traits, inspect_model
 from fsdp2kit.optim.build import state_sizes
 from fsdp2kit.parallel.layout import Layout, node_names
 from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
-from fsdp2kit.planner.activations import item_bytes, layers_memory, rank_tokens
+from fsdp2kit.planner.activations import LayerMemory, item_bytes, layers_memory, rank_tokens
 from fsdp2kit.planner.communication import Collective, collectives
 from fsdp2kit.planner.crossing import price_crossings
 from fsdp2kit.planner.devices import ALLOWANCE, GIB, Device, this_device
@@ -186,13 +186,7 @@ def estimate(
     Raises:
         UserError: ``mfu`` would take more than the device's peak, or the model's layers take too long to count.
     """
-    known = layers_memory(model, plan, tokens=rank_tokens(config, plan))
-    layers = [layer for layer in known if layer is not None]
-    is_counted = len(layers) < len(known)
-    if is_counted:
-        from fsdp2kit.planner.count import count_layers  # only then: it builds what it counts
-
-        layers = [layer or counted for layer, counted in zip(known, count_layers(config, model, plan), strict=True)]
+    layers, activations_from = _layers(config, model, plan)
     step = step_memory(config, model, plan, layers)
     layout = Layout(plan.sizes, plan.fsdp, tuple(hosts) or node_names(plan.sizes.world_size, local_world_size))
     sent = () if step.log_probs else tuple(collectives(config, model, step, layout=layout))
@@ -219,10 +213,22 @@ def estimate(
         reduction=_reduction(config, model, step, layout=layout) if prices_reduction else None,
         speed=speed,
         untimed=untimed,
-        activations_from="counted on one layer of each kind" if is_counted else "formula",
+        activations_from=activations_from,
         layout=layout,
         crossings=tuple(layout.warnings(prices)),
     )
+
+
+def _layers(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan) -> tuple[list[LayerMemory], str]:
+    """Each decoder layer's memory, and where it is from, as in `Estimate.activations_from`."""
+    known = layers_memory(model, plan, tokens=rank_tokens(config, plan))
+    if None not in known:
+        return [layer for layer in known if layer is not None], "formula"
+    from fsdp2kit.planner.count import count_layers  # only then: it builds what it counts
+
+    counted = count_layers(config, model, plan)
+    layers = [layer or other for layer, other in zip(known, counted, strict=True)]
+    return layers, "counted on one layer of each kind"
 
 
 def _reduction(
