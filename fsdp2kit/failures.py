@@ -30,7 +30,7 @@ from fsdp2kit import status
 from fsdp2kit.status import Position
 
 _LINE, _EXPLAINERS = "fsdp2kit/line", "fsdp2kit/explainers"
-_LOST = "lost another rank"
+_LOST, _DONE = "lost another rank", "done"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
 _LATE = 0.95  # of run.timeout_minutes without a change of position
@@ -46,7 +46,7 @@ class Report:
     """Where its main thread is in the code; empty while it waits in a collective."""
     beat: int = 0
     end: str = ""
-    """How it ended: its own error, or that it has `_LOST` another rank. Empty while it runs."""
+    """How it ended: its own error, `_LOST` or `_DONE`. Empty while it runs."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -86,9 +86,11 @@ class Watch:
         return self.hosts[self.rank]
 
     def stop(self) -> None:
-        """Stop reporting, at the end of a run."""
+        """Stop reporting, at the end of a run. Rank 0, which keeps the store, waits a moment for the others."""
         self._over.set()
         self._thread.join(timeout=self.period)
+        self._end = _DONE
+        _within(self.period * 3, self._write_and_wait)
 
     def announce(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's own failure. Rank 0, which keeps the store, waits until they know."""
@@ -104,7 +106,7 @@ class Watch:
         if self._knows:
             return ""
         at = ", ".join(part for part in (str(status.position()), _collective_of(error)) if part)
-        found = _within(self.period * 4 + _CLIENT_SECONDS, lambda: self._explain(at, error))
+        found = _within(self.period * 8 + _CLIENT_SECONDS / 2, lambda: self._explain(at, error))
         if found is not None:
             return found
         # Without a store the ranks cannot agree on who prints: it is the lowest one of this host that can be alive.
@@ -128,7 +130,7 @@ class Watch:
             now = self._read()
             running = [rank for rank in others if not now[rank].end]
             silent = [rank for rank in running if now[rank].beat == before[rank].beat]
-            failed = [rank for rank in others if now[rank].end not in ("", _LOST)]
+            failed = [rank for rank in others if now[rank].end not in ("", _LOST, _DONE)]
             if failed or not silent or time.monotonic() >= deadline:
                 break
         if failed:
@@ -174,18 +176,23 @@ class Watch:
         )
 
     def _announce(self) -> None:
-        self._write()
         mine = Report(status.position(), end=self._end)
         self._store.compare_set(_LINE, "", f"{mine.position}: {self._describe_failed(self.rank, mine)}")
+        self._write_and_wait()
+
+    def _write_and_wait(self) -> None:
+        self._write()
         deadline = time.monotonic() + 3 * self.period
         while self.rank == 0 and time.monotonic() < deadline and not all(report.end for report in self._read()):
-            time.sleep(self.period / 10)
+            time.sleep(self.period / 20)
 
     def _explain(self, at: str, error: BaseException) -> str:
         self._write()
-        if self._store.add(_EXPLAINERS, 1) == 1:
+        is_first = self._store.add(_EXPLAINERS, 1) == 1
+        try:
+            self._store.wait([_LINE], timedelta(seconds=0.01 if is_first else self.period * 5))
+        except dist.DistStoreError:  # nobody has written it; the first may have been killed meanwhile
             self._store.compare_set(_LINE, "", self.diagnose(at, error) or "")
-        self._store.wait([_LINE], timedelta(seconds=self.period * 4 + _CLIENT_SECONDS / 2))
         line = self._take_line()
         if self.rank == 0:  # the other hosts still have to read it
             time.sleep(2 * self.period)
@@ -211,23 +218,24 @@ class Watch:
 
     def _report(self) -> None:
         """The thread: write the beat; end this process after another one's failure if it does not end by itself."""
-        since, number = time.monotonic(), -1
+        since, number, asks = time.monotonic(), -1, self._asks
         while not self._over.wait(self.period):
             self._beat += 1
             if status.position().number != number:
-                since, number = time.monotonic(), status.position().number
+                since, number, asks = time.monotonic(), status.position().number, self._asks
             try:
                 self._write()
                 if not self._end and self._store.check([_LINE]):
                     self._end_soon()
-                elif self._asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
-                    self._asks = False
-                    self._warn()
+                elif asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
+                    asks = False
+                    self._warn(number)
             except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost; the next collective fails
                 return
 
-    def _warn(self) -> None:
-        if self._store.add("fsdp2kit/warned", 1) == 1 and (line := self.diagnose(str(status.position()), None)):
+    def _warn(self, number: int) -> None:
+        is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
+        if is_first and (line := self.diagnose(str(status.position()), None)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
 
     def _end_soon(self) -> None:

@@ -92,7 +92,7 @@ def main_frame() -> FrameType | None:
 
 def is_waiting(frame: FrameType | None) -> bool:
     """Whether a thread with this innermost frame waits in a collective, or this rank waits for its device."""
-    files = [one.f_code.co_filename for one in _outwards(frame)[:3]]
+    files = [one.f_code.co_filename for one in _outwards(frame, most=3)]
     waits = any(_COLLECTIVES in file and not any(part in file for part in _COMPUTES) for file in files)
     return waits or _now.phase == _DEVICE
 
@@ -115,10 +115,10 @@ def _look_on() -> None:
         _looks += 1
 
 
-def _outwards(frame: FrameType | None) -> list[FrameType]:
-    """A frame and those that called it, at most a hundred."""
+def _outwards(frame: FrameType | None, *, most: int = 100) -> list[FrameType]:
+    """A frame and those that called it."""
     found: list[FrameType] = []
-    while frame is not None and len(found) < 100:
+    while frame is not None and len(found) < most:
         found.append(frame)
         frame = frame.f_back
     return found

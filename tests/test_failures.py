@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from fsdp2kit.failures import name_ranks
+from fsdp2kit import failures, status
+from fsdp2kit.failures import Report, Watch, name_ranks
+from fsdp2kit.status import Position
 from tests.checkpoint.test_chaos import TOML
 from tests.reference import full
 from tests.test_signals import steps_done
@@ -85,7 +88,11 @@ def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, killed: int) -> Non
     said = "".join(log.read_text() for log in logs)
     assert codes[1 - killed] == 1, said
     [line] = lines
-    what = "to which all ranks report, does not answer" if killed == 0 else "gives no sign of life since the report from step"
+    what = (
+        "to which all ranks report, does not answer"
+        if killed == 0
+        else "gives no sign of life since the report from step"
+    )
     assert re.match(rf"error: step \d+, [^:]+: rank {killed} on {HOST},? {what}", line), line
     assert "Traceback" not in said
     kept = (run_dir / "errors" / f"rank-{1 - killed}.txt").read_text()
@@ -151,6 +158,74 @@ def test_the_others_point_to_a_rank_that_failed(tmp_path: Path, rank: int) -> No
     )
     assert f"{run_dir}/errors/rank-{rank}.txt" in line
     assert "ValueError: a bug" in (run_dir / "errors" / f"rank-{rank}.txt").read_text()
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def watch_of(store: dist.TCPStore, rank: int, **options: Any) -> Watch:
+    """A rank of four on two hosts, with quick beats."""
+    watch = Watch(store, rank=rank, hosts=("a", "a", "b", "b"), minutes=0.01, **options)
+    watch.period = 0.2
+    return watch
+
+
+@pytest.mark.full
+def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As NCCL's does; here no collective ever fails."""
+    for rank in (2, 3):
+        store.set(f"fsdp2kit/rank/{rank}", Report(Position(7, 12, "", "forward"), beat=5).encode())
+    watches = [watch_of(store, 1), watch_of(store, 0, asks=True)]
+    deadline, said = time.monotonic() + 20, ""
+    while "\n" not in said and time.monotonic() < deadline:
+        time.sleep(0.1)
+        said += capfd.readouterr().err
+    for watch in watches:
+        watch.stop()
+    assert said.startswith(f"warning: {status.position()}: ranks 2 and 3 on b give no sign of life since ")
+    assert "the report from step 12, forward; see whether" in said
+
+
+def test_ranks_of_a_host_print_once_and_later_ones_repeat_the_first(store: dist.TCPStore) -> None:
+    """Rank 3 fails by itself. Rank 1 notices, then rank 0, of the same host, and rank 2."""
+    watches = [watch_of(store, rank) for rank in (1, 0, 2)]
+    store.set("fsdp2kit/rank/3", Report(Position(7, 12, "", "forward"), end="ValueError: a bug").encode())
+    for watch in watches:
+        watch._over.set()  # only what they are asked
+    lines = [watch.explain(RuntimeError("gloo/transport")) for watch in watches]
+    assert lines[0].startswith(f"{status.position()}: rank 3 on b failed in step 12, forward: ValueError: a bug; ")
+    assert lines[1:] == ["", lines[0]]
+
+
+class Gone:
+    """A store on a host that is lost: its calls fail, or never return."""
+
+    def __init__(self, answers: bool) -> None:
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._answers:
+            time.sleep(60)
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_that_is_gone_is_said_once_a_host(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr(failures, "_CLIENT_SECONDS", 1.0)
+    watches = [watch_of(store, rank) for rank in (1, 2, 3)]
+    for watch in watches:
+        watch._over.set()
+        watch.period, watch._store = 0.01, Gone(answers)  # type: ignore[assignment]
+    monkeypatch.setattr(failures, "_CLIENT_SECONDS", 0.1)
+    lines = [watch.explain(RuntimeError("gloo/transport")) for watch in watches]
+    assert "rank 0 on a, to which all ranks report, does not answer; " in lines[0]
+    assert lines[1:] == [lines[0], ""]
 
 
 def test_ranks_by_name() -> None:

@@ -89,7 +89,7 @@ class Phases:
         """Measure what this encloses."""
         start = time.perf_counter()
         self._memory.end(None)
-        status.begin(name)
+        status.enter(name)
         yield
         self._memory.end(name)
         self.seconds[name] = time.perf_counter() - start
