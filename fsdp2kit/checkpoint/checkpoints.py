@@ -345,7 +345,8 @@ class Checkpoints:
                 check_shared(directory, manifest)
                 write_manifest(directory, manifest)
                 self.store.publish(step, after=self._reached)
-                self.store.retain(section.keep, every=section.keep_every, best=progress.best_step)
+                best = progress.best_step if self.config.eval.keeps_best else None
+                self.store.retain(section.keep, every=section.keep_every, best=best)
                 self._sweep = self._sweeper.submit(self.store.sweep)
         self._reached = step
         return sum(record.size for record in records.values())

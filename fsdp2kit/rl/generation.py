@@ -50,7 +50,7 @@ def build_engine(config: RLConfig, model: PreTrainedModel, *, tokenizer: Any, de
     ends = [] if found.eos_token_id is None else found.eos_token_id
     stops = [ends] if isinstance(ends, int) else list(ends)
     if section.engine != "transformers":
-        server = VLLMEngine if section.engine == "vllm" else SGLangEngine
+        server = {"vllm": VLLMEngine, "sglang": SGLangEngine}[section.engine]
         run, seconds = gather_objects(secrets.token_hex(4))[0], 60 * config.run.timeout_minutes
         with agreement():
             return server(section, dtype=dtype, run=run, is_main=rank() == 0, stops=stops, timeout=seconds)

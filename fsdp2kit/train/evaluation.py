@@ -18,6 +18,7 @@ from fsdp2kit.data.loader import Batch
 from fsdp2kit.data.tokens import special_ids
 from fsdp2kit.distributed import agreement, reduce_numbers
 from fsdp2kit.errors import UserError
+from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.context_parallel.layout import indices_of
 from fsdp2kit.parallel.fsdp import reshard_all
@@ -166,7 +167,7 @@ def generate(
         row = torch.zeros((1, -(-len(tokens) // multiple) * multiple), dtype=torch.int64)
         row[0, : len(tokens)] = torch.tensor(tokens)
         # The row is one document, so the padding after the tokens does not affect them.
-        batch = Batch(row, torch.full_like(row, -100), torch.arange(row.numel())[None], 0, len(tokens), 0)
+        batch = Batch(row, torch.full_like(row, IGNORE), torch.arange(row.numel())[None], 0, len(tokens), 0)
         inputs = {name: value for name, value in shard(batch).items() if name not in ("labels", "index")}
         logits = model(**inputs, use_cache=False).logits
         local = indices_of(mesh.cp_rank, cp=mesh.sizes.cp, length=row.numel(), method=plan.attention.method)

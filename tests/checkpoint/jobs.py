@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp2kit.checkpoint import hf
 from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.checkpoint.manifest import verify
-from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors
+from fsdp2kit.checkpoint.state import load_weights, model_tensors, optimizer_tensors, persistent_buffers
 from fsdp2kit.config import TrainingConfig
-from fsdp2kit.config.schema import CheckpointConfig, RunConfig
+from fsdp2kit.config.schema import CheckpointConfig, EvalConfig, RunConfig
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError
 from fsdp2kit.progress import Progress
 
@@ -97,6 +97,7 @@ def checkpoints_of(
     *,
     identity: dict[str, str] | None = None,
     write_assets: Callable[[Path], None] = write_assets,
+    keep_best: bool = False,
     **section: Any,
 ) -> Checkpoints:
     """The checkpoints of a run, by default of an untrained model with AdamW."""
@@ -104,6 +105,7 @@ def checkpoints_of(
     config = TrainingConfig(
         recipe="test",
         run=RunConfig(dir=str(run_dir)),
+        eval=EvalConfig(keep_best=keep_best),
         checkpoint=CheckpointConfig(**{"export_dtype": "bfloat16", **section}),
     )
     optimizer = optimizer or adamw(model)
@@ -119,7 +121,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             tensor = tensor.float()  # numpy has none; float32 holds the same value
         return tensor.numpy(force=True).copy()
 
-    named = model_tensors(model) | optimizer_tensors(model, optimizer)
+    named = model_tensors(model) | persistent_buffers(model) | optimizer_tensors(model, optimizer)
     return {name: whole(tensor) for name, tensor in named.items()}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,45 +22,60 @@ from tests.checkpoint.test_checkpoints import assert_same, names
 from tests.workers import WorkerPool
 
 
-def slow_staging() -> Callable[[], None]:
-    """Let every copy begin half a second late; the function returned undoes that."""
-    original = DefaultStager._stage
+class LateCopies:
+    """Every copy of what is saved begins half a second after `save` has returned, or after ten seconds."""
 
-    def late(self, *args, **kwargs):
-        time.sleep(0.5)
-        return original(self, *args, **kwargs)
+    def __enter__(self) -> LateCopies:
+        self.returned, self.has_waited = threading.Event(), True
+        original = self.original = DefaultStager._stage
 
-    DefaultStager._stage = late
-    return lambda: setattr(DefaultStager, "_stage", original)
+        def late(stager: DefaultStager, *args: Any, **kwargs: Any) -> Any:
+            self.has_waited = self.returned.wait(10)
+            time.sleep(0.5)
+            return original(stager, *args, **kwargs)
+
+        DefaultStager._stage = late
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        DefaultStager._stage = self.original
 
 
-def step_while_saving(run_dir: Path, *, waits: bool) -> tuple[dict, dict, float]:
-    """The state at a save, the state that was saved, and for how long `save` blocked; the copy begins late."""
-    model = jobs.sharded(jobs.tiny_llama())
+def counting_llama(**options: int) -> Any:
+    """A model with a persistent buffer, which each forward pass changes."""
+    model = jobs.tiny_llama(**options)
+    model.register_buffer("calls", torch.zeros(2))
+
+    def count(*_: Any) -> None:
+        model.calls.add_(1)
+
+    model.model.register_forward_pre_hook(count)
+    return model
+
+
+def step_while_saving(run_dir: Path, *, waits: bool) -> tuple[dict, dict, bool]:
+    """The state at a save, the state that was saved, and whether `save` returned before the copy was made."""
+    model = jobs.sharded(counting_llama())
     optimizer = jobs.adamw(model)
     jobs.train(model, optimizer, range(2))
     at_the_save = jobs.full_state(model, optimizer)
-    undo = slow_staging()
-    try:
-        with jobs.checkpoints_of(run_dir, model, optimizer, async_save=True) as checkpoints:
-            start = time.perf_counter()
-            path = checkpoints.save(jobs.progress_at(2))
-            blocked = time.perf_counter() - start
-            if waits:
-                optimizer.register_step_pre_hook(lambda *_: checkpoints.wait_until_staged())
-            jobs.train(model, optimizer, range(2, 4))
-    finally:
-        undo()
-    resumed = jobs.sharded(jobs.tiny_llama(seed=1))
+    with LateCopies() as copies, jobs.checkpoints_of(run_dir, model, optimizer, async_save=True) as checkpoints:
+        path = checkpoints.save(jobs.progress_at(2))
+        copies.returned.set()
+        if waits:
+            optimizer.register_step_pre_hook(lambda *_: checkpoints.wait_until_staged())
+        jobs.train(model, optimizer, range(2, 4))
+    resumed = jobs.sharded(counting_llama(seed=1))
     after = jobs.adamw(resumed)
     jobs.checkpoints_of(run_dir, resumed, after).restore(path)
-    return at_the_save, jobs.full_state(resumed, after), blocked
+    return at_the_save, jobs.full_state(resumed, after), copies.has_waited
 
 
 def test_what_is_saved_are_the_values_of_the_step(pool: WorkerPool, tmp_path: Path) -> None:
-    for expected, saved, blocked in pool.run(2, step_while_saving, tmp_path / "run", waits=True):
+    for expected, saved, returned in pool.run(2, step_while_saving, tmp_path / "run", waits=True):
         assert_same(expected, saved)
-        assert blocked < 0.4, "save returned before the copy was made"
+        assert (saved["calls"] > 0).all(), "the forward passes before the save are counted"
+        assert returned, "save returned before the copy was made"
     [(expected, saved, _), _] = pool.run(2, step_while_saving, tmp_path / "other", waits=False)
     with pytest.raises(AssertionError):  # so the comparison would have shown it
         assert_same(expected, saved)

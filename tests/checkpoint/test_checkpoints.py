@@ -136,12 +136,13 @@ def test_layout_of_a_checkpoint(tmp_path: Path) -> None:
     assert set(manifest["files"]) == files - {"manifest.json"}
 
 
-def test_the_newest_the_best_and_every_so_many_steps_are_kept(tmp_path: Path) -> None:
-    checkpoints = jobs.checkpoints_of(tmp_path, keep=2, keep_every=4)
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_newest_the_best_and_every_so_many_steps_are_kept(tmp_path: Path, keep_best: bool) -> None:
+    checkpoints = jobs.checkpoints_of(tmp_path, keep=2, keep_every=4, keep_best=keep_best)
     for step in range(1, 12):
         checkpoints.save(replace(jobs.progress_at(step), best_step=min(step, 3)))
     checkpoints.finish()
-    assert names(tmp_path) == [f"step-{step:06d}" for step in (3, 4, 8, 10, 11)]
+    assert names(tmp_path) == [f"step-{step:06d}" for step in (*([3] if keep_best else []), 4, 8, 10, 11)]
 
 
 def read_for_a_while(path: Path, ready: Path) -> None:

@@ -30,6 +30,7 @@ from fsdp2kit.progress import Progress
 from fsdp2kit.rl.rollouts import Rollouts
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import checkpoints_of, exported_step
+from tests.checkpoint.test_checkpoints import flip
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,22 @@ def test_the_best_of_another_history_is_not_exported(tmp_path: Path) -> None:
         checkpoints._reached = 2
         checkpoints.save(replace(jobs.progress_at(3), best_step=2, best_eval_loss=loss), is_over=True)
         assert exported_step(folder / "hf") == expected
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_damaged_best_is_not_exported(tmp_path: Path, is_resumed: bool) -> None:
+    checkpoints = checkpoints_of(tmp_path, export="best", keep=9, keep_best=True)
+    checkpoints.save(replace(jobs.progress_at(2), best_step=2, best_eval_loss=1.5))
+    flip(tmp_path / "checkpoints" / "step-000002")
+    last = replace(jobs.progress_at(3), best_step=2, best_eval_loss=1.5)
+    if is_resumed:
+        checkpoints.save(last)
+        checkpoints = checkpoints_of(tmp_path, export="best", keep=9, keep_best=True)
+        assert checkpoints.start() == last
+    end = checkpoints.export_resumed if is_resumed else checkpoints.save
+    with pytest.raises(Exception, match="does not have the checksum it was written with"):
+        end(last, is_over=True)
+    assert exported_step(tmp_path / "hf") is None
 
 
 def test_the_best_is_named_by_what_was_measured(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from fsdp2kit.model.loss_head import IGNORE
 from fsdp2kit.parallel.context_parallel.layout import VARLEN, AttentionPath, chunks_of, take_chunks, to_device
 from fsdp2kit.parallel.context_parallel.segments import SegmentTables, document_starts, plan_segments
 from fsdp2kit.parallel.mesh import Mesh
@@ -47,7 +48,7 @@ def slice_batch(
     chunks = chunks_of(cp_rank, cp=cp, length=batch.input_ids.shape[1], method=path.method)
     labels = take_chunks(batch.labels, chunks)
     # On the host: finding the targets on a CUDA device would synchronise it.
-    index = (labels.flatten() != -100).nonzero().squeeze(1)
+    index = (labels.flatten() != IGNORE).nonzero().squeeze(1)
     local = {
         "input_ids": take_chunks(batch.input_ids, chunks),
         "labels": labels,
