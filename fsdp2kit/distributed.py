@@ -222,13 +222,16 @@ def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False
     has exited.
 
     Args:
-        alone: the other ranks do not call this; torchrun ends them.
+        alone: the other ranks do not call this. They are told.
     """
     if is_main_process():
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if not alone:
+    if alone:
+        failures.write_traceback(str(problem))
+        failures.announce(problem)
+    else:
         agree()
     os._exit(code)
 

@@ -161,7 +161,7 @@ class Watch:
 
     def _describe_failed(self, rank: int, report: Report) -> str:
         what = f"rank {rank} on {self.hosts[rank]} failed in {report.position}: {report.end}"
-        return f"{what}; its traceback is in that host's log and in {_errors_of(rank)}"
+        return f"{what}; see that host's log, or {_errors_of(rank)}"
 
     def _group(self, ranks: Sequence[int], text: Callable[[int], str], verb: str) -> str:
         """``ranks 2–4 on host-b give no sign of life since step 3, and rank 7 on …``: by host and by text."""

@@ -39,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as problem:
         distributed.leave(problem)
     except StorageFailure as failure:
-        if failure.alone:
-            failures.announce(failure)
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

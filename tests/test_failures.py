@@ -132,13 +132,17 @@ def test_a_rank_that_is_late_is_named_with_its_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path: Path) -> None:
-    ranks, logs, _ = start(tmp_path, 3, SHORT, act="import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", rank=2)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped_gives_no_sign_of_life(tmp_path: Path, rank: int) -> None:
+    """Rank 0's store then takes calls and never answers, as on a host whose link is cut."""
+    act = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    ranks, logs, _ = start(tmp_path, 3, SHORT, act=act, rank=rank)
     with ending(ranks):
-        codes, lines = outcome(ranks[:2], logs)
+        codes, lines = outcome([one for number, one in enumerate(ranks) if number != rank], logs)
     assert codes == [1, 1], lines
     [line] = lines
-    assert re.match(rf"error: step 3, .*: rank 2 on {HOST} gives no sign of life since the report from ", line), line
+    what = "gives no sign of life since the report from " if rank else "to which all ranks report, does not answer; "
+    assert re.match(rf"error: step 3, .*: rank {rank} on {HOST},? {what}", line), line
 
 
 @pytest.mark.parametrize("rank", [1, full(0)])
@@ -158,6 +162,20 @@ def test_the_others_point_to_a_rank_that_failed(tmp_path: Path, rank: int) -> No
     )
     assert f"{run_dir}/errors/rank-{rank}.txt" in line
     assert "ValueError: a bug" in (run_dir / "errors" / f"rank-{rank}.txt").read_text()
+
+
+@pytest.mark.full
+def test_the_others_point_to_a_rank_whose_disk_is_full(tmp_path: Path) -> None:
+    act = "import fsdp2kit.errors; raise fsdp2kit.errors.StorageFailure('x: no space left; free some', alone=True)"
+    ranks, logs, _ = start(tmp_path, 2, act=act, rank=0)
+    with ending(ranks):
+        codes, lines = outcome(ranks, logs)
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [1, 1], said
+    assert "Traceback" not in said
+    own, of_other = lines
+    assert own == "error: x: no space left; free some"
+    assert f"rank 0 on {HOST} failed in step 3, forward: StorageFailure: x: no space left; free some; see " in of_other
 
 
 @pytest.fixture

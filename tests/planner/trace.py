@@ -168,7 +168,9 @@ def trace_step(
             count = resolve_accumulation(train.global_batch_size, train.micro_batch_size, dp=sizes.dp)
             # The part of a global batch that `accumulate` reads.
             batch = SimpleNamespace(
-                micro_batches=[None] * min(count, 2), num_items=train.micro_batch_size * config.data.seq_len
+                micro_batches=[None] * min(count, 2),
+                num_items=train.micro_batch_size * config.data.seq_len,
+                losses=[],
             )
             peaks: dict[str, dict[str, int]] = {}
 

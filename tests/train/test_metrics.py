@@ -36,6 +36,7 @@ def build(
         run_dir=run_dir,
         is_main=is_main,
         world=SimpleNamespace(device=torch.device("cpu"), size=1),
+        environment={},
         closing=closing or contextlib.ExitStack(),
     )
     plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
