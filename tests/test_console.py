@@ -249,5 +249,5 @@ def test_a_run_says_what_is_known_when_it_is_known_and_at_its_end_where_all_is(
     where = [f"data.path='{broken}'", f"run.dir='{tmp_path / 'other'}'"]
     (code, out, err), _ = pool.run(2, attempt, [str(toml), *where], str(tmp_path))
     assert code == 2
-    assert out.startswith("mesh: "), "the plan is printed before the data is read"
+    assert out.startswith("mesh on 1 node: "), "the plan is printed before the data is read"
     assert "broken.jsonl:1" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -82,7 +83,7 @@ def bench_scale(
             rows.append(_measured(_config(size, min(shards, size), cp, LLAMA_70B if model == "70b" else TINY), size))
         finally:
             distributed.stop()
-        notes = ["seconds and memory: rank 0; items: parts of tensors that rank 0 is sent; metadata: the file's size"]
+        notes = ["CPU seconds and memory of rank 0; items: parts of tensors in a save; metadata: that file's size"]
         yield {"rows": list(rows), "notes": notes}
 
 
@@ -126,18 +127,19 @@ def _measured(config: TrainingConfig, size: int) -> dict[str, Any]:
     shards = mesh.shard.size(mesh.shard.ndim - 1)
     pickles = [pickle.dumps(one) for one in plans_of_all(planner.state_dict, own, size=size, shards=shards)]
     with PeakMemory(world.device) as memory:
-        items, metadata = timed("save_plan", lambda: _plan_save(planner, pickles))
-    shown = {"mesh", "plan", "parallelize", "own_save_plan", "save_plan"}
-    seconds = {f"{name}_seconds": row[f"{name}_seconds"] for name in shown}
+        plans, metadata = timed("save_plan", functools.partial(_plan_save, planner, pickles))
+        planner.finish_plan(own)
+        results, items = [_results(plan.items) for plan in plans], sum(len(plan.items) for plan in plans)
+        del plans, pickles
+        written = timed("save_end", functools.partial(_end_save, metadata, results))
     total = sum(value for key, value in row.items() if key.endswith("_seconds"))
     return {
         **row,
-        **seconds,
         "in_all_seconds": total,
         "peak_bytes": max(start or 0, memory.peak or 0),
         **counts,
         "items": items,
-        "metadata_bytes": metadata,
+        "metadata_bytes": written,
     }
 
 
@@ -220,32 +222,27 @@ def _part(item: WriteItem, shard: int, shards: int) -> WriteItem:
     return dataclasses.replace(item, index=index, tensor_data=dataclasses.replace(data, chunk=chunk))
 
 
-def _plan_save(planner: dcp.DefaultSavePlanner, pickles: list[bytes]) -> tuple[int, int]:
-    """What rank 0 does in a save for all ranks: plans in, plans out, results in, metadata out.
-
-    Returns:
-        How many parts of tensors there are, and the bytes of the metadata file.
-    """
+def _plan_save(planner: dcp.DefaultSavePlanner, pickles: list[bytes]) -> tuple[list[SavePlan], Metadata]:
+    """What rank 0 does before a save: it is sent all plans, and sends the final ones."""
     plans, metadata = planner.create_global_plan([pickle.loads(one) for one in pickles])
     for plan in plans:
         pickle.dumps(plan)
-    place = _any_place()
-    results = [_results(plan.items, place) for plan in plans]
-    count = sum(len(plan.items) for plan in plans)
-    del plans
+    return plans, metadata
+
+
+def _end_save(metadata: Metadata, results: list[bytes]) -> int:
+    """What rank 0 does after a save: it is told where all parts are, and writes that down. The size of that file."""
     metadata.storage_data = {one.index: one.storage_data for part in results for one in pickle.loads(part)}
-    return count, len(pickle.dumps(metadata))
+    return len(pickle.dumps(metadata))
 
 
-def _results(items: Sequence[WriteItem], place: Any) -> bytes:
-    return pickle.dumps(
-        [
-            WriteResult(item.index, 1000 * number, dataclasses.replace(place, offset=1000 * number))
-            for number, item in enumerate(items)
-        ]
-    )
+def _results(items: Sequence[WriteItem]) -> bytes:
+    """What a rank sends when it has written these."""
+    place = _any_place()
+    return pickle.dumps([WriteResult(item.index, 0, dataclasses.replace(place)) for item in items])
 
 
+@functools.cache
 def _any_place() -> Any:
     """Where DCP says that a tensor is, as an object of its own kind."""
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ each part of each tensor once, for any number of replicas.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections.abc import Iterable, Mapping
@@ -28,15 +29,33 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._paused = rank, world_size, False
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's part; the names of all tensors come from the coordinator alone."""
+        """This rank's part; the names of all tensors come from the coordinator alone.
+
+        The coordinator collects no garbage until `finish_plan`: looking through the parts of all ranks again and again
+        takes longer than planning them.
+        """
         plan = super().create_local_plan()
         mine = written_by(self.state_dict, rank=self._rank, world_size=self._world_size)
         items = [item for item in plan.items if item.index.fqn in mine]
         self.plan = replace(plan, items=items, planner_data=plan.planner_data if self.is_coordinator else {})
+        if self.is_coordinator and gc.isenabled():
+            self._paused = True
+            gc.disable()
         return self.plan
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Called when the global plan is made."""
+        self.collect_again()
+        return super().finish_plan(new_plan)
+
+    def collect_again(self) -> None:
+        """Switch garbage collection on, if this planner switched it off."""
+        if self._paused:
+            self._paused = False
+            gc.enable()
 
 
 def written_by(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def test_each_part_is_planned_by_one_of_its_holders(replicate: int, pool: Worker
     assert max(written) - min(written) <= max(size for _, whole, _ in found for *_, size in whole)
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
+
+
+def test_garbage_is_collected_again_when_the_plan_is_made_and_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = SharedSavePlanner(rank=0, world_size=1)
+    planner.set_up_planner({"one": torch.ones(1)}, is_coordinator=True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    assert not gc.isenabled()
+    planner.finish_plan(plans[0])
+    assert gc.isenabled()
+    monkeypatch.setattr(SharedSavePlanner, "create_global_plan", lambda *_: 1 / 0)
+    with pytest.raises(dcp.CheckpointException):
+        save_tensors({"model": {"one": torch.ones(1)}}, tmp_path / "x", alone=True)
+    assert gc.isenabled()
 
 
 def test_bytes_are_shared_out_evenly() -> None:
