@@ -79,6 +79,7 @@ class Host:
     index: int
     process: subprocess.Popen
     ranks: list[Any] = field(default_factory=list)
+    agents: list[subprocess.Popen] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -155,6 +156,8 @@ class Hosts:
             host.end()
             for rank in host.ranks:
                 rank.join()
+            for agent in host.agents:
+                agent.wait()
             host.process.kill()
             host.process.communicate()
 
@@ -217,7 +220,9 @@ class Hosts:
         environment |= variables
         torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "fsdp2kit.run", *arguments]
         with (self.folder / f"{host.name}.log").open("a") as log:
-            return subprocess.Popen(host.command(*torchrun), env=environment, stdout=log, stderr=log)
+            agent = subprocess.Popen(host.command(*torchrun), env=environment, stdout=log, stderr=log)
+        host.agents.append(agent)
+        return agent
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("host-*.log")))

@@ -149,7 +149,8 @@ def test_what_one_host_has_not_is_refused_in_one_line(
     assert job.codes(seconds=60) == [2] * 4, job.said()
     assert time.monotonic() - began < 15
     assert_says(job, line)
-    assert not list((hosts.folder / "run").glob("*"))
+    if case is not full_cache:  # which is written to after the run directory is opened
+        assert not list((hosts.folder / "run").glob("*"))
 
 
 SAYS = {
