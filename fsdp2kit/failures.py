@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp2kit import status
+from fsdp2kit.console import counted
 from fsdp2kit.status import Position
 
 _LINE, _EXPLAINERS = "fsdp2kit/line", "fsdp2kit/explainers"
@@ -34,6 +35,7 @@ _LOST, _DONE = "lost another rank", "done"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
 _LATE = 0.95  # of run.timeout_minutes without a change of position
+_MOST_GROUPS = 4
 _AGAIN = "start the run again: it resumes from its newest complete checkpoint"
 
 
@@ -136,9 +138,12 @@ class Watch:
         if failed:
             return f"{at}: {self._describe_failed(failed[0], now[failed[0]])}"
         if silent:
-            what = self._group(
-                silent, lambda rank: str(now[rank].position), "gives no sign of life since the report from"
-            )
+            # One position a host, its earliest: each rank wrote its last report at another moment.
+            earliest: dict[str, Position] = {}
+            for rank in sorted(silent, key=lambda rank: now[rank].position.number):
+                earliest.setdefault(self.hosts[rank], now[rank].position)
+            since = "gives no sign of life since the report from"
+            what = self._group(silent, lambda rank: str(earliest[self.hosts[rank]]), since)
             todo = "see whether that host, its network and its processes are up (dmesg says if memory ran out)"
             return f"{at}: {what}; {todo}, and {_AGAIN}"
         late = [rank for rank in running if now[rank].position.number < mine.number]
@@ -164,16 +169,18 @@ class Watch:
         return f"{what}; see that host's log, or {_errors_of(rank)}"
 
     def _group(self, ranks: Sequence[int], text: Callable[[int], str], verb: str) -> str:
-        """``ranks 2–4 on host-b give no sign of life since step 3, and rank 7 on …``: by host and by text."""
+        """``ranks 2–4 on host-b give no sign of life since step 3``: by host and text, four at most."""
         groups: dict[tuple[str, str], list[int]] = {}
         for rank in ranks:
             groups.setdefault((self.hosts[rank], text(rank)), []).append(rank)
         plural = {"gives": "give", "is": "are"}
         first, _, rest = verb.partition(" ")
-        return ", and ".join(
+        texts = [
             f"{name_ranks(some)} on {host} {plural[first] if len(some) > 1 else first} {rest} {what}"
             for (host, what), some in groups.items()
-        )
+        ]
+        more = sum(len(some) for some in list(groups.values())[_MOST_GROUPS:])
+        return ", and ".join(texts[:_MOST_GROUPS]) + (f", and so on for {counted(more, 'more rank')}" if more else "")
 
     def _announce(self) -> None:
         mine = Report(status.position(), end=self._end)
@@ -188,10 +195,10 @@ class Watch:
 
     def _explain(self, at: str, error: BaseException) -> str:
         self._write()
-        is_first = self._store.add(_EXPLAINERS, 1) == 1
-        try:
-            self._store.wait([_LINE], timedelta(seconds=0.01 if is_first else self.period * 5))
-        except dist.DistStoreError:  # nobody has written it; the first may have been killed meanwhile
+        is_first, deadline = self._store.add(_EXPLAINERS, 1) == 1, time.monotonic() + 5 * self.period
+        while not is_first and not self._store.check([_LINE]) and time.monotonic() < deadline:
+            time.sleep(self.period / 10)
+        if not self._store.check([_LINE]):  # the first that asks may be killed before it has an answer
             self._store.compare_set(_LINE, "", self.diagnose(at, error) or "")
         line = self._take_line()
         if self.rank == 0:  # the other hosts still have to read it

@@ -89,9 +89,7 @@ def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, killed: int) -> Non
     assert codes[1 - killed] == 1, said
     [line] = lines
     what = (
-        "to which all ranks report, does not answer"
-        if killed == 0
-        else "gives no sign of life since the report from step"
+        "to which all ranks report, does not answer" if killed == 0 else "gives no sign of life since the report from "
     )
     assert re.match(rf"error: step \d+, [^:]+: rank {killed} on {HOST},? {what}", line), line
     assert "Traceback" not in said
@@ -195,8 +193,8 @@ def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
     store: dist.TCPStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As NCCL's does; here no collective ever fails."""
-    for rank in (2, 3):
-        store.set(f"fsdp2kit/rank/{rank}", Report(Position(7, 12, "", "forward"), beat=5).encode())
+    for rank, phase in ((2, "backward"), (3, "forward")):
+        store.set(f"fsdp2kit/rank/{rank}", Report(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
     watches = [watch_of(store, 1), watch_of(store, 0, asks=True)]
     deadline, said = time.monotonic() + 20, ""
     while "\n" not in said and time.monotonic() < deadline:

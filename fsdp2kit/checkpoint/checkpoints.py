@@ -8,6 +8,7 @@ complete.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -324,7 +325,9 @@ class Checkpoints:
         step, section = progress.step, self.config.checkpoint
         directory, settings = self.store.temporary(step), Path(self.config.run.dir, "config.toml")
         with agreement(self._group):
-            own = record_files(directory, directory.glob(f"__{rank()}_*.distcp"))
+            # By name: a listing on each rank would read the names of all ranks' files.
+            names = (directory / f"__{rank()}_{number}.distcp" for number in itertools.count())
+            own = record_files(directory, itertools.takewhile(lambda path: path.is_file(), names))
         records = {name: one for of_rank in gather_objects(own, group=self._group) for name, one in of_rank.items()}
         with agreement(self._group):
             if rank() == 0:

@@ -6,12 +6,17 @@ import itertools
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2kit.config.checks import MeshSizes
-from fsdp2kit.config.schema import FSDPConfig
+from fsdp2kit.config.schema import FSDPConfig, MeshConfig
+from fsdp2kit.distributed import World
 from fsdp2kit.parallel.layout import Layout, node_names, ranks_per_node
+from fsdp2kit.parallel.mesh import build_mesh
+from fsdp2kit.torch_compat import start_fake_group
 
 
 def laid_out(hosts: tuple[str, ...], *, cp: int = 1, replicate: int = 1, strategy: str = "full_shard") -> Layout:
@@ -118,6 +123,23 @@ def test_nodes_of_several_sizes_have_a_common_block() -> None:
     layout = laid_out(("a",) * 4 + ("b",) * 4 + ("c",) * 8, cp=2)
     assert layout.hybrid() == MeshSizes(4, 2, 2)
     assert layout.ranks() == {"a": "0-3", "b": "4-7", "c": "8-15"}
+
+
+@pytest.mark.parametrize("local", [4, 8])
+def test_ranks_of_uneven_nodes_build_one_mesh(local: int) -> None:
+    """Whatever a rank's own node has: hybrid sharding's default is within the smallest common block."""
+    hosts = ("a",) * 4 + ("b",) * 4 + ("c",) * 8
+    start_fake_group(16)
+    try:
+        world = World(0, 16, 0, local, torch.device("cpu"), hosts)
+        mesh = build_mesh(MeshConfig(cp=2), FSDPConfig(strategy="hybrid_shard"), world=world)
+        layout = Layout(mesh.sizes, FSDPConfig(strategy="hybrid_shard"), hosts)
+        assert mesh.sizes == MeshSizes(4, 2, 2)
+        assert not layout.spans["shard"].crossing
+        for name, groups in (("shard", mesh.shard), ("replicate", mesh.shard), ("cp", mesh.batch)):
+            assert dist.get_process_group_ranks(groups.get_group(name)) == members(layout, name)[0]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 4), (5, 8), (6, 8), (40, 3), (3, 17), (2, 72)])
