@@ -19,9 +19,7 @@ from fsdp2kit.config.schema import InputPath, Section, TrainingConfig
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import UserError
 from fsdp2kit.hosts import check_hosts
-from tests import apart
-from tests.hosts import start_hosts
-from tests.workers import WorkerPool, ending
+from tests.workers import WorkerPool
 
 
 class JudgeConfig(Section):
@@ -272,22 +270,3 @@ def error_of_other_data() -> str:
 def test_ranks_that_have_read_other_data_are_refused(pool: WorkerPool) -> None:
     todo = "see that all ranks read the same files, and one revision of a hub id"
     assert pool.run(2, error_of_other_data) == [f"data: d0 on rank 0 (a), and d1 on rank 1 (b); {todo}"] * 2
-
-
-@pytest.mark.full
-@pytest.mark.skipif(apart.why_not() is not None, reason=f"no mount namespace: {apart.why_not()}")
-def test_a_disk_that_is_not_shared_ends_the_start_on_both_hosts(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    run = ["fsdp2kit.run", "toml/demo_cp2.toml", f"run.dir={tmp_path}/runs/x"]
-    began = time.monotonic()
-    ranks, paths = start_hosts(tmp_path / "logs", [run, ["tests.apart", f"{tmp_path}/runs", *run]])
-    with ending(ranks):
-        for rank in ranks:
-            rank.join(60)
-        assert [rank.exitcode for rank in ranks] == [2, 2]
-    assert time.monotonic() - began < 15
-    said, silent = (path.read_text() for path in paths)
-    assert f"error: run.dir: {tmp_path}/runs/x is not shared: what " in said
-    assert said.count("\n") == 1
-    assert not silent
-    assert not list((tmp_path / "runs").iterdir())

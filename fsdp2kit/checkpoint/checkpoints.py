@@ -48,7 +48,7 @@ from fsdp2kit.checkpoint.state import (
 from fsdp2kit.checkpoint.store import check_writable, fill, in_use, is_remote, open_store, to_path
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
-from fsdp2kit.distributed import agreement, gather_objects, rank
+from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import UserError, tool_command
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
@@ -133,7 +133,8 @@ class Checkpoints:
         except Exception as failure:
             if kind is None:
                 raise
-            logger.warning("%s", failure)  # the run's own error is raised
+            if not is_lost_rank(failure):  # the run's own error is raised
+                logger.warning("%s", failure)
 
     # Start
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from fsdp2kit.checkpoint.store import is_remote
 from fsdp2kit.console import progress_bar
-from fsdp2kit.distributed import local_part
+from fsdp2kit.distributed import host_of, local_part
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import FsspecReader
 
@@ -149,7 +149,7 @@ def first_failure(error: BaseException) -> str:
     """The cause of a failed save or load in one line; of DCP's own exception, that of the lowest rank."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank = min(error.failures)
-        return f"rank {rank}: {first_failure(error.failures[rank][0])}"
+        return f"rank {rank} on {host_of(rank)}: {first_failure(error.failures[rank][0])}"
     return f"{type(error).__name__}: {error}"
 
 

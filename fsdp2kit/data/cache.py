@@ -5,10 +5,13 @@ A container may have a read-only home. The files only save time, so a cache that
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +53,18 @@ def _datasets_cache() -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Turn the error that a folder's disk is full into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        todo = "free space there, or set HF_HOME, or HF_DATASETS_CACHE, to a folder on another disk"
+        raise UserError(f"the cache {folder}", os.strerror(error.errno), todo) from error
 
 
 @functools.cache

@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from fsdp2kit.config.data_schema import DataConfig
 from fsdp2kit.console import progress_bar
-from fsdp2kit.data.cache import DEFAULT, Cache
+from fsdp2kit.data.cache import DEFAULT, Cache, filling
 from fsdp2kit.data.formats import answers_per_row, row_key
 from fsdp2kit.data.rows import Position, Row, RowReader, estimate_rows, hub_content
 from fsdp2kit.data.sources import Location, locate
@@ -159,7 +159,7 @@ def tokenise(location: Location, section: DataConfig, tokenizer: Tokenizer) -> p
         # The file is renamed when it is complete, so other processes see all of it or nothing.
         beside = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
         try:
-            with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
+            with filling(file.parent), pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
                 blocks = _one_pass(location, section, tokenizer)
                 # The first block forks the workers, so it is made before the bar starts a thread.
                 first = next(blocks)
