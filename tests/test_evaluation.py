@@ -90,6 +90,7 @@ def test_losses_by_other_rows_are_not_compared() -> None:
     assert progress.compared_by({"held-out rows": "a"}) == (progress, [])
     anew, differing = progress.compared_by({"held-out rows": "b", "held-out rows code": "c"})
     assert differing == ["held-out rows", "held-out rows code"]
+    assert progress.compared_by({})[1] == ["held-out rows"]
     assert (anew.best_step, anew.best_eval_loss, anew.stale_evaluations, anew.step) == (None, None, 0, 4)
     assert anew.after_evaluation(2.5, min_delta=0.0, by={}).best_eval_loss == 2.5
 

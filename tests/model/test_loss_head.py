@@ -170,6 +170,19 @@ def test_a_head_of_its_own(rows: int, summed: bool, dtype: torch.dtype) -> None:
     assert unread.grad is None
 
 
+def test_the_gradients_of_many_chunks_add_up_in_float32() -> None:
+    """A row adds 1 / VOCABULARY to each other word's gradient; a sum in bfloat16 stops growing at 256 of them."""
+    rows, bias = 600, torch.zeros(VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
+    hidden, labels = torch.zeros(rows, WIDTH, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+    weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16)
+    own = partial(F.linear, weight=weight, bias=bias)
+    loss, _ = over_chunks(cross_entropy, hidden, labels, [bias], rows=1, own=own, summed=True)
+    loss.backward()
+    torch.testing.assert_close(
+        bias.grad[1:].float(), torch.full((VOCABULARY - 1,), rows / VOCABULARY), rtol=1e-2, atol=0
+    )
+
+
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("of", ["hidden states", "the head"])
 def test_only_what_is_trained_gets_a_gradient(of: str, summed: bool) -> None:

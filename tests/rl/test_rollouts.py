@@ -62,7 +62,20 @@ def run(pool: WorkerPool, toml: Path, directory: Path, size: int, *overrides: st
 
 def numbers(records: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What a run comes to: everything but speeds, memory and what depends on rounding alone."""
-    timed = ("seconds", "per_second", "memory", "tflops", "mfu", "time", "packing", "gap", "epoch")
+    timed = (
+        "seconds",
+        "per_second",
+        "memory",
+        "tflops",
+        "mfu",
+        "time",
+        "packing",
+        "gap",
+        "epoch",
+        "start",
+        "slowest",
+        "straggler",
+    )
     return [{key: value for key, value in one.items() if not any(word in key for word in timed)} for one in records]
 
 
@@ -323,6 +336,31 @@ def _rollouts(toml: Path, *overrides: str, rewards: Sequence[str] = ("spread", "
     given: Any = {"engine": _Engine(), "rewards": _Rewards(*rewards), "mesh": mesh, "tokenizer": none}
     given |= {"metrics": metrics, "objective": PolicyLoss(config.grpo, config.rollout)}
     return Rollouts(config, none, none, prompts, progress=Progress(), **given)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_the_first_update_after_sampling_shows_the_engines_gap(toml: Path) -> None:
+    """Later ones also see what the updates between have changed."""
+    for version, is_warned in ((2, True), (1, False)):
+        running, said = _rollouts(toml, "rollout.samples_every=0"), []
+        running._metrics.message = said.append
+        running._figures = {"rollout/without_signal": 0.0}
+        running._look_at({"step": 3, "log_prob_gap": 1.0}, Round(2, version, []))
+        assert [text.partition(":")[0] for text in said] == ["warning"] * is_warned, version
+
+
+def test_the_best_evaluation_is_the_one_with_the_highest_reward(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = _rollouts(toml)
+    given: Any = {
+        "_prompts": SimpleNamespace(held_out=[SimpleNamespace(ids=[1])] * 3),
+        "_generation": SimpleNamespace(respond=lambda *_: [Response([1], [-1.0], is_whole=True)] * 3),
+        "_rewarded": lambda *_, n: np.array([[1.0, 2.0]] * 3),
+        "_sample": lambda *_: {},
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(running, name, value)
+    running._rewards.weights = np.array([1.0, 0.5])
+    found = running()
+    assert (found["eval_reward"], found["eval_loss"]) == (2.0, -2.0)
 
 
 def test_a_batch_that_is_begun_and_not_learnt_from_is_kept(toml: Path) -> None:
