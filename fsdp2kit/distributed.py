@@ -63,7 +63,7 @@ class World:
 
 
 def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> World:
-    """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device.
+    """Start the process group (gloo on CPU, gloo and NCCL on CUDA) and bind this process to its device. Collective.
 
     Without torchrun there is one rank, and no free port is needed. Calling it again returns the same world.
 
@@ -117,10 +117,11 @@ def allow_connections(world_size: int) -> None:
     """Raise this process's limit of open files, if many ranks need it; never above what the system allows.
 
     Gloo connects every rank to every other in each of its groups, on CUDA too: for all ranks, for a background save,
-    and along dp. Many systems begin with a limit of 1,024.
+    and along dp. Rank 0 also serves the store, with two connections of each rank. Many systems begin with a limit of
+    1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * world_size + 512
+    wanted = 6 * world_size + 512
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)

@@ -30,7 +30,7 @@ SHARE = 'put it on a disk that all hosts share, or use URLs: checkpoint.dir and 
 _COPY = "copy it to every host, or put it on a disk that all of them share"
 
 _VISIBLE_SECONDS = 4.0  # that a network file system may take to show another host's new file
-_LOOK_SECONDS = 3.0  # for one input; a larger one is only checked to be there
+_LOOK_SECONDS = 3.0  # for all inputs; what is not looked at by then is only checked to be there
 _FILES, _FILES_READ, _END_BYTES = 4096, 64, 2**16  # of one input: files listed, files read, bytes read at both ends
 
 
@@ -41,7 +41,7 @@ class Look:
     path: str
     there: bool = False
     files: dict[str, str] = field(default_factory=dict)
-    """Size and, of some files, a digest of both ends, by relative name; empty: not compared."""
+    """Sizes by relative name, for some files with a digest of the first and last 64 KiB; empty: not compared."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HostFacts:
     host: str
     versions: dict[str, str]
     settings: dict[str, str]
-    """By TOML key; of a local path only that it is one."""
+    """By TOML key. A local path is replaced by "a local path": hosts may have it elsewhere."""
     inputs: dict[str, Look]
     """By TOML key."""
     tokens: dict[str, Token]
@@ -99,7 +99,8 @@ def check_hosts(config: TrainingConfig, world: World, *, seconds: float = _VISIB
 
 
 def _facts(config: TrainingConfig, world: World, closing: contextlib.ExitStack) -> HostFacts:
-    inputs = {key: look(path) for key, path in _inputs(config).items()}
+    deadline = time.monotonic() + _LOOK_SECONDS
+    inputs = {key: look(path, deadline) for key, path in _inputs(config).items()}
     local = {key for key, one in inputs.items() if one.there}
     settings = {key: "a local path" if key in local else value for key, value in flat_settings(config).items()}
     tokens: dict[str, Token] = {}
@@ -126,16 +127,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def look(path: str) -> Look:
-    """A short look at a file, a folder, or the files of a pattern; a hub id or a URL is not there."""
+def look(path: str, deadline: float) -> Look:
+    """A short look at a file, a folder, or the files of a pattern; a hub id or a URL is not there.
+
+    Args:
+        deadline: of `time.monotonic`; files are not compared after it.
+    """
     root = Path(path)
     try:
         if root.is_file():
             return Look(path, True, {"it": _describe(root, read=True)})
         if root.is_dir():
-            return Look(path, True, _list(root, _files_below(root)))
+            return Look(path, True, _list(root, _files_below(root), deadline))
         if root.is_absolute() and (files := _matches(path)):
-            return Look(path, True, _list(Path(os.path.commonpath([file.parent for file in files])), files))
+            return Look(path, True, _list(Path(os.path.commonpath([file.parent for file in files])), files, deadline))
     except OSError:  # reading it for the run says why
         return Look(path, True)
     return Look(path)
@@ -155,9 +160,9 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
-def _list(root: Path, files: Iterable[Path]) -> dict[str, str]:
+def _list(root: Path, files: Iterable[Path], deadline: float) -> dict[str, str]:
     """A description of each file by its name relative to a folder; empty if there are too many to look at."""
-    deadline, found = time.monotonic() + _LOOK_SECONDS, []
+    found = []
     for path in files:
         if len(found) == _FILES or time.monotonic() > deadline:
             return {}

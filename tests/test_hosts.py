@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -250,10 +251,10 @@ def test_directories_that_all_hosts_write_to(section: dict[str, str], expected: 
 def test_a_folder_of_too_many_files_is_only_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         (tmp_path / str(number)).touch()
-    assert len(hosts.look(str(tmp_path)).files) == 5
+    assert len(hosts.look(str(tmp_path), math.inf).files) == 5
     monkeypatch.setattr(hosts, "_FILES", 4)
-    assert hosts.look(str(tmp_path)) == hosts.Look(str(tmp_path), True)
-    assert not hosts.look(f"{tmp_path}{os.sep}none").there
+    assert hosts.look(str(tmp_path), math.inf) == hosts.Look(str(tmp_path), True)
+    assert not hosts.look(f"{tmp_path}{os.sep}none", math.inf).there
 
 
 def error_of_other_data() -> str:

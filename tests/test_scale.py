@@ -70,7 +70,6 @@ def test_made_up_plans_are_those_of_the_ranks(rank: int) -> None:
         planner = SharedSavePlanner(rank=rank, world_size=16)
         planner.set_up_planner(scale._state(model), is_coordinator=rank == 0)
         own = planner.create_local_plan()
-        planner.collect_again()
         made_up = list(scale.plans_of_all(planner.state_dict, own, size=16, shards=8))[rank]
         assert made_up.items == own.items
     finally:
@@ -86,7 +85,7 @@ def test_many_ranks_may_connect() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard), "few ranks change nothing"
         distributed.allow_connections(1024)
         if hard != resource.RLIM_INFINITY:
-            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 3 * 1024)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 5 * 1024)
             distributed.allow_connections(10**9)
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -29,33 +30,28 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size, self._paused = rank, world_size, False
+        self._rank, self._world_size = rank, world_size
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's part; the names of all tensors come from the coordinator alone.
-
-        The coordinator collects no garbage until `finish_plan`: looking through the parts of all ranks again and again
-        takes longer than planning them.
-        """
+        """This rank's part; the names of all tensors come from the coordinator alone."""
         plan = super().create_local_plan()
         mine = written_by(self.state_dict, rank=self._rank, world_size=self._world_size)
         items = [item for item in plan.items if item.index.fqn in mine]
         self.plan = replace(plan, items=items, planner_data=plan.planner_data if self.is_coordinator else {})
-        if self.is_coordinator and gc.isenabled():
-            self._paused = True
-            gc.disable()
         return self.plan
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Called when the global plan is made."""
-        self.collect_again()
-        return super().finish_plan(new_plan)
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans of all ranks as one, on the coordinator.
 
-    def collect_again(self) -> None:
-        """Switch garbage collection on, if this planner switched it off."""
-        if self._paused:
-            self._paused = False
-            gc.enable()
+        Python collects no garbage meanwhile: looking through all the parts again and again takes longer than planning.
+        """
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return super().create_global_plan(all_plans)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def written_by(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> set[str]:
@@ -88,6 +84,7 @@ def _place(tensor: Tensor, *, rank: int, world_size: int) -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return rank, world_size
     mesh = tensor.device_mesh
+    assert not any(placement.is_partial() for placement in tensor.placements), "what is saved is reduced"
     over = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     index = 0
     for dim in over:

@@ -21,8 +21,8 @@ from fsdp2kit.distributed import gather_objects, is_lost_rank
 from fsdp2kit.errors import RunFailure, StorageFailure, UserError, causes
 from fsdp2kit.optim.build import state_sizes
 
-# Packages whose errors are no failures of a store, which has classes of its own.
-_OF_CODE = ("builtins", "torch", "fsdp2kit")
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "adlfs")
+"""Packages whose errors are failures of an object store."""
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
@@ -93,9 +93,10 @@ def storage_failure(
 
 
 def _is_of(disk: Path, cause: BaseException) -> bool:
-    if isinstance(cause, OSError):
-        return is_remote(disk) or cause.errno in _OF_DISKS
-    return is_remote(disk) and type(cause).__module__.partition(".")[0] not in _OF_CODE
+    """Whether an error is a disk's, or an object store's. Clients of stores also raise `OSError` without a file."""
+    if isinstance(cause, OSError) and (cause.errno in _OF_DISKS or (is_remote(disk) and cause.filename is None)):
+        return True
+    return is_remote(disk) and type(cause).__module__.partition(".")[0] in _CLIENTS
 
 
 def what_to_do(error: BaseException, store: CheckpointStore) -> str:

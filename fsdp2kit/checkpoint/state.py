@@ -7,7 +7,6 @@ is filled is checked first: every name, shape and dtype.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -144,9 +143,7 @@ def save_tensors(
     if planner is None:
         own, count = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         planner = SharedSavePlanner(rank=own, world_size=count)
-    with warnings.catch_warnings(), contextlib.ExitStack() as at_end:
-        if isinstance(planner, SharedSavePlanner):
-            at_end.callback(planner.collect_again)
+    with warnings.catch_warnings():
         # dcp.save warns when it runs in one process; that is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(

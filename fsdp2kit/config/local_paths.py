@@ -42,7 +42,7 @@ def shared_directories(config: TrainingConfig) -> dict[str, Path]:
 
 
 def flat_settings(config: Section) -> dict[str, str]:
-    """Every value that is set, as JSON by TOML key; of a path that is written to on a disk, only that it is one."""
+    """Every value that is set, as JSON by TOML key. Paths on a disk that are written to are replaced by a word."""
     written = {key for key, text, marks in _texts(config) if _has(marks, _OUTPUTS) and "://" not in text}
     flat = _flat(config.model_dump(mode="json", exclude_none=True), "")
     return {key: "a local path" if key in written else text for key, text in flat}

@@ -61,7 +61,7 @@ def build_metrics(
                 say(f"metrics of an earlier attempt after step {progress.step} are kept in {aside}")
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
             if (last := _last_step(path)) + config.train.log_every <= progress.step:
-                say(f"{path} has no steps {last + 1} to {progress.step}: another host logged them, or another run")
+                say(f"{path} has no steps {last + 1} to {progress.step}; another host may have logged them")
             path.touch()  # refused here, before wandb begins a run that must be ended
             wandb = start_wandb(
                 config.wandb,

@@ -184,7 +184,7 @@ def test_two_hosts_without_a_shared_disk_are_killed_in_a_save_change_places_and_
     assert not s3.exists(f"{url}/run/step-000004/manifest.json"), "killed in the save"
     said = ended(tmp_path / "resumed", [command(host, url, background) for host in (b, a)], account)
     assert "resumed from step 2; changed since: nothing" in said
-    assert f"{b}/run/metrics.jsonl has no steps 1 to 2: " in said
+    assert f"{b}/run/metrics.jsonl has no steps 1 to 2; " in said
     assert names(f"{url}/run") == ["step-000004", "step-000006"]
     assert main(["verify", f"{url}/run/step-000006"]) == 0
     alone = [*DEMO, f"run.dir={whole}/run", "checkpoint.every=0", f"checkpoint.export_dir={tmp_path}/hf"]

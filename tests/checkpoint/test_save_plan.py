@@ -48,7 +48,6 @@ def plan_and_save(folder: Path, replicate: int) -> tuple[Items, Items, bool]:
                 if data is not None
             ]
         )
-    own.collect_again()
     save_tensors(tensors, folder)
     read = {part: {name: torch.zeros_like(one) for name, one in named.items()} for part, named in tensors.items()}
     dcp.load(read, checkpoint_id=folder)
@@ -77,19 +76,23 @@ def test_each_part_is_planned_by_one_of_its_holders(replicate: int, pool: Worker
     assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
 
 
-def test_garbage_is_collected_again_when_the_plan_is_made_and_when_it_fails(
+def test_no_garbage_is_collected_while_the_plan_is_made_or_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = SharedSavePlanner(rank=0, world_size=1)
-    planner.set_up_planner({"one": torch.ones(1)}, is_coordinator=True)
-    plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    assert not gc.isenabled()
-    planner.finish_plan(plans[0])
+    seen: list[bool] = []
+    original = dcp.DefaultSavePlanner.create_global_plan
+
+    def looking(planner: dcp.DefaultSavePlanner, plans: Any) -> Any:
+        seen.append(gc.isenabled())
+        return 1 / 0 if len(seen) > 1 else original(planner, plans)
+
+    monkeypatch.setattr(dcp.DefaultSavePlanner, "create_global_plan", looking)
+    save_tensors({"model": {"one": torch.ones(1)}}, tmp_path / "x", alone=True)
     assert gc.isenabled()
-    monkeypatch.setattr(SharedSavePlanner, "create_global_plan", lambda *_: 1 / 0)
     with pytest.raises(dcp.CheckpointException):
-        save_tensors({"model": {"one": torch.ones(1)}}, tmp_path / "x", alone=True)
+        save_tensors({"model": {"one": torch.ones(1)}}, tmp_path / "y", alone=True)
     assert gc.isenabled()
+    assert seen == [False, False]
 
 
 def test_bytes_are_shared_out_evenly() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config.local_paths import shared_directories
 from tests.launch.stubs import ENDS, TRAINS, install
 from tools import launch
 
@@ -91,10 +93,13 @@ def test_skypilot_starts_a_torchrun_that_meets_the_others_on_the_first_node(tmp_
     environment = install(tmp_path / "bin", rank=ENDS.format(code=0), job=job)
     subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=60, check=True)
     [words] = map(json.loads, lines(tmp_path / "bin" / "said", "torchrun"))
-    options = dict(zip(words[0:-5:2], words[1:-5:2], strict=True))
+    options = dict(zip(words[0:-6:2], words[1:-6:2], strict=True))
     assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-conf"]) == ("3", "4", "is_host=1")
     assert options["--rdzv-endpoint"] == "10.0.0.5:29500"
-    assert words[-5:] == ["-m", "fsdp2kit.run", "x.toml", "run.dir=a b", "checkpoint.dir=s3://my-bucket/fsdp2kit"]
+    assert words[-6:-2] == ["-m", "fsdp2kit.run", "x.toml", "run.dir=a b"]
+    stores = dict(word.removeprefix("checkpoint.").split("=") for word in words[-2:])
+    config = TrainingConfig.model_validate({"recipe": "x", "checkpoint": stores})
+    assert shared_directories(config) == {}, "its nodes share no disk"
 
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")

@@ -17,7 +17,7 @@ from tests.reference import full, make_batches, tiny_model_dir
 from tests.train.test_wiring import config_of
 from tests.workers import WorkerPool
 
-SLOW, SLEEP, STEPS = 1, 0.25, 6
+SLOW, SLEEP, STEPS = 1, 0.5, 4
 
 
 def _sleep() -> None:
