@@ -243,6 +243,16 @@ def test_what_stands_beside_a_model_that_learns_from_rewards() -> None:
     assert "reference" not in adapters.peak.bytes  # the model without them
 
 
+def test_the_reference_sleeps_on_the_host_beside_the_model() -> None:
+    rollout = {**ROLLOUTS["rollout"], "sleep": True}
+    learner, alone = (
+        planned(rl_config(small(REAL["llama1b"]), rollout=rollout, grpo={"kl": kl}, **REWARDS)) for kl in (0.1, 0.0)
+    )
+    reference = learner.peaks["backward"].bytes["reference"]
+    assert "reference" not in alone.peaks["backward"].bytes
+    assert learner.host["asleep"] - alone.host["asleep"] == reference > 0
+
+
 def test_the_cache_is_as_large_as_transformers_own() -> None:
     model: Any = tiny_model("llama3")
     prompt = torch.zeros(3, 10, dtype=torch.int64)
