@@ -143,12 +143,25 @@ def _measured(config: TrainingConfig, size: int) -> dict[str, Any]:
     }
 
 
+_counting: list[dict[str, int]] = []
+
+
+@functools.cache
+def _hear_of_files() -> None:
+    """From now on count the files that this process opens, but for code; an audit hook cannot be taken back."""
+
+    def see(event: str, arguments: tuple[Any, ...]) -> None:
+        if _counting and event == "open" and not str(arguments[0]).endswith((".py", ".pyc", ".so", "/status")):
+            _counting[-1]["files_opened"] += 1
+
+    sys.addaudithook(see)
+
+
 @contextmanager
 def _counts() -> Iterator[dict[str, int]]:
     """Counts what happens in the block: groups that are made by all and with this rank, object collectives, files."""
     found = {"groups_made": 0, "own_groups": 0, "object_collectives": 0, "reductions": 0, "files_opened": 0}
     make, gather, reduce = dist.distributed_c10d.new_group, dist.all_gather_object, dist.all_reduce
-    is_open = True
 
     def new_group(*args: Any, **named: Any) -> Any:
         group = make(*args, **named)
@@ -163,11 +176,8 @@ def _counts() -> Iterator[dict[str, int]]:
 
         return counting
 
-    def see(event: str, arguments: tuple[Any, ...]) -> None:  # hooks stay to the end of the process
-        if is_open and event == "open" and not str(arguments[0]).endswith((".py", ".pyc", ".so", "/status")):
-            found["files_opened"] += 1
-
-    sys.addaudithook(see)
+    _hear_of_files()
+    _counting.append(found)
     with (
         patch.object(dist.distributed_c10d, "new_group", new_group),
         patch.object(dist, "all_gather_object", counted("object_collectives", gather)),
@@ -176,7 +186,7 @@ def _counts() -> Iterator[dict[str, int]]:
         try:
             yield found
         finally:
-            is_open = False
+            _counting.pop()
 
 
 def _state(model: Any) -> dict[str, dict[str, torch.Tensor]]:
