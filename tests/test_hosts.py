@@ -130,15 +130,16 @@ CASES: dict[str, tuple[Case, str | None]] = {
     "shared": (shared, None),
     "copies": (copies, None),
     "late": (shown_late, None),
-    "on a": (only_on_host(0), f"data.sources.0.path: F/disk0/rows.jsonl is on a, but not on b; {COPY}"),
-    "on b": (only_on_host(1), f"data.sources.0.path: F/disk1/rows.jsonl is on b, but not on a; {COPY}"),
+    "on a": (only_on_host(0), f"data.sources.0.path: F/disk0/rows.jsonl is on a, but F/disk1/rows.jsonl is not on b; {COPY}"),
+    "on b": (only_on_host(1), f"data.sources.0.path: F/disk1/rows.jsonl is on b, but F/disk0/rows.jsonl is not on a; {COPY}"),
     "contents": (
         other_contents,
-        f"judge.rubrics.1: F/disk0 is not the same on a and on b: b.txt has other contents; {COPY}",
+        f"judge.rubrics.1: F/disk0 is not the same on a and on b (F/disk1): b.txt has other contents; {COPY}",
     ),
     "bytes": (
         more_bytes,
-        f"eval.path: F/disk0/*.jsonl is not the same on a and on b: 1.jsonl has 2 bytes on a and 4 on b; {COPY}",
+        f"eval.path: F/disk0/*.jsonl is not the same on a and on b (F/disk1/*.jsonl): 1.jsonl has 2 bytes on a "
+        f"and 4 on b; {COPY}",
     ),
     "settings": (
         other_settings,

@@ -24,7 +24,7 @@ printf -v start 'cd %q && %s && trap "" USR1 && exec %s' "$PWD" "$setup" "$(prin
 # shellcheck disable=SC2317,SC2329 # the trap calls it
 signal() { # to torchrun and the ranks on every host
   for host in "${hosts[@]}"; do
-    ssh -n "$host" "pkill -$1 -f '[f]sdp2kit.run ${run[0]}'"
+    ssh -n "$host" "pkill -$1 -f '[f]sdp2kit.run ${run[0]//[^[:alnum:]]/.}'"
   done
 }
 
