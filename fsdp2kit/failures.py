@@ -31,7 +31,7 @@ from fsdp2kit import status
 from fsdp2kit.console import counted
 from fsdp2kit.status import Position
 
-_LINE, _EXPLAINERS = "fsdp2kit/line", "fsdp2kit/explainers"
+_LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
 _LOST, _DONE = "lost another rank", "done"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
@@ -80,7 +80,7 @@ class Watch:
         self.rank, self.hosts, self._minutes, self._asks = rank, tuple(hosts), minutes, asks
         # 256 reports a second at most, whatever the number of ranks.
         self.period = max(1.0, len(hosts) / 256)
-        self._beat, self._end, self._over, self._knows = 0, "", threading.Event(), False
+        self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
         self._thread.start()
@@ -247,6 +247,8 @@ class Watch:
                 elif asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
                     asks = False
                     self._warn(number)
+                if self._asks:
+                    self._keep_stack()
             except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost, or this connection alone
                 is_connected = False
 
@@ -258,6 +260,13 @@ class Watch:
         is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
         if is_first and (line := self.diagnose(str(status.position()), None)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
+            self._store.add(_WARNINGS, 1)
+
+    def _keep_stack(self) -> None:
+        """After a warning, write down where this rank is; a time-out of NCCL leaves no time for it."""
+        if (warnings := self._store.add(_WARNINGS, 0)) > self._warnings:
+            self._warnings = warnings
+            write_traceback(f"It was here at the warning:\n{_main_stack()}")
 
     def _end_soon(self) -> None:
         """Print the line, and end this process unless it ends by itself."""
@@ -265,9 +274,7 @@ class Watch:
             print(f"error: {line}", file=sys.stderr, flush=True)
         if self._over.wait(_GRACE_SECONDS) or self._ends_by_itself():
             return
-        stack = "".join(traceback.format_stack(status.main_frame()))
-        if _folder is not None:
-            write_traceback(f"It waited here when another rank had ended:\n{stack}")
+        write_traceback(f"It waited here when another rank had ended:\n{_main_stack()}")
         os._exit(1)
 
 
@@ -387,6 +394,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _key(rank: int) -> str:
     return f"fsdp2kit/rank/{rank}"
+
+
+def _main_stack() -> str:
+    return "".join(traceback.format_stack(status.main_frame()))
 
 
 def _where(report: Report) -> str:

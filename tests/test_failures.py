@@ -196,20 +196,27 @@ def watch_of(store: dist.TCPStore, rank: int, **options: Any) -> Watch:
 
 @pytest.mark.full
 def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
-    store: dist.TCPStore, capfd: pytest.CaptureFixture[str]
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As NCCL's does; here no collective ever fails."""
+    """As NCCL's does; here no collective ever fails. Ranks that live say where they are."""
+    monkeypatch.setattr(failures, "_folder", tmp_path)
+    monkeypatch.setenv("RANK", "0")  # of both, which write here
     for rank, phase in ((2, "backward"), (3, "forward")):
         store.set(f"fsdp2kit/rank/{rank}", Report(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
-    watches = [watch_of(store, 1), watch_of(store, 0, asks=True)]
+    watches = [watch_of(store, rank, asks=True) for rank in (1, 0)]
     deadline, said = time.monotonic() + 40, ""
     while "\n" not in said and time.monotonic() < deadline:
         time.sleep(0.1)
         said += capfd.readouterr().err
+    stacks = tmp_path / "rank-0.txt"
+    assert eventually(lambda: stacks.is_file() and stacks.read_text().count("at the warning:\n") == 2)
+    time.sleep(3 * watches[0].period)
     for watch in watches:
         watch.stop()
     assert said.startswith(f"warning: {status.position()}: ranks 2 and 3 on b give no sign of life since ")
     assert "the report from step 12, forward; see whether" in said
+    assert said.count("\n") == 1
+    assert stacks.read_text().count("at the warning:\n") == 2  # once each
 
 
 def test_ranks_of_a_host_print_once_and_later_ones_repeat_the_first(store: dist.TCPStore) -> None:
