@@ -154,6 +154,7 @@ def stop() -> None:
     global _hosts
     _hosts = ()
     failures.stop()
+    status.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -272,19 +273,21 @@ def one_per_machine_first(work: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return work()
-    is_first = ranks_from_environment()[2] == 0
+    is_first, phase = ranks_from_environment()[2] == 0, status.position().phase
     result: list[T] = []
     with ThreadPoolExecutor(max_workers=1) as thread:
         for turn in (True, False):
             future = thread.submit(work) if is_first is turn else None
             busy = True
             while busy:  # idle ranks wait in a collective that ends every half second
+                status.enter("one rank of each machine first")  # a new position: nobody is late
                 if future is not None:
                     wait([future], timeout=0.5)
                 busy = reduce_numbers([float(future is not None and not future.done())])[0] > 0
             with agreement():
                 if future is not None:
                     result.append(future.result())
+    status.enter(phase)
     return result[0]
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,10 +31,11 @@ from fsdp2kit import status
 from fsdp2kit.console import counted
 from fsdp2kit.status import Position
 
-_LINE, _EXPLAINERS = "fsdp2kit/line", "fsdp2kit/explainers"
+_LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
 _LOST, _DONE = "lost another rank", "done"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
+_LOST_SECONDS = 15.0  # and the explanation takes seconds, too
 _LATE = 0.95  # of run.timeout_minutes without a change of position
 _MOST_GROUPS = 4
 _AGAIN = "start the run again: it resumes from its newest complete checkpoint"
@@ -73,15 +75,19 @@ class Watch:
         self, store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: float, asks: bool = False
     ) -> None:
         # A connection of its own: training's may be busy for as long as a collective takes to begin.
-        short = timedelta(seconds=_CLIENT_SECONDS)
-        self._store = dist.TCPStore(store.host, store.port, is_master=False, timeout=short, wait_for_workers=False)
+        self._address = store.host, store.port
+        self._store = self._connect()
         self.rank, self.hosts, self._minutes, self._asks = rank, tuple(hosts), minutes, asks
         # 256 reports a second at most, whatever the number of ranks.
         self.period = max(1.0, len(hosts) / 256)
-        self._beat, self._end, self._over, self._knows = 0, "", threading.Event(), False
+        self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
         self._thread.start()
+
+    def _connect(self) -> dist.TCPStore:
+        short = timedelta(seconds=_CLIENT_SECONDS)
+        return dist.TCPStore(*self._address, is_master=False, timeout=short, wait_for_workers=False)
 
     @property
     def host(self) -> str:
@@ -97,6 +103,8 @@ class Watch:
     def announce(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's own failure. Rank 0, which keeps the store, waits until they know."""
         self._end = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+        if self.rank == 0:
+            _ignore_sigterm()
         _within(self.period * 5, self._announce)
 
     def explain(self, error: BaseException) -> str:
@@ -147,15 +155,15 @@ class Watch:
             todo = "see whether that host, its network and its processes are up (dmesg says if memory ran out)"
             return f"{at}: {what}; {todo}, and {_AGAIN}"
         late = [rank for rank in running if now[rank].position.number < mine.number]
-        late = late or [
-            rank
-            for rank in running
-            if now[rank].place and now[rank].place == before[rank].place and now[rank].position.number == mine.number
-        ]
+        # Work may take long: nobody is late for a rank that works, too.
+        if not late and (error is not None or status.is_waiting(status.main_frame())):
+            same = [rank for rank in running if now[rank].position.number == mine.number]
+            late = [rank for rank in same if now[rank].place and now[rank].place == before[rank].place]
         if late:
             what = self._group(late, lambda rank: _where(now[rank]), "is still in")
+            have = "have" if len(late) > 1 else "has"
             todo = f"what it waits for there is the cause; stacks: {_errors_of(late[0])}"
-            return f"{at}: {what}, and has not come within run.timeout_minutes = {self._minutes:g}; {todo}"
+            return f"{at}: {what}, and {have} not come within run.timeout_minutes = {self._minutes:g}; {todo}"
         if error is None:
             return None
         what = f"a collective failed, although no rank is silent or late: {str(error).partition(chr(10))[0]}"
@@ -212,8 +220,7 @@ class Watch:
         return self._store.get(_LINE).decode() if is_first else ""
 
     def _write(self) -> None:
-        frame = status.main_frame()
-        place = "" if self._end or status.is_waiting(frame) else status.place_of(frame)
+        place = "" if self._end else status.place_of_work()
         self._store.set(_key(self.rank), Report(status.position(), place, self._beat, self._end).encode())
 
     def _read(self) -> list[Report]:
@@ -225,40 +232,55 @@ class Watch:
 
     def _report(self) -> None:
         """The thread: write the beat; end this process after another one's failure if it does not end by itself."""
-        since, number, asks = time.monotonic(), -1, self._asks
+        since, number, asks, is_connected = time.monotonic(), -1, self._asks, True
         while not self._over.wait(self.period):
             self._beat += 1
             if status.position().number != number:
                 since, number, asks = time.monotonic(), status.position().number, self._asks
             try:
+                if not is_connected:
+                    socket.create_connection(self._address, timeout=_CLIENT_SECONDS).close()  # torch would print
+                    self._store, is_connected = self._connect(), True
                 self._write()
-                if not self._end and self._store.check([_LINE]):
+                if not self._ends_by_itself() and self._store.check([_LINE]):
                     self._end_soon()
                 elif asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
                     asks = False
                     self._warn(number)
-            except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost; the next collective fails
-                return
+                if self._asks:
+                    self._keep_stack()
+            except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost, or this connection alone
+                is_connected = False
+
+    def _ends_by_itself(self) -> bool:
+        """Whether it has said how it ends, or handles an error, which may be one that every rank raises."""
+        return bool(self._end) or status.is_failing()
 
     def _warn(self, number: int) -> None:
         is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
         if is_first and (line := self.diagnose(str(status.position()), None)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
+            self._store.add(_WARNINGS, 1)
+
+    def _keep_stack(self) -> None:
+        """After a warning, write down where this rank is; a time-out of NCCL leaves no time for it."""
+        if (warnings := self._store.add(_WARNINGS, 0)) > self._warnings:
+            self._warnings = warnings
+            write_traceback(f"It was here at the warning:\n{_main_stack()}")
 
     def _end_soon(self) -> None:
         """Print the line, and end this process unless it ends by itself."""
         if line := self._take_line():
             print(f"error: {line}", file=sys.stderr, flush=True)
-        if self._over.wait(_GRACE_SECONDS) or self._end:
+        if self._over.wait(_GRACE_SECONDS) or self._ends_by_itself():
             return
-        stack = "".join(traceback.format_stack(status.main_frame()))
-        if _folder is not None:
-            write_traceback(f"It waited here when another rank had ended:\n{stack}")
+        write_traceback(f"It waited here when another rank had ended:\n{_main_stack()}")
         os._exit(1)
 
 
 _watch: Watch | None = None
 _folder: Path | None = None
+_ending = threading.Lock()
 
 
 def watch(store: dist.TCPStore, *, rank: int, hosts: Sequence[str], minutes: float, asks: bool) -> None:
@@ -303,23 +325,44 @@ def end_failed(error: Exception) -> int:
 
 def end_lost(error: Exception) -> NoReturn:
     """End after a collective that failed because of another rank: one line a host, and exit code 1."""
-    outlive_torchrun()
     if _watch is None:
         what = "another rank has ended, or has not answered within run.timeout_minutes"
         print(f"error: {what}; what follows is not the cause", file=sys.stderr)
         raise error
+    _ignore_sigterm()
+    _explain_and_end(_watch, error)
+
+
+def outlive_torchrun(error: Exception, *, is_lost: bool) -> None:
+    """Ignore SIGTERM, which torchrun sends as soon as one rank has ended, 30 seconds before it kills.
+
+    Args:
+        error: what ends this rank.
+        is_lost: because of another rank. Then this one has ended `_LOST_SECONDS` later, even if it still waits.
+    """
+    if _watch is None:
+        return
+    _ignore_sigterm()
+    if is_lost:  # a save in the background may wait for that rank, too
+        timer = threading.Timer(_LOST_SECONDS, _explain_and_end, (_watch, error))
+        timer.daemon, timer.name = True, "fsdp2kit-end"
+        timer.start()
+
+
+def _explain_and_end(watch: Watch, error: Exception) -> NoReturn:
+    """For the main thread, or for a timer if that does not get here."""
+    _ending.acquire()  # and never released
     text = "".join(traceback.format_exception(error))
     if not write_traceback(text):
         print(text, file=sys.stderr)
-    if line := _watch.explain(error):
+    if line := watch.explain(error):
         print(f"error: {line}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
-def outlive_torchrun() -> None:
-    """Ignore SIGTERM: torchrun sends it as soon as one rank has ended, and kills after another 30 seconds."""
+def _ignore_sigterm() -> None:
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -351,6 +394,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _key(rank: int) -> str:
     return f"fsdp2kit/rank/{rank}"
+
+
+def _main_stack() -> str:
+    return "".join(traceback.format_stack(status.main_frame()))
 
 
 def _where(report: Report) -> str:

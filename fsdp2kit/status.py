@@ -42,6 +42,7 @@ class Position:
 _now = Position()
 _looks = _waits = 0
 _looker: threading.Thread | None = None
+_over = threading.Event()
 
 
 def begin(activity: str, *, step: int | None = None) -> None:
@@ -71,11 +72,21 @@ def position() -> Position:
 
 
 def watch_waiting() -> None:
-    """Start the thread that counts how often the main thread waits; a second call does nothing."""
+    """Start the thread that counts how often the main thread waits, until `stop`; a second call does nothing."""
     global _looker
-    if _looker is None:
+    if _looker is None or not _looker.is_alive():  # a fork has no threads
+        _over.clear()
         _looker = threading.Thread(target=_look_on, daemon=True, name="fsdp2kit-waiting")
         _looker.start()
+
+
+def stop() -> None:
+    """End the thread of `watch_waiting`."""
+    global _looker
+    _over.set()
+    if _looker is not None:
+        _looker.join()
+        _looker = None
 
 
 def take_looks() -> tuple[int, int]:
@@ -97,6 +108,18 @@ def is_waiting(frame: FrameType | None) -> bool:
     return waits or _now.phase == _DEVICE
 
 
+def is_failing() -> bool:
+    """Whether the main thread handles an exception: in ``except``, ``finally`` or ``__exit__``."""
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    return found not in (None, (None, None, None))  # of Python 3.12 and later, and of earlier ones
+
+
+def place_of_work() -> str:
+    """`place_of` the main thread; empty while it waits. No frame is kept: it would keep the local tensors."""
+    frame = main_frame()
+    return "" if is_waiting(frame) else place_of(frame)
+
+
 def place_of(frame: FrameType | None) -> str:
     """``recipes/own.py:33 in slow``: the innermost line that is not a library's, or else the innermost one."""
     frames = _outwards(frame)
@@ -109,8 +132,7 @@ def place_of(frame: FrameType | None) -> str:
 
 def _look_on() -> None:
     global _looks, _waits
-    pause = threading.Event()
-    while not pause.wait(_LOOK_SECONDS):
+    while not _over.wait(_LOOK_SECONDS):
         _waits += is_waiting(main_frame())
         _looks += 1
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import platform
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit import failures, status
+from fsdp2kit import distributed, failures, status
+from fsdp2kit.errors import RunFailure
 from fsdp2kit.failures import Report, Watch, name_ranks
 from fsdp2kit.status import Position
 from tests.checkpoint.test_chaos import TOML
@@ -184,26 +190,33 @@ def store() -> dist.TCPStore:
 def watch_of(store: dist.TCPStore, rank: int, **options: Any) -> Watch:
     """A rank of four on two hosts, with quick beats."""
     watch = Watch(store, rank=rank, hosts=("a", "a", "b", "b"), minutes=0.01, **options)
-    watch.period = 0.2
+    watch.period = 0.5 if options else 0.2
     return watch
 
 
 @pytest.mark.full
 def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
-    store: dist.TCPStore, capfd: pytest.CaptureFixture[str]
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As NCCL's does; here no collective ever fails."""
+    """As NCCL's does; here no collective ever fails. Ranks that live say where they are."""
+    monkeypatch.setattr(failures, "_folder", tmp_path)
+    monkeypatch.setenv("RANK", "0")  # of both, which write here
     for rank, phase in ((2, "backward"), (3, "forward")):
         store.set(f"fsdp2kit/rank/{rank}", Report(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
-    watches = [watch_of(store, 1), watch_of(store, 0, asks=True)]
-    deadline, said = time.monotonic() + 20, ""
+    watches = [watch_of(store, rank, asks=True) for rank in (1, 0)]
+    deadline, said = time.monotonic() + 40, ""
     while "\n" not in said and time.monotonic() < deadline:
         time.sleep(0.1)
         said += capfd.readouterr().err
+    stacks = tmp_path / "rank-0.txt"
+    assert eventually(lambda: stacks.is_file() and stacks.read_text().count("at the warning:\n") == 2)
+    time.sleep(3 * watches[0].period)
     for watch in watches:
         watch.stop()
     assert said.startswith(f"warning: {status.position()}: ranks 2 and 3 on b give no sign of life since ")
     assert "the report from step 12, forward; see whether" in said
+    assert said.count("\n") == 1
+    assert stacks.read_text().count("at the warning:\n") == 2  # once each
 
 
 def test_ranks_of_a_host_print_once_and_later_ones_repeat_the_first(store: dist.TCPStore) -> None:
@@ -242,6 +255,109 @@ def test_a_store_that_is_gone_is_said_once_a_host(
     lines = [watch.explain(RuntimeError("gloo/transport")) for watch in watches]
     assert "rank 0 on a, to which all ranks report, does not answer; " in lines[0]
     assert lines[1:] == [lines[0], ""]
+
+
+def eventually(holds: Callable[[], bool], *, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def report_of(store: dist.TCPStore, rank: int) -> Report:
+    return Report.decode(store.get(f"fsdp2kit/rank/{rank}"))
+
+
+def test_an_error_that_every_rank_raises_is_not_told_of_one(
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has ended with it; rank 0 still closes what is open, and then shows its own traceback."""
+    ended: list[int] = []
+    monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watch = watch_of(store, 0)
+    try:
+        raise RunFailure("step 3: the loss is not finite")
+    except RunFailure:
+        store.set("fsdp2kit/line", "step 3: rank 1 on a failed in step 3: RunFailure: step 3: the loss is not finite")
+        beat = report_of(store, 0).beat
+        assert eventually(lambda: report_of(store, 0).beat >= beat + 3)
+    watch._over.set()
+    assert (ended, capfd.readouterr().err) == ([], "")
+
+
+def test_the_main_thread_handles_an_exception() -> None:
+    @contextlib.contextmanager
+    def closing() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            seen.append(status.is_failing())
+
+    seen = [status.is_failing()]
+    with closing():
+        pass
+    with contextlib.suppress(ValueError), closing():
+        raise ValueError
+    assert [*seen, status.is_failing()] == [False, False, True, False]
+
+
+def test_nobody_is_late_for_a_rank_that_works(store: dist.TCPStore) -> None:
+    """Both others tokenise at the same position, as this rank does; late is only who others wait for."""
+    watch, mine = watch_of(store, 0), status.position()
+    watch._over.set()
+    for rank in (1, 2, 3):
+        store.set(f"fsdp2kit/rank/{rank}", Report(mine, "x.py:3 in read", end="done" if rank == 1 else "").encode())
+    beats = itertools.count(1)
+    read = watch._read
+    watch._read = lambda: [replace(report, beat=next(beats)) for report in read()]
+    assert watch.diagnose("here", None) is None
+    line = watch.diagnose("here", RuntimeError("gloo/transport"))
+    where = f"ranks 2 and 3 on b are still in {mine}, at x.py:3 in read"
+    assert line is not None
+    assert line.startswith(f"here: {where}, and have not come within run.timeout_minutes = 0.01; ")
+
+
+def test_a_rank_reports_again_after_a_broken_connection(store: dist.TCPStore) -> None:
+    watch = watch_of(store, 1)
+    watch._store = Gone(answers=True)  # type: ignore[assignment]
+    beat = report_of(store, 1).beat
+    assert eventually(lambda: report_of(store, 1).beat > beat)
+    watch._over.set()
+
+
+def test_a_rank_that_waits_for_ever_after_a_lost_one_ends(
+    store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a background save's collective, say; the main thread never says which rank is lost."""
+    ended: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+    watch = watch_of(store, 0)
+    watch._over.set()
+    store.set("fsdp2kit/line", "step 3: rank 2 on b gives no sign of life")
+    for name, value in (("_watch", watch), ("_LOST_SECONDS", 0.1), ("_ending", threading.Lock())):
+        monkeypatch.setattr(failures, name, value)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        failures.outlive_torchrun(RuntimeError("gloo/transport"), is_lost=True)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert eventually(lambda: ended == [1])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "error: step 3: rank 2 on b gives no sign of life\n" in capfd.readouterr().err
+
+
+def test_no_thread_is_left_after_the_end(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    monkeypatch.setattr(failures, "_watch", watch_of(store, 1))
+    status.watch_waiting()
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert {"fsdp2kit-status", "fsdp2kit-waiting"} <= names
+    distributed.stop()
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("fsdp2kit-")]
+    status.watch_waiting()  # as a second run in one process does
+    assert eventually(lambda: status.take_looks()[0] > 0)
+    status.stop()
 
 
 def test_ranks_by_name() -> None:

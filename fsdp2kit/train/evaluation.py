@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdp2kit import status
 from fsdp2kit.config.schema import EvalConfig
 from fsdp2kit.data.chat import Chat
 from fsdp2kit.data.loader import Batch
@@ -121,6 +122,7 @@ class Evaluation:
         steps = batches.steps_per_epoch
         for index in range(min(steps, self.section.steps or steps)):
             batch = next_batch(batches, index, mesh=self.mesh)
+            status.enter("forward")
             items += batch.supervised_tokens if self.objective is None else batch.num_items
             for micro in batch.micro_batches:
                 sums = self._sums_of(shard(micro)).double()

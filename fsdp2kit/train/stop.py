@@ -42,8 +42,8 @@ class StopRequest:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        if error is not None and is_lost_rank(error):
-            outlive_torchrun()  # until it has said which rank is lost
+        if isinstance(error, Exception):
+            outlive_torchrun(error, is_lost=is_lost_rank(error))
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name
