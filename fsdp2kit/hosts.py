@@ -211,8 +211,9 @@ def _compare(ours: HostFacts, main: HostFacts) -> None:
 
 def _compare_input(key: str, ours: Look, main: Look, host: str, main_host: str) -> None:
     if ours.there != main.there:
-        path, has, lacks = (ours.path, host, main_host) if ours.there else (main.path, main_host, host)
-        raise UserError(key, f"{path} is on {has}, but not on {lacks}", _COPY)
+        (has, its), (lacks, other) = ((main_host, main.path), (host, ours.path))[:: -1 if ours.there else 1]
+        what = f"{its} is on {has}, but {'' if other == its else f'{other} is '}not on {lacks}"
+        raise UserError(key, what, _COPY)
     if not ours.files or not main.files or ours.files == main.files:
         return
     names = [*main.files, *ours.files]
@@ -224,7 +225,8 @@ def _compare_input(key: str, ours: Look, main: Look, host: str, main_host: str) 
         how = f"{name} has {size_there} bytes on {main_host} and {size} on {host}"
     else:
         how = f"{name} has other contents"
-    raise UserError(key, f"{main.path} is not the same on {main_host} and on {host}: {how}", _COPY)
+    place = "" if main.path == ours.path else f" ({ours.path})"
+    raise UserError(key, f"{main.path} is not the same on {main_host} and on {host}{place}: {how}", _COPY)
 
 
 @contextlib.contextmanager

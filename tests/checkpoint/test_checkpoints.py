@@ -145,6 +145,13 @@ def test_the_newest_the_best_and_every_so_many_steps_are_kept(tmp_path: Path, ke
     assert names(tmp_path) == [f"step-{step:06d}" for step in (*([3] if keep_best else []), 4, 8, 10, 11)]
 
 
+def test_a_directory_without_a_manifest_does_not_count_as_kept(tmp_path: Path) -> None:
+    checkpoints, _ = saved_alone(tmp_path, 1, 2, keep=2)
+    checkpoints.store.path(9).mkdir()
+    checkpoints.store.retain(2)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000009"]
+
+
 def read_for_a_while(path: Path, ready: Path) -> None:
     with in_use(path):
         ready.touch()
