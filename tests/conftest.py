@@ -23,6 +23,8 @@ TESTS = Path(__file__).parent
 # end.
 LONGEST = (
     "parallel/test_parity.py",
+    "cluster/test_two_hosts.py",
+    "test_failures.py",
     "test_torchrun.py",
     "rl/test_rollouts.py",
     "test_readme.py",
