@@ -140,6 +140,8 @@ def test_a_save_begins_with_its_mark_and_ends_with_its_manifest(
 class Unreachable(Exception):
     """As the client of a store would raise it."""
 
+    __module__ = "botocore.exceptions"
+
 
 @pytest.mark.parametrize("raised", [Unreachable, ConnectionError])
 @pytest.mark.parametrize("where", ["/step-000002/.begun", "/step-000002/__0_0.distcp", "/step-000002/manifest.json"])

@@ -34,7 +34,14 @@ def started(
     options = launch._parse([kind, str(toml), "run.dir=a b", "--nodes", "3", "--gpus-per-node", "4"])
     (folder / "job").write_text(launch.fill(options))
     environment = install(folder / "bin", rank=rank, job=job)
-    with subprocess.Popen(["bash", "job"], cwd=folder, env=environment, start_new_session=True) as script:
+    # A shell cannot trap what it was started with as ignored, and tests in the background of a script ignore SIGINT.
+    with subprocess.Popen(
+        ["bash", "job"],
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as script:
         try:
             yield script, folder / "bin" / "said"
         finally:
