@@ -79,7 +79,9 @@ def test_convert_measures_every_way(pool: WorkerPool) -> None:
 
     assert_has_provenance(result, ranks=1)
     assert {"dcp_to_hf", "copy", "dcp_to_torch_save"} <= {row["name"] for row in result["rows"]}
-    assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in result["rows"])
+    assert all(row["seconds"]["median"] > 0 for row in result["rows"])
+    # The kernel copies, so a copy takes no memory of the process.
+    assert all(row["peak_bytes"] > 0 for row in result["rows"] if row["name"] != "copy")
 
 
 @pytest.mark.full

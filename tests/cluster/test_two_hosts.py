@@ -164,7 +164,7 @@ SAYS = {
     ("lost", "hold", "whole", "options"),
     [
         full("cable", (3, CLIP, 5), 4, ()),
-        full("host-b", (3, COMPLETE, 2), 2, ()),
+        slow("host-b", (3, COMPLETE, 2), 2, ()),
         slow("cable", (3, COMPLETE, 2), 2, ()),
         slow("cable", (0, PUBLISH, 2), 4, ()),
         slow("cable", (0, EXPORT, 1), 6, ()),
@@ -212,7 +212,7 @@ def test_the_disk_of_one_host_is_full(hosts: Hosts, single: Outcome, options: tu
     assert_goes_on(hosts, single)
 
 
-@pytest.mark.parametrize("how", [full("asleep"), slow("stopped")])
+@pytest.mark.parametrize("how", [slow("asleep"), slow("stopped")])
 def test_a_rank_that_sleeps_for_ever_is_named(hosts: Hosts, single: Outcome, how: str) -> None:
     """The others wait in a collective. It is ended, too, unless it is stopped: only its launcher can end it then."""
     held = Hold(3, CLIP, 5, hosts.folder / "held")
