@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp2kit.console import runs_of
 from fsdp2kit.errors import UserError, importing
 
 
@@ -54,13 +54,8 @@ def row_numbers(text: str) -> int | list[int]:
 
 def rows_text(numbers: Sequence[int]) -> str:
     """The text that `row_numbers` reads as these numbers, which are in order; a single one is ``17-17``."""
-    runs = [
-        [number for _, number in run]
-        for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    ]
-    if len(numbers) == 1:
-        return f"{numbers[0]}-{numbers[0]}"
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    is_single = len(numbers) == 1  # a number alone would be a count
+    return ",".join(f"{first}-{last}" if last > first or is_single else f"{first}" for first, last in runs_of(numbers))
 
 
 def new_figure(flag: str = "--png", **options: Any) -> Any:

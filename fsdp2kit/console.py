@@ -135,6 +135,17 @@ def size_text(number: float) -> str:
     return decimal(int(number))
 
 
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last number of each run of neighbours; ``numbers`` are in order: ``[1, 2, 3, 7]`` → 1–3, 7–7."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: ``1 rank``, ``2,000 ranks``, ``4 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"

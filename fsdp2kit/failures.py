@@ -8,7 +8,6 @@ only wait for a lost one go to ``errors/rank-N.txt`` in the run directory.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp2kit import status
-from fsdp2kit.console import counted
+from fsdp2kit.console import counted, runs_of
 from fsdp2kit.status import Position
 
 _LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
@@ -383,11 +382,9 @@ def write_traceback(text: str) -> bool:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 2 and 3``, ``ranks 0–2, 5 and 8–15``; the ranks are in order."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        ends = f"{numbers[0]}–{numbers[-1]}"
-        parts += [ends] if len(numbers) > 2 else map(str, numbers)
+    parts: list[str] = []
+    for first, last in runs_of(ranks):
+        parts += [f"{first}–{last}"] if last - first > 1 else map(str, range(first, last + 1))
     text = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 

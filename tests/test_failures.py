@@ -62,7 +62,11 @@ original_loss, original_batch = sft.cross_entropy, Loader.batch
 def start(
     folder: Path, size: int, *options: str, act: str = "pass", where: str = "forward", rank: int = -1
 ) -> tuple[list[Any], list[Path], Path]:
-    """Ranks of an endless run, one of which does something in a forward, or in its data; logs, and run directory."""
+    """Start an endless run in which one rank runs a line of code in a forward, or while it reads data.
+
+    Returns:
+        The ranks, their logs and the run directory.
+    """
     root = str(Path(__file__).parents[1])
     (folder / "own.py").write_text(RECIPE.format(root=root, act=act, where=where, rank=rank))
     (folder / "run.toml").write_text(TOML.replace('recipe = "sft"', 'recipe = "own.py"'))

@@ -55,7 +55,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
 
 
 def written_by(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> set[str]:
-    """The names of the tensors of which this rank writes the part that it holds."""
+    """The names of the tensors that this rank writes: it writes its own part of each."""
     by_holders: dict[int, list[tuple[int, str]]] = {}
     place: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors.items():

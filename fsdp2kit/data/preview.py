@@ -90,7 +90,7 @@ class Preview:
 
     title: str
     numbers: list[int]
-    """Of the packs that are shown, in the order of training, from 1."""
+    """The numbers of the packs that are shown, in the order of training, from 1."""
     packs: list[list[list[Piece]]]
     """These packs, each a list of documents, each a list of pieces."""
     padding: list[int]

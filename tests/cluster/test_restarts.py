@@ -7,24 +7,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_chaos import TOML, outcome
-from tests.cluster.hosts import Hosts, two_hosts
+from tests.cluster.hosts import Hosts
 from tests.cluster.test_two_hosts import Outcome, run_on_one_host
 from tests.test_signals import steps_done
 from tests.workers import WorkerPool
 
 OPTIONS = ("mesh.cp=2", "train.steps=60", "checkpoint.every=5", "run.timeout_minutes=0.5")
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with two_hosts(tmp_path) as hosts:
-        yield hosts
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint.chaos import complete_steps
 from tests.checkpoint.test_chaos import TOML, outcome
-from tests.cluster.hosts import Hold, Hosts, Job, two_hosts
+from tests.cluster.hosts import Hold, Hosts, Job
 from tests.reference import full
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
@@ -38,12 +38,6 @@ Outcome = tuple[list[tuple[float, ...]], str]
 
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with two_hosts(tmp_path) as hosts:
-        yield hosts
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-# srun starts its command on a node, with every process of which it shares a signal that it gets.
+# srun starts its command on a node. It sends each signal that it gets to every process of that command.
 _SRUN = """
 import os, signal, subprocess, sys
 command = sys.argv[next(at for at, word in enumerate(sys.argv) if at and not word.startswith("-")):]

@@ -54,7 +54,7 @@ def test_the_rows_of_a_loss_that_is_not_finite_are_named_and_shown(
         r"step 2: the loss is not finite on rank 1, in rows ([\d,-]+) of training \((.*) shows them\); ", said
     )
     assert named, said
-    # The second batch has rows 9 to 16, of which rank 1 reads the last four, two at a time.
+    # The second batch has rows 9 to 16. Rank 1 reads the last four, two at a time.
     assert named.group(1) == "15-16"
     arguments = named.group(2).split(" preview ")[-1].split("preview.py ")[-1].split()
     assert preview.main([*arguments, "--json"]) == 0
