@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -246,8 +247,9 @@ def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    if code == 1:
+        failures.write_traceback("".join(traceback.format_exception(problem)))
     if alone:
-        failures.write_traceback(str(problem))
         failures.announce(problem)
     else:
         agree()

@@ -97,8 +97,8 @@ class RunFailure(RuntimeError):
     """The run itself failed (a non-finite loss, say): the traceback is kept and the exit code is 1."""
 
 
-class StorageFailure(RunFailure):
-    """Writing to the run's storage failed: one line, no traceback, exit code 1.
+class KnownFailure(RunFailure):
+    """A failure whose cause its line says: no traceback on the console, exit code 1.
 
     Args:
         alone: only this rank knows; the other ranks are in another collective.
@@ -107,3 +107,11 @@ class StorageFailure(RunFailure):
     def __init__(self, message: str, *, alone: bool = False) -> None:
         super().__init__(message)
         self.alone = alone
+
+
+class StorageFailure(KnownFailure):
+    """Writing to the run's storage failed."""
+
+
+class NonFiniteFailure(KnownFailure):
+    """Loss or gradients are not finite. Every rank raises it."""

@@ -25,7 +25,7 @@ from fsdp2kit.config import TrainingConfig, load_config
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
-from fsdp2kit.errors import StorageFailure, UserError, nearest
+from fsdp2kit.errors import KnownFailure, UserError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
-    except StorageFailure as failure:
+    except KnownFailure as failure:
         distributed.leave(failure, code=1, alone=failure.alone)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -25,7 +25,7 @@ from fsdp2kit.checkpoint.checkpoints import Checkpoints
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import counted
 from fsdp2kit.distributed import gather_objects, seconds_alive
-from fsdp2kit.errors import RunFailure
+from fsdp2kit.errors import NonFiniteFailure
 from fsdp2kit.parallel.context_parallel.batch import build_slice_batch
 from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
@@ -118,8 +118,9 @@ def train(
         The progress at the end, or where it was asked to stop; it is saved if there are checkpoints.
 
     Raises:
-        RunFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``, or more in a row than
-            ``max_nonfinite``; a dtype that is not the ledger's; a save that failed; out of memory.
+        NonFiniteFailure: a non-finite loss or gradient under ``on_nonfinite = "stop"``, or more in a row than
+            ``max_nonfinite``.
+        RunFailure: a dtype that is not the ledger's; a save that failed; out of memory.
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     config, mesh, metrics = run.config, run.mesh, run.metrics
@@ -282,7 +283,7 @@ class _Loop:
             self._log(line, evaluates=evaluates)
         if self.run.progress.nonfinite_steps >= config.train.max_nonfinite:
             steps = counted(self.run.progress.nonfinite_steps, "step")
-            raise RunFailure(
+            raise NonFiniteFailure(
                 f"step {step}: the loss or gradient of {steps} in a row was not finite "
                 "(train.max_nonfinite); the last checkpoint is untouched. Lower the learning rate, or look at the data"
             )

@@ -16,7 +16,7 @@ from fsdp2kit import status
 from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.distributed import agree, gather_objects
-from fsdp2kit.errors import RunFailure, UserError, tool_command
+from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
 from fsdp2kit.failures import name_ranks
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
@@ -292,32 +292,38 @@ def is_finite(record: Mapping[str, float]) -> bool:
 
 
 def raise_nonfinite(local_loss: Tensor, norm: float, batch: GlobalBatch, *, config: TrainingConfig, step: int) -> None:
-    """Raise a `RunFailure`, on every rank, that names the step, and the ranks and rows with a non-finite loss."""
+    """Raise a `NonFiniteFailure` that names the step, and the ranks and rows with a non-finite loss. Collective."""
     is_bad = not math.isfinite(local_loss.flatten()[0].item())
     ranks = [rank for rank, is_its in enumerate(gather_objects(is_bad)) if is_its]
     rows = nonfinite_rows(batch, config)
     if ranks:
         what = f"the loss is not finite on {name_ranks(ranks)}{rows}"
     else:
-        what = f"the gradient norm is {norm} although every rank's loss is finite"
-    raise RunFailure(
+        what = f"the gradient norm is {norm} although every rank's loss is finite{rows}"
+    raise NonFiniteFailure(
         f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
         'or set train.on_nonfinite = "skip"'
     )
 
 
 def nonfinite_rows(batch: GlobalBatch, config: TrainingConfig) -> str:
-    """Names the rows of the micro-batches whose loss is not finite, and how to see them; "" if none. Collective."""
+    """Names the packs whose loss is not finite, and how to see them; all of the batch where each loss is. Collective.
+
+    A pack without packing is a padded row. "" for batches that do not know their packs.
+    """
     bad = [not math.isfinite(loss.flatten()[0].item()) for loss in batch.losses]
-    found = [
-        list(getattr(micro, "rows", ())) for micro, is_bad in zip(batch.micro_batches, bad, strict=True) if is_bad
-    ]
-    rows = sorted({row for rows in gather_objects(found[:_MOST_MICRO_BATCHES]) for one in rows for row in one})
+    packs = [list(getattr(micro, "rows", ())) for micro in batch.micro_batches]
+    found = [some for some, is_bad in zip(packs, bad, strict=True) if is_bad]
+    whole = [number for some in packs for number in some]
+    gathered = gather_objects((found[:_MOST_MICRO_BATCHES], whole[:_MOST_ROWS]))
+    rows = sorted({row for found, _ in gathered for some in found for row in some})
+    rows = rows or sorted({row for _, whole in gathered for row in whole})
     if not rows:
         return ""
     shown = rows_text(rows[:_MOST_ROWS])
     more = f" and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else ""
-    text = f", in {f'row {rows[0]}' if len(rows) == 1 else f'rows {shown}'}{more} of training"
+    noun = "pack" if config.data.pack else "row"
+    text = f", in {f'{noun} {rows[0]}' if len(rows) == 1 else f'{noun}s {shown}'}{more} of training"
     if config.data.streaming:
         return text
     return f"{text} ({tool_command('preview')} {Path(config.run.dir) / 'config.toml'} --rows {shown} shows them)"

@@ -1,9 +1,11 @@
-"""A loss that is not finite names the rows of its micro-batch, and the preview shows them."""
+"""A loss or gradient that is not finite names packs, and the preview shows them; it ends a run in one line."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,14 @@ import pytest
 
 from fsdp2kit import run
 from fsdp2kit.command_line import row_numbers, rows_text
-from fsdp2kit.errors import RunFailure
+from fsdp2kit.errors import NonFiniteFailure
 from tests.checkpoint.test_chaos import TOML
 from tests.workers import WorkerPool
 from tools import preview
 
 
-def fail_in_a_row(toml: str, overrides: list[str]) -> tuple[str, list[str]]:
-    """The failure of a run with one loss that is not finite; and the tokens of that micro-batch, on its rank."""
+def fail_in_a_step(toml: str, overrides: list[str], fails: str) -> tuple[str, list[str]]:
+    """The failure of a run with one loss or gradient that is not finite; and the tokens of that micro-batch."""
     recipe, config = run.load(toml, overrides)
     original, calls, seen = vars(recipe)["cross_entropy"], 0, []
 
@@ -28,11 +30,12 @@ def fail_in_a_row(toml: str, overrides: list[str]) -> tuple[str, list[str]]:
         loss, parts = original(model, inputs)
         if calls == 4 and recipe_rank() == 1:
             seen.extend(inputs["input_ids"].tolist())
-            loss = loss * float("nan")
+            # The root of 0 has a slope that is not finite.
+            loss = loss * float("nan") if fails == "loss" else loss + (loss - loss.detach()).abs().sqrt()
         return loss, parts
 
     vars(recipe)["cross_entropy"] = poisoned
-    with pytest.raises(RunFailure) as failure:
+    with pytest.raises(NonFiniteFailure) as failure:
         recipe.main(config)
     return str(failure.value), seen
 
@@ -43,18 +46,20 @@ def recipe_rank() -> int:
     return rank()
 
 
-def test_the_rows_of_a_loss_that_is_not_finite_are_named_and_shown(
+OPTIONS = ["train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.every=0"]
+
+
+def test_the_packs_of_a_loss_that_is_not_finite_are_named_and_shown(
     pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toml, run_dir = tmp_path / "run.toml", tmp_path / "run"
     toml.write_text(TOML)
-    options = [f"run.dir={run_dir}", "train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.every=0"]
-    (said, _), (_, seen) = pool.run(2, fail_in_a_row, str(toml), options)
+    (said, _), (_, seen) = pool.run(2, fail_in_a_step, str(toml), [f"run.dir={run_dir}", *OPTIONS], "loss")
     named = re.match(
-        r"step 2: the loss is not finite on rank 1, in rows ([\d,-]+) of training \((.*) shows them\); ", said
+        r"step 2: the loss is not finite on rank 1, in packs ([\d,-]+) of training \((.*) shows them\); ", said
     )
     assert named, said
-    # The second batch has rows 9 to 16. Rank 1 reads the last four, two at a time.
+    # The second batch has packs 9 to 16. Rank 1 reads the last four, two at a time.
     assert named.group(1) == "15-16"
     arguments = named.group(2).split(" preview ")[-1].split("preview.py ")[-1].split()
     assert preview.main([*arguments, "--json"]) == 0
@@ -65,6 +70,26 @@ def test_the_rows_of_a_loss_that_is_not_finite_are_named_and_shown(
 
     tokenizer = AutoTokenizer.from_pretrained(run.load(str(toml), [])[1].model.tokenizer)
     assert [tokenizer.decode(ids)[: len(text)] for ids, text in zip(seen, texts, strict=True)] == texts
+
+
+def test_a_gradient_that_is_not_finite_names_all_packs_of_its_batch(pool: WorkerPool, tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(TOML)
+    [(said, _), _] = pool.run(2, fail_in_a_step, str(toml), [f"run.dir={tmp_path / 'run'}", *OPTIONS], "gradient")
+    what = r"step 2: the gradient norm is nan although every rank's loss is finite, in packs 9-16 of training \("
+    assert re.match(what, said), said
+
+
+@pytest.mark.full
+def test_it_ends_a_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    command = [sys.executable, "-m", "fsdp2kit.run", "run.toml", "run.dir=run", "optimizer.lr=1e38"]
+    ended = subprocess.run([*command, "train.global_batch_size=2"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    [line] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: step \d+: the (loss|gradient norm) is ", line)
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "NonFiniteFailure" in (tmp_path / "run" / "errors" / "rank-0.txt").read_text()
 
 
 @pytest.mark.parametrize(
