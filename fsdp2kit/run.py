@@ -202,7 +202,9 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
             if world_size is None:
                 world_size = smallest_world(config)
                 note = " (the fewest ranks that [mesh] allows; --world-size N checks another number)"
-            local_world_size = local_world_size if "LOCAL_WORLD_SIZE" in os.environ else min(world_size, 8)
+            if "LOCAL_WORLD_SIZE" not in os.environ:
+                local_world_size = min(world_size, 8)
+                note += "; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise)" if world_size > 8 else ""
         sizes = check_config(config, world_size=world_size, local_world_size=local_world_size)
         if hasattr(recipe, "check"):
             lines, unchecked = [str(sizes)], recipe.check(config)

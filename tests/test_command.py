@@ -133,6 +133,8 @@ def test_convert_says_what_it_does_in_both_directions(capsys: pytest.CaptureFixt
         (["--world-size", "4"], {"WORLD_SIZE": "2"}, "on 4 ranks, checked in"),
         ([], {"WORLD_SIZE": "4"}, "on 4 ranks, checked in"),
         (["mesh.dp_shard=2"], {}, "on 4 ranks (the fewest"),
+        (["--world-size", "16"], {}, "on 16 ranks; nodes of 8 ranks (LOCAL_WORLD_SIZE says otherwise), checked in"),
+        (["--world-size", "16"], {"LOCAL_WORLD_SIZE": "4"}, "on 16 ranks, checked in"),
         (["mesh.cp=1"], {}, "on 1 rank (the fewest"),
     ],
 )

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit.command_line import in_one_line, positive, user_path
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parent / "launch"
 _SUBMIT = {
@@ -91,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         what = f"{options.out} cannot be written: {error.strerror}"
         raise UserError("--out", what, "name a file in a folder that may be written to") from None
-    print(f"wrote {options.out}; look at its two edits, then: {command} {options.out}", file=sys.stderr)
+    print(
+        f"wrote {options.out}; look at its two edits, then: {command} {shlex.quote(str(options.out))}", file=sys.stderr
+    )
     return 0
 
 
@@ -136,7 +138,7 @@ def _checked(options: argparse.Namespace) -> bool:
         from fsdp2kit import run
         from fsdp2kit.planner.devices import find_device
         from fsdp2kit.planner.estimate import estimate, plan_for
-        from fsdp2kit.planner.report import summary
+        from fsdp2kit.planner.report import figures
 
         device = find_device(options.device)
         if run.main([options.toml, *options.overrides, "--check", "--world-size", str(world_size)]):
@@ -148,7 +150,7 @@ def _checked(options: argparse.Namespace) -> bool:
         except UserError as problem:  # no mistake: the check has passed
             print(f"not planned: {problem}")
         else:
-            print(*list(summary(found))[1:], sep="\n")
+            print(*figures(found), sep="\n")
     return True
 
 
@@ -166,7 +168,9 @@ def _environment(**values: str):
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch", description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=_SUBMIT, help="trainjob is Kubeflow Trainer v2, pytorchjob its v1")
+    parser.add_argument(
+        "kind", type=_kind, help=f"{', '.join(_SUBMIT)}; trainjob is Kubeflow Trainer v2, pytorchjob its v1"
+    )
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for a run")
     parser.add_argument("--nodes", type=positive, required=True, metavar="N")
@@ -178,6 +182,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=user_path, metavar="FILE", help="write the file here, not to stdout")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     return parser.parse_intermixed_args(arguments)
+
+
+def _kind(text: str) -> str:
+    if text not in _SUBMIT:
+        known = f"name one of {', '.join(_SUBMIT)}"
+        raise UserError("launch", f"{text!r} is no kind of launch file", did_you_mean(text, _SUBMIT, otherwise=known))
+    return text
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _choose(section: FSDPConfig, model: PreTrainedModel, traits: Traits) -> tupl
         chosen |= {names[id(module)] for module in modules}
     elif section.unit == "size":
         chosen |= set(_by_size(model, section.min_params, uncalled))
-    return named, chosen | set(_frozen_outside(model, chosen))
+    return named, chosen | set(_frozen_outside(model, chosen, uncalled))
 
 
 def _read_from_outside(model: PreTrainedModel) -> Iterator[str]:
@@ -328,8 +328,8 @@ def _by_size(model: nn.Module, min_params: int, uncalled: Collection[str]) -> It
         yield from (name for name, _ in visit(child, module))
 
 
-def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
-    """The largest frozen modules that would be in the root's unit with trained ones.
+def _frozen_outside(model: nn.Module, units: set[str], uncalled: Collection[str]) -> Iterator[str]:
+    """The largest frozen modules that would be in the root's unit with trained ones, and are called.
 
     Frozen modules inside a layer stay in the layer's unit: FSDP2 shards parameter by parameter and reduces only
     gradients that exist, and several small units per layer would cost more messages than they save.
@@ -343,7 +343,7 @@ def _frozen_outside(model: nn.Module, units: set[str]) -> Iterator[str]:
         frozen = parameters and not any(parameter.requires_grad for parameter in parameters)
         if name in units:
             return
-        if frozen and _can_gather(module) and not holds_units:
+        if frozen and name not in uncalled and _can_gather(module) and not holds_units:
             yield name
             return
         for child, inner in module.named_children():

@@ -135,10 +135,17 @@ class Layout:
         cp, shard = self.sizes.cp, self.sizes.dp_shard
         if self.fsdp.strategy in HYBRID:
             fitting = [n for n in range(1, shard) if shard % n == 0 and not self.span(n * cp).crossing]
-            return f"mesh.dp_shard = {fitting[-1]} keeps them within a node" if fitting else ""
-        if self.hybrid() is None:
+            todo = self._mesh_keys(self.sizes.world_size // (fitting[-1] * cp), fitting[-1]) if fitting else ""
+            return f"{todo} keeps them within a node" if fitting else ""
+        if (sizes := self.hybrid()) is None:
             return ""
-        return f"fsdp.strategy = 'hybrid_shard' keeps them within a node{price}"
+        keys = self._mesh_keys(sizes.dp_replicate, sizes.dp_shard)
+        return f"fsdp.strategy = 'hybrid_shard' with {keys} keeps them within a node{price}"
+
+    @staticmethod
+    def _mesh_keys(replicate: int, shard: int) -> str:
+        """Both sizes, since the TOML may give either of today's."""
+        return f"mesh.dp_replicate = {replicate} and mesh.dp_shard = {shard}"
 
     def hybrid(self) -> MeshSizes | None:
         """The mesh of hybrid sharding within nodes, with the same cp; None if nodes have no place for it."""

@@ -32,13 +32,18 @@ def renderables(plan: Estimate) -> Iterator[RenderableType]:
 
 
 def summary(plan: Estimate) -> Iterator[str]:
-    """Lines: the mesh, the peak, whether it fits, what crosses nodes, what reductions cost, the time of a step."""
+    """Lines: the mesh, what crosses nodes, and the `figures`."""
     yield str(plan.sizes)
     yield from plan.layout.draw()
+    yield from plan.crossings
+    yield from figures(plan)
+
+
+def figures(plan: Estimate) -> Iterator[str]:
+    """Lines: the peak, whether it fits, what reductions cost, the time of a step."""
     yield plan.line()
     if warning := plan.warning():
         yield warning
-    yield from plan.crossings
     if plan.reduction is not None:
         yield str(plan.reduction)
     if plan.untimed:

@@ -122,6 +122,8 @@ def test_the_file_goes_to_stdout_and_the_plan_to_stderr(capsys: pytest.CaptureFi
     assert captured.out == launch.fill(launch._parse(arguments))
     assert "#SBATCH --time=2-00:00:00\n" in captured.out
     assert "ok: x.toml on 12 ranks" in captured.err
+    lines = captured.err.splitlines()
+    assert len(lines) == len(set(lines)), "nothing is said twice"
     assert "dp_shard 12" in captured.err
     assert "memory: " in captured.err
 
@@ -130,6 +132,8 @@ def test_a_file_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["ssh", "x.toml", "--nodes", "2", "--ranks-per-node", "1", "--out", "x.sh"]
     assert launch.main(arguments) == 0
     assert "then: bash x.sh" in capsys.readouterr().err
+    assert launch.main([*arguments[:-1], "of mine.sh"]) == 0
+    assert "then: bash 'of mine.sh'" in capsys.readouterr().err
     Path("x.sh").write_text("mine")
     assert launch.main(arguments) == 2
     assert capsys.readouterr().err == "error: --out: x.sh exists; name another file, or add --overwrite\n"
@@ -141,6 +145,7 @@ def test_a_file_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["slrum", "x.toml"], "error: launch: 'slrum' is no kind of launch file; did you mean slurm?"),
         (["slurm", "x.toml", "mesh.cp=5"], "error: mesh.cp: 5 does not divide the world size 12"),
         (["slurm", "x.toml", "train.global_batch_size=8"], "error: train.global_batch_size: 8 is not a multiple of"),
         (["ssh", "x.toml", "--time", "1:00:00"], "error: --time: '1:00:00' is no time limit of a ssh file"),

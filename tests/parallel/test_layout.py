@@ -85,10 +85,11 @@ def test_groups_cross_nodes_where_their_ranks_do(counts: list[int], cyclic: bool
         (4, 1, 2, "full_shard", 1, "cp over 2 nodes, shards over 4 nodes",
          ["cp crosses nodes; no smaller mesh.cp stays within a node", "shards cross nodes"]),
         (16, 8, 2, "shard_grad_op", 1, "cp within a node, shards over 2 nodes",
-         ["shards cross nodes; fsdp.strategy = 'hybrid_shard' keeps them within a node"]),
+         ["shards cross nodes; fsdp.strategy = 'hybrid_shard' with mesh.dp_replicate = 2 and mesh.dp_shard = 4 keeps "
+          "them within a node"]),
         (16, 8, 2, "hybrid_shard", 2, "cp within a node, shards within a node, replicas over 2 nodes", []),
         (24, 8, 1, "hybrid_shard", 2, "shards over 2 nodes, replicas over 2 nodes",
-         ["shards cross nodes; mesh.dp_shard = 4 keeps them within a node"]),
+         ["shards cross nodes; mesh.dp_replicate = 6 and mesh.dp_shard = 4 keeps them within a node"]),
         (16, 8, 1, "no_shard", 1, "replicas over 2 nodes", []),
     ],
 )  # fmt: skip
@@ -104,7 +105,8 @@ def test_what_is_said(
 def test_prices_stand_where_the_fact_is() -> None:
     layout = laid_out(node_names(16, 4), cp=2)
     assert layout.warnings({"shard": "1 GB", "hybrid": ": 0.1 GB"}) == [
-        "shards cross nodes: 1 GB; fsdp.strategy = 'hybrid_shard' keeps them within a node: 0.1 GB"
+        "shards cross nodes: 1 GB; fsdp.strategy = 'hybrid_shard' with mesh.dp_replicate = 4 and mesh.dp_shard = 2 "
+        "keeps them within a node: 0.1 GB"
     ]
 
 

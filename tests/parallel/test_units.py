@@ -141,6 +141,9 @@ def test_what_is_read_inside_a_layer_with_an_adapter_is_no_unit(dora: bool, is_u
     assert not any(name.startswith("lm_head.") for name in found)
     assert ("model.layers.0.mlp.up_proj.base_layer" in found) == is_unit
     assert ("model.layers.0.mlp.up_proj" in found) == (not is_unit)
+    found = {unit.name for unit in plan_units(FSDPConfig(unit="root"), model)}
+    assert "model.embed_tokens" in found, "frozen modules outside the layers are units of their own"
+    assert ("model.layers.0.mlp.up_proj.base_layer" in found) == is_unit
 
 
 def test_modules_that_the_model_does_not_call_are_found_on_its_twin() -> None:

@@ -66,7 +66,8 @@ def test_what_it_costs_that_shards_cross_nodes() -> None:
     (line,) = found.crossings
     assert line.startswith(
         f"shards cross nodes: {sent / GB:.1f} GB a step and rank over the network, about {more:.2g} s more than "
-        "within a node, in part beside compute; fsdp.strategy = 'hybrid_shard' keeps them within a node: "
+        "within a node, in part beside compute; fsdp.strategy = 'hybrid_shard' with mesh.dp_replicate = 2 and "
+        "mesh.dp_shard = 8 keeps them within a node: "
         f"{reduced / GB:.1f} GB, about {reduced / (50 * GB * LINK_EFFICIENCY):.2g} s, with "
     )
     hybrid = config_of(LLAMA_8B, ranks=16, fsdp={"strategy": "hybrid_shard"})

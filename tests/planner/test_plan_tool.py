@@ -397,3 +397,12 @@ def test_every_option_is_a_change_that_its_config_takes() -> None:
     config = config_of(LLAMA_8B, train={"micro_batch_size": 2}, fsdp={"strategy": "hybrid_shard_zero2"})
     for option in options(config):
         assert changed(config, option.values) != config, option
+
+
+def test_ranks_of_a_node_are_those_of_the_environment(
+    toml: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, nodes in (("4", "2 nodes"), ("8", "1 node")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+        _, said = run(capsys, toml(LLAMA_8B), "--world-size", "8")
+        assert f"mesh on {nodes}" in said
