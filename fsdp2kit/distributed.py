@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2kit import failures, status, torchrun
 from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.torch_compat import all_gather_single, timeout_of
+from fsdp2kit.tracebacks import write_traceback
 
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ def start(*, timeout_minutes: float = 30.0, deterministic: bool = False) -> Worl
         torch.use_deterministic_algorithms(True)
     if not dist.is_initialized():
         allow_connections(size)
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # `tracebacks.keep_in` says where
         # Clipping under offload and asynchronous checkpoints move CPU tensors, hence gloo beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
@@ -248,7 +250,7 @@ def leave(problem: UserError | RunFailure, *, code: int = 2, alone: bool = False
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 1:
-        failures.write_traceback("".join(traceback.format_exception(problem)))
+        write_traceback("".join(traceback.format_exception(problem)))
     if alone:
         failures.announce(problem)
     else:

@@ -1,16 +1,14 @@
 """A rank that fails or is lost: one line on each host that says which, where and since when.
 
 Every rank writes its position and a counter (its beat) to the job's store, which rank 0's host keeps, about once a
-second. When a collective fails, the first rank to notice reads what all have written and leaves one line in the store.
-A rank that does not end by itself then, because it waits for ever, is ended by its thread. Tracebacks of ranks that
-only wait for a lost one go to ``errors/rank-N.txt`` in the run directory.
+second. When a collective fails, the first rank to notice reads what all have written (`diagnosis`) and leaves one line
+in the store. A rank that does not end by itself then, because it waits for ever, is ended by its thread. Tracebacks of
+ranks that only wait for a lost one go to the run directory (`tracebacks`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -19,45 +17,21 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fsdp2kit import status
-from fsdp2kit.console import counted, runs_of
+from fsdp2kit.diagnosis import AGAIN, DONE, LOST, Diagnosis, Report
 from fsdp2kit.status import Position
+from fsdp2kit.tracebacks import write_traceback
 
 _LINE, _EXPLAINERS, _WARNINGS = "fsdp2kit/line", "fsdp2kit/explainers", "fsdp2kit/warnings"
-_LOST, _DONE = "lost another rank", "done"
 _CLIENT_SECONDS = 10.0
 _GRACE_SECONDS = 10.0
 _LOST_SECONDS = 15.0  # and the explanation takes seconds, too
 _LATE = 0.95  # of run.timeout_minutes without a change of position
-_MOST_GROUPS = 4
-_AGAIN = "start the run again: it resumes from its newest complete checkpoint"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank has written to the store last."""
-
-    position: Position
-    place: str = ""
-    """Where its main thread is in the code; empty while it waits in a collective."""
-    beat: int = 0
-    end: str = ""
-    """How it ended: its own error, `_LOST` or `_DONE`. Empty while it runs."""
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> Report:
-        values = json.loads(text)
-        return cls(**{**values, "position": Position(**values["position"])})
 
 
 class Watch:
@@ -96,7 +70,7 @@ class Watch:
         """Stop reporting, at the end of a run. Rank 0, which keeps the store, waits a moment for the others."""
         self._over.set()
         self._thread.join(timeout=self.period)
-        self._end = _DONE
+        self._end = DONE
         _within(self.period * 3, self._write_and_wait)
 
     def announce(self, error: BaseException) -> None:
@@ -111,7 +85,7 @@ class Watch:
 
         All ranks get the same line, from the first that asks.
         """
-        self._end = _LOST
+        self._end = LOST
         if self._knows:
             return ""
         at = ", ".join(part for part in (str(status.position()), _collective_of(error)) if part)
@@ -121,77 +95,15 @@ class Watch:
         # Without a store the ranks cannot agree on who prints: it is the lowest one of this host that can be alive.
         others = [rank for rank, host in enumerate(self.hosts) if host == self.host and rank > 0]
         what = f"rank 0 on {self.hosts[0]}, to which all ranks report, does not answer"
-        todo = f"see whether that host, its network and its processes are up, and {_AGAIN}"
+        todo = f"see whether that host, its network and its processes are up, and {AGAIN}"
         return f"{at}: {what}; {todo}" if self.rank == min(others, default=0) else ""
 
-    def diagnose(self, at: str, error: BaseException | None) -> str | None:
-        """Find the ranks that failed, are lost or late, and say so. Takes up to four periods.
-
-        Args:
-            at: position of the collective.
-            error: the collective's; None: it has not failed yet, and the result is None if no such rank is found.
-        """
-        mine, before = status.position(), self._read()
-        others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
-        deadline = time.monotonic() + 4 * self.period
-        while True:
-            time.sleep(self.period / 4)
-            now = self._read()
-            running = [rank for rank in others if not now[rank].end]
-            silent = [rank for rank in running if now[rank].beat == before[rank].beat]
-            failed = [rank for rank in others if now[rank].end not in ("", _LOST, _DONE)]
-            if failed or not silent or time.monotonic() >= deadline:
-                break
-        if failed:
-            return f"{at}: {self._describe_failed(failed[0], now[failed[0]])}"
-        if silent:
-            # One position a host, its earliest: each rank wrote its last report at another moment.
-            earliest: dict[str, Position] = {}
-            for rank in sorted(silent, key=lambda rank: now[rank].position.number):
-                earliest.setdefault(self.hosts[rank], now[rank].position)
-            since = "gives no sign of life since the report from"
-            what = self._group(silent, lambda rank: str(earliest[self.hosts[rank]]), since)
-            todo = "see whether that host, its network and its processes are up (dmesg says if memory ran out)"
-            return f"{at}: {what}; {todo}, and {_AGAIN}"
-        late = [rank for rank in running if now[rank].position.number < mine.number]
-        # Work may take long: nobody is late for a rank that works, too.
-        if not late and (error is not None or status.is_waiting(status.main_frame())):
-            same = [rank for rank in running if now[rank].position.number == mine.number]
-            late = [rank for rank in same if now[rank].place and now[rank].place == before[rank].place]
-        if late:
-            what = self._group(late, lambda rank: _where(now[rank]), "is still in")
-            have = "have" if len(late) > 1 else "has"
-            todo = f"what it waits for there is the cause; stacks: {_errors_of(late[0])}"
-            return f"{at}: {what}, and {have} not come within run.timeout_minutes = {self._minutes:g}; {todo}"
-        if error is None:
-            return None
-        what = f"a collective failed, although no rank is silent or late: {str(error).partition(chr(10))[0]}"
-        todo = (
-            "see the network between the hosts, and whether the ranks of a recipe of yours call the same collectives"
-        )
-        return f"{at}: {what}; {todo}"
-
-    def _describe_failed(self, rank: int, report: Report) -> str:
-        what = f"rank {rank} on {self.hosts[rank]} failed in {report.position}: {report.end}"
-        return f"{what}; see that host's log, or {_errors_of(rank)}"
-
-    def _group(self, ranks: Sequence[int], text: Callable[[int], str], verb: str) -> str:
-        """``ranks 2–4 on host-b give no sign of life since step 3``: by host and text, four at most."""
-        groups: dict[tuple[str, str], list[int]] = {}
-        for rank in ranks:
-            groups.setdefault((self.hosts[rank], text(rank)), []).append(rank)
-        plural = {"gives": "give", "is": "are"}
-        first, _, rest = verb.partition(" ")
-        texts = [
-            f"{name_ranks(some)} on {host} {plural[first] if len(some) > 1 else first} {rest} {what}"
-            for (host, what), some in groups.items()
-        ]
-        more = sum(len(some) for some in list(groups.values())[_MOST_GROUPS:])
-        return ", and ".join(texts[:_MOST_GROUPS]) + (f", and so on for {counted(more, 'more rank')}" if more else "")
+    def _diagnosis(self) -> Diagnosis:
+        return Diagnosis(self.rank, self.hosts, self._minutes, self.period, self._read)
 
     def _announce(self) -> None:
         mine = Report(status.position(), end=self._end)
-        self._store.compare_set(_LINE, "", f"{mine.position}: {self._describe_failed(self.rank, mine)}")
+        self._store.compare_set(_LINE, "", f"{mine.position}: {self._diagnosis().describe_failed(self.rank, mine)}")
         self._write_and_wait()
 
     def _write_and_wait(self) -> None:
@@ -206,7 +118,7 @@ class Watch:
         while not is_first and not self._store.check([_LINE]) and time.monotonic() < deadline:
             time.sleep(self.period / 10)
         if not self._store.check([_LINE]):  # the first that asks may be killed before it has an answer
-            self._store.compare_set(_LINE, "", self.diagnose(at, error) or "")
+            self._store.compare_set(_LINE, "", self._diagnosis().find(at, error) or "")
         line = self._take_line()
         if self.rank == 0:  # the other hosts still have to read it
             time.sleep(2 * self.period)
@@ -257,7 +169,7 @@ class Watch:
 
     def _warn(self, number: int) -> None:
         is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
-        if is_first and (line := self.diagnose(str(status.position()), None)):
+        if is_first and (line := self._diagnosis().find(str(status.position()), None)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
             self._store.add(_WARNINGS, 1)
 
@@ -278,7 +190,6 @@ class Watch:
 
 
 _watch: Watch | None = None
-_folder: Path | None = None
 _ending = threading.Lock()
 
 
@@ -294,12 +205,6 @@ def stop() -> None:
     if _watch is not None:
         _watch.stop()
         _watch = None
-
-
-def keep_in(folder: Path) -> None:
-    """From now on, tracebacks go to ``folder``."""
-    global _folder
-    _folder = folder
 
 
 def announce(error: BaseException) -> None:
@@ -366,43 +271,12 @@ def _ignore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def write_traceback(text: str) -> bool:
-    """Append a text to this rank's file in ``errors/``; False without a run directory, or if the disk refuses."""
-    if _folder is None:
-        return False
-    now, rank = datetime.now(timezone.utc).isoformat(timespec="seconds"), int(os.environ.get("RANK", "0"))
-    try:
-        _folder.mkdir(parents=True, exist_ok=True)
-        with (_folder / f"rank-{rank}.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{now} rank {rank} on {platform.node()}, {status.position()}\n{text}\n")
-    except OSError:
-        return False
-    return True
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 2 and 3``, ``ranks 0–2, 5 and 8–15``; the ranks are in order."""
-    parts: list[str] = []
-    for first, last in runs_of(ranks):
-        parts += [f"{first}–{last}"] if last - first > 1 else map(str, range(first, last + 1))
-    text = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
-
-
 def _key(rank: int) -> str:
     return f"fsdp2kit/rank/{rank}"
 
 
 def _main_stack() -> str:
     return "".join(traceback.format_stack(status.main_frame()))
-
-
-def _where(report: Report) -> str:
-    return f"{report.position}, at {report.place}" if report.place else str(report.position)
-
-
-def _errors_of(rank: int) -> str:
-    return str(Path("errors" if _folder is None else _folder) / f"rank-{rank}.txt")
 
 
 def _collective_of(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import fsdp2kit
-from fsdp2kit import distributed, failures
+from fsdp2kit import distributed, tracebacks
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import say
@@ -87,7 +87,7 @@ class Job:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
                 self.environment["start"] = begin_start(self.run_dir)
                 write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
-        failures.keep_in(self.run_dir / "errors")
+        tracebacks.keep_in(self.run_dir / "errors", nccl=self.world.device.type == "cuda")
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2kit import distributed, failures, status
+from fsdp2kit import distributed, failures, status, tracebacks
+from fsdp2kit.diagnosis import Report, name_ranks
 from fsdp2kit.errors import RunFailure
-from fsdp2kit.failures import Report, Watch, name_ranks
+from fsdp2kit.failures import Watch
 from fsdp2kit.status import Position
 from tests.checkpoint.test_chaos import TOML
 from tests.reference import full
@@ -203,7 +204,7 @@ def test_silent_ranks_are_named_before_a_time_out_that_ends_processes(
     store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As NCCL's does; here no collective ever fails. Ranks that live say where they are."""
-    monkeypatch.setattr(failures, "_folder", tmp_path)
+    monkeypatch.setattr(tracebacks, "_folder", tmp_path)
     monkeypatch.setenv("RANK", "0")  # of both, which write here
     for rank, phase in ((2, "backward"), (3, "forward")):
         store.set(f"fsdp2kit/rank/{rank}", Report(Position(9 - rank // 3, 12, "", phase), beat=5).encode())
@@ -315,11 +316,25 @@ def test_nobody_is_late_for_a_rank_that_works(store: dist.TCPStore) -> None:
     beats = itertools.count(1)
     read = watch._read
     watch._read = lambda: [replace(report, beat=next(beats)) for report in read()]
-    assert watch.diagnose("here", None) is None
-    line = watch.diagnose("here", RuntimeError("gloo/transport"))
+    assert watch._diagnosis().find("here", None) is None
+    line = watch._diagnosis().find("here", RuntimeError("gloo/transport"))
     where = f"ranks 2 and 3 on b are still in {mine}, at x.py:3 in read"
     assert line is not None
     assert line.startswith(f"here: {where}, and have not come within run.timeout_minutes = 0.01; ")
+
+
+@pytest.mark.parametrize("of_user", ["", "/elsewhere/rank-"])
+def test_records_of_nccl_go_to_the_run_directory(
+    of_user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracebacks, "_folder", None)
+    monkeypatch.setattr(tracebacks, "_is_users", bool(of_user))
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", of_user)
+    tracebacks.keep_in(tmp_path / "gloo" / "errors")
+    assert not (tmp_path / "gloo").exists()
+    tracebacks.keep_in(tmp_path / "errors", nccl=True)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == (of_user or str(tmp_path / "errors" / "nccl-rank-"))
+    assert (tmp_path / "errors").is_dir() != bool(of_user)
 
 
 def test_a_rank_reports_again_after_a_broken_connection(store: dist.TCPStore) -> None:

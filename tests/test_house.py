@@ -28,6 +28,8 @@ RANKS = {
     "progress": 0,
     "console": 0,
     "status": 0,
+    "tracebacks": 0,
+    "diagnosis": 0,
     "failures": 0,
     "config": 1,
     "model": 2,
@@ -60,6 +62,8 @@ TOP_FILES = {
     "progress",
     "console",
     "status",
+    "tracebacks",
+    "diagnosis",
     "failures",
 }
 CORE = ("config", "model", "parallel", "data", "train", "optim", "checkpoint")

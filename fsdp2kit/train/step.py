@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fsdp2kit import status
 from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
+from fsdp2kit.diagnosis import name_ranks
 from fsdp2kit.distributed import agree, gather_objects
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
-from fsdp2kit.failures import name_ranks
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.torch_compat import float32_norms

@@ -1,0 +1,48 @@
+"""Tracebacks, and NCCL's records of collectives, in the run directory: ``errors/rank-N.txt``, ``errors/nccl-rank-N``."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+
+from fsdp2kit import status
+
+_folder: Path | None = None
+
+# torch reads it when NCCL's watchdog writes its flight recorder, after a collective that timed out.
+_DUMPS = "TORCH_FR_DUMP_TEMP_FILE"
+_is_users = _DUMPS in os.environ
+
+
+def keep_in(folder: Path, *, nccl: bool = False) -> None:
+    """From now on, tracebacks go to ``folder``.
+
+    Args:
+        nccl: so do the records of NCCL's collectives, unless the user's environment names another place.
+    """
+    global _folder
+    _folder = folder
+    if nccl and not _is_users:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[_DUMPS] = str(folder.resolve() / "nccl-rank-")
+
+
+def write_traceback(text: str) -> bool:
+    """Append a text to this rank's file in ``errors/``; False without a run directory, or if the disk refuses."""
+    if _folder is None:
+        return False
+    now, rank = datetime.now(timezone.utc).isoformat(timespec="seconds"), int(os.environ.get("RANK", "0"))
+    try:
+        _folder.mkdir(parents=True, exist_ok=True)
+        with (_folder / f"rank-{rank}.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{now} rank {rank} on {platform.node()}, {status.position()}\n{text}\n")
+    except OSError:
+        return False
+    return True
+
+
+def path_of(rank: int) -> str:
+    """Where a rank's tracebacks go, for messages."""
+    return str(Path("errors" if _folder is None else _folder) / f"rank-{rank}.txt")
