@@ -1,4 +1,4 @@
-"""Tracebacks, and NCCL's records of collectives, in the run directory: ``errors/rank-N.txt``, ``errors/nccl-rank-N``."""
+"""Tracebacks and NCCL's records of collectives go to the run directory: ``errors/rank-N.txt``, ``nccl-rank-N``."""
 
 from __future__ import annotations
 

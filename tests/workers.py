@@ -160,20 +160,20 @@ def start_command(module: str, *arguments: str, stdout: Path, stderr: Path, **en
 
 def start_ranks(size: int, logs: Path, module: str, *arguments: str) -> tuple[list[Any], list[Path]]:
     """Start a command on every rank of a job, as torchrun does; each rank's process, and the path of its output."""
+    paths = [logs / f"rank-{rank}.log" for rank in range(size)]
+    local = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
+    return start_job(paths, [(module, *arguments)] * size, local), paths
+
+
+def start_job(paths: Sequence[Path], commands: Sequence[Sequence[str]], local: Sequence[dict[str, str]]) -> list[Any]:
+    """Start a process for each rank of a job: its module and arguments, and what it has in its environment alone."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    job = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
-    paths = [logs / f"rank-{rank}.log" for rank in range(size)]
-    ranks = [
-        start_command(module, *arguments, stdout=path, stderr=path, **job, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank, path in enumerate(paths)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(commands))}
+    return [
+        start_command(*command, stdout=path, stderr=path, **job, **own, RANK=str(rank))
+        for rank, (path, command, own) in enumerate(zip(paths, commands, local, strict=True))
     ]
-    return ranks, paths
 
 
 @contextlib.contextmanager
