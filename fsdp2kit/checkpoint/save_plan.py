@@ -7,13 +7,11 @@ sends one item of each kind, and after the write three numbers a tensor. The che
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import heapq
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.futures import Future
 
+from fsdp2kit.checkpoint.reader import no_garbage_collection
 from fsdp2kit.distributed import host_of
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.torch_compat import FsspecWriter, StorageInfo
@@ -161,7 +160,7 @@ class _WritesBriefly:
     def finish(self, metadata: Metadata, results: list[list[Written]]) -> None:
         """Write the metadata file. ``metadata`` itself stays without the parts' places: DCP sends it to all ranks."""
         names = sorted(metadata.state_dict_metadata)
-        with _no_garbage_collection():
+        with no_garbage_collection():
             super().finish(replace(metadata), write_results(results, names))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -206,15 +205,3 @@ def _results(written: Written, names: list[str]) -> Iterator[WriteResult]:
         # The constructor would copy the offset; one object is written to the file once.
         object.__setattr__(index, "offset", written.start)
         yield WriteResult(index, length, StorageInfo(written.file, offset, length))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """While millions of objects are made, looking for garbage among them takes longer than making them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
