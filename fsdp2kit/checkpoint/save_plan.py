@@ -66,11 +66,10 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
             return kinds[name].writer == own
 
         self.plan = replace(whole, items=[item for item in whole.items if is_mine(item.index.fqn)])
-        self._examples = dict(zip(reversed(kinds.values()), reversed(kinds), strict=True))
-        examples, self._kinds = set(self._examples.values()), kinds
-        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
-        items = [item for item in self.plan.items if item.index.fqn in examples]
-        return replace(whole, items=items, planner_data=digest)
+        first: dict[Kind, str] = {}
+        self._examples = {name: first.setdefault(kind, name) for name, kind in kinds.items()}
+        items = [item for item in self.plan.items if self._examples[item.index.fqn] == item.index.fqn]
+        return replace(whole, items=items, planner_data=hashlib.sha256(repr(kinds).encode()).hexdigest())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP plans and checks one tensor of each kind; all tensors of a kind then share its metadata."""
@@ -80,8 +79,7 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
         plans = [replace(plan, planner_data={}) for plan in all_plans]
         plans[0] = replace(plans[0], planner_data=self.mappings)
         plans, metadata = super().create_global_plan(plans)
-        stored = metadata.state_dict_metadata
-        found = {name: stored[self._examples[kind]] for name, kind in self._kinds.items()}
+        found = {name: metadata.state_dict_metadata[example] for name, example in self._examples.items()}
         return [replace(plan, planner_data=None) for plan in plans], replace(metadata, state_dict_metadata=found)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -160,8 +158,9 @@ class _WritesBriefly:
     def finish(self, metadata: Metadata, results: list[list[Written]]) -> None:
         """Write the metadata file. ``metadata`` itself stays without the parts' places: DCP sends it to all ranks."""
         names = sorted(metadata.state_dict_metadata)
+        expanded = (expand(of_rank, names) for of_rank in results)
         with no_garbage_collection():
-            super().finish(replace(metadata), write_results(results, names))  # pyright: ignore[reportAttributeAccessIssue]
+            super().finish(replace(metadata), expanded)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class BriefWriter(_WritesBriefly, dcp.FileSystemWriter):
@@ -189,19 +188,15 @@ def summarize(results: Iterable[WriteResult], names: Iterable[str]) -> list[Writ
     return list(found.values())
 
 
-def write_results(results: Iterable[Iterable[Written]], names: list[str]) -> Iterator[Iterator[WriteResult]]:
-    """DCP's results of each rank, made when they are asked for.
+def expand(of_rank: Iterable[Written], names: list[str]) -> Iterator[WriteResult]:
+    """A rank's results as DCP has them, made when they are asked for.
 
     Args:
         names: of all tensors, in order.
     """
-    for of_rank in results:
-        yield (result for written in of_rank for result in _results(written, names))
-
-
-def _results(written: Written, names: list[str]) -> Iterator[WriteResult]:
-    for number, offset, length in zip(written.tensors, written.offsets, written.lengths, strict=True):
-        index = MetadataIndex(names[number])
-        # The constructor would copy the offset; one object is written to the file once.
-        object.__setattr__(index, "offset", written.start)
-        yield WriteResult(index, length, StorageInfo(written.file, offset, length))
+    for written in of_rank:
+        for number, offset, length in zip(written.tensors, written.offsets, written.lengths, strict=True):
+            index = MetadataIndex(names[number])
+            # The constructor would copy the offset; one object is written to the file once.
+            object.__setattr__(index, "offset", written.start)
+            yield WriteResult(index, length, StorageInfo(written.file, offset, length))
