@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # Checkpoints at any fsspec URL; torch has these only under a private name.
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 # An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -41,6 +42,10 @@ STAGER_WORKS_ONCE = torch.__version__ < "2.13"
 
 # FSDP2 of torch 2.11 needs gradients of every shard, and casts every parameter to `param_dtype`.
 SHARDS_INTEGERS = torch.__version__ >= "2.12"
+
+
+# What a checkpoint's metadata says of where a part of a tensor lies. Rank 0 makes it from numbers that it is sent.
+StorageInfo = _StorageInfo
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

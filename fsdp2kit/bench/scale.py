@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: a job's start and the planning of a save, on rank 0 of a fake process group."""
+"""What grows with the number of ranks: a job's start, a save and a resume, on rank 0 of a fake process group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +16,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan
 
 from fsdp2kit import distributed
 from fsdp2kit.bench.harness import PeakMemory
 from fsdp2kit.bench.sides import bench_config
-from fsdp2kit.checkpoint.save_plan import SharedSavePlanner, share_out
-from fsdp2kit.checkpoint.state import model_tensors, save_tensors
+from fsdp2kit.checkpoint.reader import SafeReader
+from fsdp2kit.checkpoint.save_plan import BriefWriter, Kind, SharedSavePlanner, Written, kinds_of
+from fsdp2kit.checkpoint.state import model_tensors
 from fsdp2kit.config import TrainingConfig
 from fsdp2kit.distributed import World
 from fsdp2kit.errors import UserError
@@ -40,6 +39,8 @@ from fsdp2kit.torch_compat import start_fake_group
 
 NODE = 8
 """Ranks of a node."""
+ARCHIVE = 1200
+"""Bytes of a stored part beside its values, about."""
 LLAMA_70B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -61,9 +62,9 @@ def bench_scale(
     cp: int = 2,
     model: Literal["70b", "tiny"] = "70b",
 ) -> Iterator[dict[str, Any]]:
-    """A job's start and the planning of a save on rank 0 of a fake process group, by number of ranks.
+    """A job's start, and what a save and a resume take but for the values, on rank 0, by number of ranks.
 
-    Seconds are CPU seconds. The plans of the other ranks are made up beforehand, and do not count.
+    Seconds are CPU seconds. What the other ranks send is made up beforehand, and does not count.
 
     Args:
         ranks: of each job.
@@ -83,7 +84,7 @@ def bench_scale(
             rows.append(_measured(_config(size, min(shards, size), cp, LLAMA_70B if model == "70b" else TINY), size))
         finally:
             distributed.stop()
-        notes = ["CPU seconds and memory of rank 0; items: parts of tensors in a save; metadata: that file's size"]
+        notes = ["CPU seconds and memory of rank 0; parts: of tensors in a save; metadata: that file's size"]
         yield {"rows": list(rows), "notes": notes}
 
 
@@ -112,34 +113,37 @@ def _measured(config: TrainingConfig, size: int) -> dict[str, Any]:
     hosts = node_names(size, NODE)
     world = World(0, size, 0, min(NODE, size), torch.device("cpu"), hosts)
     built = build_model(config.model, lora=config.lora)
-    with PeakMemory(world.device) as memory, _counts() as counts:
+    with PeakMemory(world.device) as at_start, _counts() as counts:
         mesh = timed("mesh", lambda: build_mesh(config.mesh, config.fsdp, world=world))
         timed("drawing", Layout(mesh.sizes, config.fsdp, hosts).draw)
         plan = timed("plan", lambda: plan_parallel(built, config, mesh.sizes, "cpu"))
         timed("memory_plan", lambda: plan_memory(config, built, plan, world=world))
         on_meta = dataclasses.replace(mesh, device=torch.device("meta"))
         timed("parallelize", lambda: parallelize_model(built, plan, mesh=on_meta))
-        tensors = _state(built)
         planner = SharedSavePlanner(rank=0, world_size=size)
-        planner.set_up_planner(tensors, is_coordinator=True)
+        planner.set_up_planner(_state(built), is_coordinator=True)
         own = timed("own_save_plan", planner.create_local_plan)
-    start = memory.peak
-    shards = mesh.shard.size(mesh.shard.ndim - 1)
-    pickles = [pickle.dumps(one) for one in plans_of_all(planner.state_dict, own, size=size, shards=shards)]
-    with PeakMemory(world.device) as memory:
-        plans, metadata = timed("save_plan", functools.partial(_plan_save, planner, pickles))
-        planner.finish_plan(own)
-        results, items = [_results(plan.items) for plan in plans], sum(len(plan.items) for plan in plans)
-        del plans, pickles
-        written = timed("save_end", functools.partial(_end_save, metadata, results))
+    ranks = list(sent_by_all(planner.state_dict, own, size=size, shards=mesh.shard.size(mesh.shard.ndim - 1)))
+    pickles = [[pickle.dumps(part) for part in parts] for parts in zip(*ranks, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        with PeakMemory(world.device) as at_save:
+            metadata = timed("save_plan", lambda: _plan_save(planner, pickles[0]))
+            timed("save_end", lambda: _end_save(Path(folder), metadata, pickles[1]))
+        for _, (written, *_) in ranks:
+            Path(folder, written.file).touch()
+        with PeakMemory(world.device) as at_resume:
+            timed("resume", lambda: _plan_load(Path(folder), planner.state_dict))
+        written_bytes = Path(folder, ".metadata").stat().st_size
     total = sum(value for key, value in row.items() if key.endswith("_seconds"))
     return {
         **row,
         "in_all_seconds": total,
-        "peak_bytes": max(start or 0, memory.peak or 0),
+        "peak_bytes": max(at_start.peak or 0, at_save.peak or 0),
+        "resume_peak_bytes": at_resume.peak or 0,
         **counts,
-        "items": items,
-        "metadata_bytes": written,
+        "items_sent": sum(len(plan.items) for plan, _ in ranks),
+        "parts": sum(len(one.tensors) for _, written in ranks for one in written),
+        "metadata_bytes": written_bytes,
     }
 
 
@@ -196,66 +200,63 @@ def _state(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": tensors, "optimizer": state | {f"state.{name}.step": torch.zeros(()) for name in tensors}}
 
 
-def plans_of_all(tensors: dict[str, Any], own: SavePlan, *, size: int, shards: int) -> Iterator[SavePlan]:
-    """Each rank's plan of a save, by arithmetic: rows are shared out over shards, tensors over replicas.
+def sent_by_all(
+    tensors: dict[str, Any], own: SavePlan, *, size: int, shards: int
+) -> Iterator[tuple[SavePlan, list[Written]]]:
+    """What each rank sends in a save, by arithmetic: rows are shared out over shards, tensors over replicas.
 
     Args:
         tensors: by name; DTensors sharded by rows, and numbers.
-        own: of rank 0, which has an item for each kind of property.
+        own: rank 0's plan, whose digest all ranks send.
     """
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(tensors, is_coordinator=True)
-    whole = {item.index.fqn: item for item in planner.create_local_plan().items}
-    replicas = size // shards
-    writers: dict[str, int] = {}
-    for sharded, holders in ((True, replicas), (False, size)):
-        names = [name for name in whole if (tensors[name].ndim > 0) is sharded]
-        writers |= share_out(((tensors[name].numel() * tensors[name].itemsize, name) for name in names), holders)
+    items = {item.index.fqn: item for item in create_default_local_save_plan(tensors, True).items}
+    of_kind: dict[Kind, list[int]] = {}
+    for number, kind in enumerate(kinds_of(tensors, world_size=size).values()):
+        of_kind.setdefault(kind, []).append(number)
+    names = sorted(tensors)
     for rank in range(size):
         replica, shard = divmod(rank, shards)
-        mine = [name for name in whole if writers[name] == (replica if tensors[name].ndim else rank)]
-        items = [_part(whole[name], shard, shards) for name in mine]
-        yield dataclasses.replace(own, items=items, planner_data=own.planner_data if rank == 0 else {})
+        plan, written, end = [], {}, 0
+        for kind, numbers in of_kind.items():
+            if kind.writer == (replica if kind.placements else rank):
+                plan.append(_part(items[names[numbers[0]]], shard, shards))
+                start = plan[-1].index.offset
+                length = plan[-1].tensor_data.chunk.sizes.numel() * kind.dtype.itemsize + ARCHIVE
+                found = written.setdefault(start, Written(f"__{rank}_0.distcp", start))
+                found.tensors.extend(numbers)
+                found.lengths.extend([length] * len(numbers))
+                found.offsets.extend(range(end, end + length * len(numbers), length))
+                end = found.offsets[-1] + length
+        yield dataclasses.replace(own, items=plan), list(written.values())
 
 
-def _part(item: WriteItem, shard: int, shards: int) -> WriteItem:
+def _part(item: Any, shard: int, shards: int) -> Any:
     """A shard's part of a tensor; it may have no rows."""
     data = item.tensor_data
-    assert data is not None, "tensors only"
     if not data.size:
         return item
     each = -(-data.size[0] // shards)
     first, end = (min(data.size[0], each * number) for number in (shard, shard + 1))
     offset, sizes = torch.Size([first, *[0] * (len(data.size) - 1)]), torch.Size([end - first, *data.size[1:]])
     chunk = ChunkStorageMetadata(offsets=offset, sizes=sizes)
-    index = MetadataIndex(item.index.fqn, offset, item.index.index)
+    index = MetadataIndex(item.index.fqn, offset)
     return dataclasses.replace(item, index=index, tensor_data=dataclasses.replace(data, chunk=chunk))
 
 
-def _plan_save(planner: dcp.DefaultSavePlanner, pickles: list[bytes]) -> tuple[list[SavePlan], Metadata]:
+def _plan_save(planner: SharedSavePlanner, pickles: list[bytes]) -> Metadata:
     """What rank 0 does before a save: it is sent all plans, and sends the final ones."""
     plans, metadata = planner.create_global_plan([pickle.loads(one) for one in pickles])
     for plan in plans:
         pickle.dumps(plan)
-    return plans, metadata
+    return metadata
 
 
-def _end_save(metadata: Metadata, results: list[bytes]) -> int:
-    """What rank 0 does after a save: it is told where all parts are, and writes that down. The size of that file."""
-    metadata.storage_data = {one.index: one.storage_data for part in results for one in pickle.loads(part)}
-    return len(pickle.dumps(metadata))
+def _end_save(folder: Path, metadata: Metadata, pickles: list[bytes]) -> None:
+    """What rank 0 does after a save: it is told where all parts are, writes that down, and sends the rest to all."""
+    BriefWriter(folder).finish(metadata, [pickle.loads(one) for one in pickles])
+    pickle.dumps(metadata)
 
 
-def _results(items: Sequence[WriteItem]) -> bytes:
-    """What a rank sends when it has written these."""
-    place = _any_place()
-    return pickle.dumps([WriteResult(item.index, 0, dataclasses.replace(place)) for item in items])
-
-
-@functools.cache
-def _any_place() -> Any:
-    """Where DCP says that a tensor is, as an object of its own kind."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tensors({"model": {"one": torch.zeros(1)}}, Path(folder), alone=True)
-        (place,) = FileSystemReader(folder).read_metadata().storage_data.values()
-    return place
+def _plan_load(folder: Path, tensors: dict[str, Any]) -> None:
+    """What every rank does before it reads its shards."""
+    create_default_local_load_plan(tensors, SafeReader(folder).read_metadata())

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from fsdp2kit.checkpoint.manifest import check_contents, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, load_tensors
-from fsdp2kit.checkpoint.save_plan import SharedSavePlanner
+from fsdp2kit.checkpoint.save_plan import BriefFsspecWriter, BriefWriter, SharedSavePlanner
 from fsdp2kit.checkpoint.store import in_use, is_complete, is_remote, to_path
 from fsdp2kit.config.schema import ModelConfig
 from fsdp2kit.distributed import agreement, gather_objects, local_part, rank, sharded_like, world_size
@@ -32,7 +32,6 @@ from fsdp2kit.model.build import source_of, tied_names
 from fsdp2kit.model.names import base_name
 from fsdp2kit.model.weights import fill_adapter, fill_vocabulary, grown_tensors, initialize, load_pretrained
 from fsdp2kit.parallel.fsdp import reshard_all
-from fsdp2kit.torch_compat import FsspecWriter
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
@@ -149,9 +148,7 @@ def save_tensors(
         dcp.save(
             dict(tensors),
             storage_writer=(
-                FsspecWriter(str(directory), sync_files=False)
-                if is_remote(directory)
-                else dcp.FileSystemWriter(directory)
+                BriefFsspecWriter(str(directory), sync_files=False) if is_remote(directory) else BriefWriter(directory)
             ),
             planner=planner,
             process_group=group,
