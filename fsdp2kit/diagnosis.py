@@ -85,9 +85,11 @@ class Diagnosis:
             what = self._group(silent, lambda rank: str(earliest[self.hosts[rank]]), since)
             todo = "see whether that host, its network and its processes are up (dmesg says if memory ran out)"
             return f"{at}: {what}; {todo}, and {AGAIN}"
-        late = [rank for rank in running if now[rank].position.number < mine.number]
         # Work may take long: nobody is late for a rank that works, too.
-        if not late and (error is not None or status.is_waiting(status.main_frame())):
+        if error is None and not status.is_waiting(status.main_frame()):
+            return None
+        late = [rank for rank in running if now[rank].position.number < mine.number]
+        if not late:
             same = [rank for rank in running if now[rank].position.number == mine.number]
             late = [rank for rank in same if now[rank].place and now[rank].place == before[rank].place]
         if late:

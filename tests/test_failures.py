@@ -308,14 +308,18 @@ def test_the_main_thread_handles_an_exception() -> None:
 
 
 def test_nobody_is_late_for_a_rank_that_works(store: dist.TCPStore) -> None:
-    """Both others tokenise at the same position, as this rank does; late is only who others wait for."""
+    """Others tokenise at the same position, as this rank does, or before it; late is only who others wait for."""
     watch, mine = watch_of(store, 0), status.position()
+    behind = replace(mine, number=mine.number - 1)
+    store.set("fsdp2kit/rank/3", Report(behind, "x.py:3 in read").encode())
     watch._over.set()
-    for rank in (1, 2, 3):
+    for rank in (1, 2):
         store.set(f"fsdp2kit/rank/{rank}", Report(mine, "x.py:3 in read", end="done" if rank == 1 else "").encode())
     beats = itertools.count(1)
     read = watch._read
     watch._read = lambda: [replace(report, beat=next(beats)) for report in read()]
+    assert watch._diagnosis().find("here", None) is None
+    store.set("fsdp2kit/rank/3", Report(mine, "x.py:3 in read").encode())
     assert watch._diagnosis().find("here", None) is None
     line = watch._diagnosis().find("here", RuntimeError("gloo/transport"))
     where = f"ranks 2 and 3 on b are still in {mine}, at x.py:3 in read"
