@@ -40,7 +40,7 @@ def assert_refused(
     lines = pool.run(size, _run_all, str(toml), runs)[0]
     for (overrides, says), said in zip(mistakes.items(), lines, strict=True):
         assert said.startswith("error: "), overrides
-        assert says in said, overrides
+        assert says in said, (overrides, said)
         assert "\n" not in said
         assert said.count("; ") >= 1, "where: what; what to do"
 

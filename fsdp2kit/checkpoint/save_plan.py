@@ -79,7 +79,8 @@ class SharedSavePlanner(dcp.DefaultSavePlanner):
         plans = [replace(plan, planner_data={}) for plan in all_plans]
         plans[0] = replace(plans[0], planner_data=self.mappings)
         plans, metadata = super().create_global_plan(plans)
-        found = {name: metadata.state_dict_metadata[example] for name, example in self._examples.items()}
+        # In the order of the state dict, which exports keep.
+        found = {name: metadata.state_dict_metadata[self._examples[name]] for name in self.state_dict}
         return [replace(plan, planner_data=None) for plan in plans], replace(metadata, state_dict_metadata=found)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
