@@ -94,7 +94,7 @@ def tool_command(name: str) -> str:
 
 
 class RunFailure(RuntimeError):
-    """The run itself failed (a non-finite loss, say): the traceback is kept and the exit code is 1."""
+    """The run itself failed: the traceback is kept and the exit code is 1."""
 
 
 class KnownFailure(RunFailure):

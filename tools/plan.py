@@ -139,7 +139,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for a run")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (8)")
-    parser.add_argument("--local-world-size", type=int, metavar="N", help="ranks of a node (8)")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "8")  # argparse parses a default that is text
+    parser.add_argument("--local-world-size", type=int, default=local, metavar="N", help="ranks of a node (8)")
     parser.add_argument("--device", metavar="NAME", help="h100, a100, h200, b200, l40s, …")
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="instead of the device's own")
     parser.add_argument("--fit", action="store_true", help="the cheapest changes that fit")
@@ -155,8 +156,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=user_path, metavar="FILE", help='a picture (pip install "fsdp2kit[plot]")')
     parser.add_argument("--html", type=user_path, metavar="FILE", help="a page with picture and tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    # A default that is text is parsed as if it were given.
-    parser.set_defaults(local_world_size=os.environ.get("LOCAL_WORLD_SIZE", "8"))
     return parser.parse_intermixed_args(arguments)
 
 

@@ -44,7 +44,7 @@ from fsdp2kit.train.step import (
     clip_gradients,
     is_finite,
     next_batch,
-    nonfinite_rows,
+    nonfinite_packs,
     raise_nonfinite,
     step_record,
 )
@@ -266,7 +266,7 @@ class _Loop:
         self.run.progress = self.run.progress.after_step(batch.supervised_tokens, batch.input_tokens, is_finite=good)
         if not good:
             why = f"its loss is {record['loss']} and its gradient norm {record['grad_norm']}"
-            why += nonfinite_rows(batch, config)
+            why += nonfinite_packs(batch, config)
             metrics.message(f"step {self.run.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
             metrics.message(throughput.first_step())

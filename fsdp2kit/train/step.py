@@ -22,7 +22,7 @@ from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.torch_compat import float32_norms
 
-_MOST_MICRO_BATCHES, _MOST_ROWS = 16, 32  # that are named: of each rank, of the job
+_MOST_PACKS = 32  # that are named
 
 Parts = tuple[Tensor, Tensor | None]
 Objective = Callable[[Any, dict[str, Any]], Parts | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]]
@@ -292,38 +292,39 @@ def is_finite(record: Mapping[str, float]) -> bool:
 
 
 def raise_nonfinite(local_loss: Tensor, norm: float, batch: GlobalBatch, *, config: TrainingConfig, step: int) -> None:
-    """Raise a `NonFiniteFailure` that names the step, and the ranks and rows with a non-finite loss. Collective."""
+    """Raise a `NonFiniteFailure` that names the step, and the ranks and packs with a non-finite loss. Collective."""
     is_bad = not math.isfinite(local_loss.flatten()[0].item())
     ranks = [rank for rank, is_its in enumerate(gather_objects(is_bad)) if is_its]
-    rows = nonfinite_rows(batch, config)
+    packs = nonfinite_packs(batch, config)
     if ranks:
-        what = f"the loss is not finite on {name_ranks(ranks)}{rows}"
+        what = f"the loss is not finite on {name_ranks(ranks)}{packs}"
     else:
-        what = f"the gradient norm is {norm} although every rank's loss is finite{rows}"
+        what = f"the gradient norm is {norm} although every rank's loss is finite{packs}"
     raise NonFiniteFailure(
         f"step {step}: {what}; the last checkpoint is untouched. Lower the learning rate, look at this batch, "
         'or set train.on_nonfinite = "skip"'
     )
 
 
-def nonfinite_rows(batch: GlobalBatch, config: TrainingConfig) -> str:
+def nonfinite_packs(batch: GlobalBatch, config: TrainingConfig) -> str:
     """Names the packs whose loss is not finite, and how to see them; all of the batch where each loss is. Collective.
 
     A pack without packing is a padded row. "" for batches that do not know their packs.
     """
-    bad = [not math.isfinite(loss.flatten()[0].item()) for loss in batch.losses]
-    packs = [list(getattr(micro, "rows", ())) for micro in batch.micro_batches]
-    found = [some for some, is_bad in zip(packs, bad, strict=True) if is_bad]
-    whole = [number for some in packs for number in some]
-    gathered = gather_objects((found[:_MOST_MICRO_BATCHES], whole[:_MOST_ROWS]))
-    rows = sorted({row for found, _ in gathered for some in found for row in some})
-    rows = rows or sorted({row for _, whole in gathered for row in whole})
-    if not rows:
+    bad, whole = [], []
+    for micro, loss in zip(batch.micro_batches, batch.losses, strict=True):
+        packs = list(getattr(micro, "rows", ()))
+        whole += packs
+        if not math.isfinite(loss.flatten()[0].item()):
+            bad += packs
+    gathered = gather_objects((bad, whole))
+    packs = sorted({pack for bad, _ in gathered for pack in bad} or {pack for _, whole in gathered for pack in whole})
+    if not packs:
         return ""
-    shown = rows_text(rows[:_MOST_ROWS])
-    more = f" and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else ""
+    shown = rows_text(packs[:_MOST_PACKS])
+    more = f" and {len(packs) - _MOST_PACKS:,} more" if len(packs) > _MOST_PACKS else ""
     noun = "pack" if config.data.pack else "row"
-    text = f", in {f'{noun} {rows[0]}' if len(rows) == 1 else f'{noun}s {shown}'}{more} of training"
+    text = f", in {f'{noun} {packs[0]}' if len(packs) == 1 else f'{noun}s {shown}'}{more} of training"
     if config.data.streaming:
         return text
     return f"{text} ({tool_command('preview')} {Path(config.run.dir) / 'config.toml'} --rows {shown} shows them)"

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp2kit import run
 from fsdp2kit.command_line import row_numbers, rows_text
 from fsdp2kit.errors import NonFiniteFailure
+from fsdp2kit.train.step import nonfinite_packs
 from tests.checkpoint.test_chaos import TOML
 from tests.workers import WorkerPool
 from tools import preview
@@ -78,6 +81,15 @@ def test_a_gradient_that_is_not_finite_names_all_packs_of_its_batch(pool: Worker
     [(said, _), _] = pool.run(2, fail_in_a_step, str(toml), [f"run.dir={tmp_path / 'run'}", *OPTIONS], "gradient")
     what = r"step 2: the gradient norm is nan although every rank's loss is finite, in packs 9-16 of training \("
     assert re.match(what, said), said
+
+
+def test_packs_beyond_the_most_that_are_named_are_counted() -> None:
+    micro_batches = [SimpleNamespace(rows=range(first, first + 20)) for first in range(1, 101, 20)]
+    batch: Any = SimpleNamespace(micro_batches=micro_batches, losses=[torch.ones(1)] * 5)
+    config: Any = SimpleNamespace(data=SimpleNamespace(pack=True, streaming=True))
+    assert nonfinite_packs(batch, config) == ", in packs 1-32 and 68 more of training"
+    batch.losses = [torch.tensor([float("nan") if number == 1 else 1.0]) for number in range(5)]
+    assert nonfinite_packs(batch, config) == ", in packs 21-40 of training"
 
 
 @pytest.mark.full
