@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit import failures, status, torchrun
@@ -340,6 +340,14 @@ def sharded_like(tensor: Tensor, local: Tensor, shape: torch.Size | None = None)
     mesh, shape = tensor.device_mesh, shape or tensor.shape
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters, those that are sharded over one mesh together; no operation takes several meshes."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def ranks_from_environment() -> tuple[int, int, int, int]:

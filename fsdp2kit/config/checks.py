@@ -45,11 +45,15 @@ def resolve_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world_size: int, local_w
         replicate = dp // int(shard) if dp % int(shard) == 0 else 1
     if shard == "auto":
         shard = dp // int(replicate) if dp % int(replicate) == 0 else 1
-    sizes = MeshSizes(int(replicate), int(shard), mesh.cp)
+    sizes = MeshSizes(int(replicate), int(shard), mesh.cp, mesh.ep)
     if sizes.world_size != world_size:
         product = f"dp_replicate {replicate} × dp_shard {shard} × cp {mesh.cp} = {sizes.world_size}"
         todo = "change one of them, leave it to 'auto', or start another number of processes"
         raise UserError("mesh", f"{product}, but the world size is {world_size}", todo)
+    if (ranks := shard_ranks(fsdp, sizes)) % mesh.ep:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        what = f"{mesh.ep} does not divide the {ranks} ranks that one copy of the model is sharded over"
+        raise UserError("mesh.ep", what, f"use one of {divisors}")
     return sizes
 
 

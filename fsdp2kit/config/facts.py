@@ -9,11 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of the device mesh; their product is the world size."""
+    """Sizes of the device mesh; dp_replicate × dp_shard × cp is the world size."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
+    ep: int = 1
+    """Ranks, among dp_shard × cp, over which experts are dealt out: no factor of the world size."""
 
     @property
     def dp(self) -> int:
@@ -21,7 +23,8 @@ class MeshSizes:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        return f"mesh: dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × cp {self.cp}"
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"mesh: dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × cp {self.cp}{experts}"
 
     @property
     def world_size(self) -> int:

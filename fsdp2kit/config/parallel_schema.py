@@ -22,6 +22,9 @@ class MeshConfig(Section):
     """Data-parallel ranks over which one replica is sharded. "auto": the remaining ranks."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each sequence is split over this many."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks: the experts of each layer are dealt out over this many neighbours among the dp_shard × cp
+    ranks, and tokens travel to them. It adds no ranks; docs/moe.md."""
 
 
 class FSDPConfig(Section):
@@ -82,12 +85,13 @@ class FSDPConfig(Section):
         if self.unit != "size" and "min_params" in self.changed():
             what = f"{self.min_params} with fsdp.unit = {self.unit!r}, whose units do not go by size"
             raise UserError("fsdp.min_params", what, 'leave it out, or set fsdp.unit = "size"')
-        reshard, ranks = self.reshard_after_forward, sizes.dp_shard * sizes.cp
+        reshard, ranks = self.reshard_after_forward, sizes.dp_shard * sizes.cp // sizes.ep
         if type(reshard) is int and reshard == 1:
             raise UserError("fsdp.reshard_after_forward", "1 rank would hold everything", "use false, which says so")
         if type(reshard) is int and ranks % reshard:
-            what = f"{reshard} does not divide the shard size {ranks}"
-            raise UserError("fsdp.reshard_after_forward", what, "use true, false, or a divisor of dp_shard × cp")
+            of_experts = " of experts" if sizes.ep > 1 else ""
+            what = f"{reshard} does not divide the shard size {ranks}{of_experts}"
+            raise UserError("fsdp.reshard_after_forward", what, "use true, false, or a divisor of dp_shard × cp ÷ ep")
 
 
 class ContextParallelConfig(Section):

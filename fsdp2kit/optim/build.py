@@ -20,7 +20,7 @@ from fsdp2kit.config.optimization import (
     OptimizerConfig,
     WSDScheduleConfig,
 )
-from fsdp2kit.distributed import local_part, sharded_like
+from fsdp2kit.distributed import by_mesh, local_part, sharded_like
 from fsdp2kit.errors import importing
 from fsdp2kit.optim.host_state import keep_state_on_host
 from fsdp2kit.optim.muon import MuonAdamW, hidden_matrices
@@ -65,8 +65,8 @@ def _groups(parameters: Sequence[nn.Parameter], section: OptimizerConfig) -> lis
     """Parameter groups, the decayed and then the others, without empty ones."""
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     exempt = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [(decayed, section.weight_decay), (exempt, 0.0)]
+    return [{"params": same, "weight_decay": decay} for group, decay in groups for same in by_mesh(group)]
 
 
 def _build_adamw_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimizer:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from fsdp2kit.config.schema import FSDPConfig
@@ -19,6 +21,7 @@ from fsdp2kit.model.build import decoder_layers, tied_names
 from fsdp2kit.model.dtypes import kept_in_float32
 from fsdp2kit.model.inspect import Traits, backbone_name, inspect_model
 from fsdp2kit.model.names import base_module
+from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, shard_dim
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,13 @@ class Unit:
     """Whether its parameters are freed after forward, or to how many ranks they are resharded."""
     kept: tuple[str, ...] = ()
     """Names of its parameters, if it is the unit of those that stay in float32 inside other units' modules."""
+    experts: bool = False
+    """Whether these are experts that are dealt out, and sharded over fewer ranks."""
 
 
-def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None) -> tuple[Unit, ...]:
+def plan_units(
+    section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | None = None, experts: ExpertPlan | None = None
+) -> tuple[Unit, ...]:
     """The units of ``model`` in the order of their declaration, first the root, which has all other parameters.
 
     An untied embedding and an untied head are units of their own under ``unit = "layer"``, so that their gradients do
@@ -54,10 +61,13 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
     Args:
         model: before it is sharded; it may be on meta.
         traits: what `inspect_model` found, if it was called already.
+        experts: those that are dealt out; each of its modules becomes a unit.
     """
     traits = traits or inspect_model(model)
     ignored, head = ignored_modules(section, model), model.get_output_embeddings()
     named, chosen = _choose(section, model, traits)
+    dealt_out = set(experts.modules if experts else ())
+    chosen |= dealt_out
     chosen -= set(ignored)
     kept, of_head = _split_kept(section, model, chosen, ignored)
     if (backbone := next(iter(kept.values()), None)) in named:
@@ -86,7 +96,9 @@ def plan_units(section: FSDPConfig, model: PreTrainedModel, *, traits: Traits | 
             dtype = "float32" if of_head and module is head else section.param_dtype
             units.append(Unit(name, type(module).__name__, inside[name], dtype, None, False))
         else:
-            units.append(Unit(name, type(module).__name__, inside[name], dtype, output, reshard))
+            count = inside[name] // experts.ranks if experts and name in dealt_out else inside[name]
+            unit = Unit(name, type(module).__name__, count, dtype, output, reshard, experts=name in dealt_out)
+            units.append(unit)
     return tuple(units)
 
 
@@ -195,11 +207,17 @@ def _names_by_unit(
 
 
 def apply_fsdp(
-    section: FSDPConfig, model: PreTrainedModel, *, mesh: DeviceMesh, units: Sequence[Unit] | None = None
+    section: FSDPConfig,
+    model: PreTrainedModel,
+    *,
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None = None,
+    units: Sequence[Unit] | None = None,
 ) -> None:
     """Shard ``model`` over ``mesh``, in place.
 
     Args:
+        experts: `Mesh.expert_shard`, for the units of experts that are dealt out.
         units: what `plan_units` returned, if it was called already.
     """
     units = plan_units(section, model) if units is None else units
@@ -218,7 +236,8 @@ def apply_fsdp(
         elif is_frozen and not parameter.requires_grad and parameter not in whole:
             # Neither an optimizer nor a checkpoint needs it in storage_dtype: it is cast once, not in every gather.
             dtype = computes[_unit_of(name, computes)]
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+        if parameter.dtype != getattr(torch, dtype):
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     # On a CPU mesh shards are on the host already, and torch refuses to offload them.
     on_host = section.offload == "params" and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
@@ -230,9 +249,11 @@ def apply_fsdp(
     for unit in units:
         module = model.get_submodule(unit.name)
         own = {model.get_parameter(name) for name in names[unit.name]}
+        over = experts if unit.experts and experts is not None else mesh
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=over,
+            shard_placement_fn=partial(_side_of_expert, ranks=over["shard"].size()) if unit.experts else None,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=getattr(torch, unit.param_dtype),
@@ -246,6 +267,13 @@ def apply_fsdp(
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
+
+
+def _side_of_expert(parameter: nn.Parameter, *, ranks: int) -> Shard:
+    """Over which dimension an expert is sharded. The first one is that of experts."""
+    dim = shard_dim(parameter.shape, ranks=ranks)
+    assert dim is not None, "the plan refuses such experts"
+    return Shard(dim)
 
 
 def apply_prefetch(section: FSDPConfig, units: Sequence[nn.Module]) -> None:

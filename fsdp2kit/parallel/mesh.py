@@ -3,8 +3,12 @@
     rank = (dp_replicate index · dp_shard + dp_shard index) · cp + cp index
 
 Context-parallel ranks are neighbours, so that their traffic stays within a node; they hold different parameter
-shards too, so sharding runs over dp_shard × cp together. All groups are computed here; another dimension is added
-here.
+shards too, so sharding runs over dp_shard × cp together. Experts are dealt out over ep neighbours among these, and
+each expert is sharded over the others:
+
+    rank = (dp_replicate index · (dp_shard · cp / ep) + expert_shard index) · ep + expert index
+
+All groups are computed here; another dimension is added here.
 """
 
 from __future__ import annotations
@@ -41,6 +45,16 @@ class Mesh:
     """For `fully_shard`: ``("shard",)``, or ``("replicate", "shard")`` when the model is replicated."""
     batch: DeviceMesh
     """``("dp", "cp")``: ranks along dp read different sequences, ranks along cp hold slices of the same ones."""
+    experts: DeviceMesh | None = None
+    """``("shard", "expert")``, or with ``"replicate"`` in front: ranks along "expert" hold different experts, ranks along
+    "shard" different shards of the same ones. None: ep is 1."""
+
+    @property
+    def expert_shard(self) -> DeviceMesh | None:
+        """As `shard`, of experts that are dealt out."""
+        if self.experts is None:
+            return None
+        return self.experts["replicate", "shard"] if self.experts.ndim == 3 else self.experts["shard"]
 
     @property
     def dp_rank(self) -> int:
@@ -114,7 +128,11 @@ def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
     dims = {"replicate": replicate, "shard": shard} if replicate > 1 else {"shard": shard}
     shard_mesh = device_mesh(world.device.type, dims)
     batch_mesh = device_mesh(world.device.type, {"dp": sizes.dp, "cp": sizes.cp})
-    return Mesh(sizes, world.rank, world.device, shard_mesh, batch_mesh)
+    experts = None
+    if sizes.ep > 1:
+        of_experts = {**dims, "shard": shard // sizes.ep, "expert": sizes.ep}
+        experts = device_mesh(world.device.type, of_experts)
+    return Mesh(sizes, world.rank, world.device, shard_mesh, batch_mesh, experts)
 
 
 def device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
@@ -127,12 +145,12 @@ def device_mesh(device_type: str, dims: dict[str, int]) -> DeviceMesh:
 def _group_along(ranks: Tensor, dim: int, name: str) -> ProcessGroup:
     """The group of ranks that differ from this one only along ``dim``. Collective.
 
-    Context parallelism's is never the job's, even where it has the same ranks: NCCL works off a group's messages one
-    after the other, and what layers exchange would wait behind gathers of parameters.
+    What layers exchange has groups of its own, even where these have all ranks of the job: NCCL works off a group's
+    messages one after the other, and an exchange would wait behind gathers of parameters.
     """
     job = dist.group.WORLD
     assert job is not None, "the process group is up"
-    if ranks.shape[dim] == ranks.numel() and (ranks.numel() == 1 or name != "cp"):
+    if ranks.shape[dim] == ranks.numel() and (ranks.numel() == 1 or name not in ("cp", "expert")):
         return job
     lists = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     made, key = _GROUPS.setdefault(job, {}), (name, str(lists))

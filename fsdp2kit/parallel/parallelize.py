@@ -15,6 +15,7 @@ from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
+from fsdp2kit.parallel.expert_parallel.deal import deal_out
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
 from fsdp2kit.parallel.mesh import Mesh
@@ -44,13 +45,15 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         if plan.nf4 is not None:
             apply_nf4(plan.nf4, model)
     apply_attention(model, plan.attention, group=mesh.cp_group)
+    if plan.experts is not None and mesh.experts is not None:
+        deal_out(model, plan.experts, mesh=mesh.experts)
     # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
     # a layer is recomputed in backward.
     apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type=mesh.device.type)
     if plan.compile.enabled:
         for layer in layers:
             layer.compile()
-    apply_fsdp(plan.fsdp, model, mesh=mesh.shard, units=plan.units)
+    apply_fsdp(plan.fsdp, model, mesh=mesh.shard, experts=mesh.expert_shard, units=plan.units)
     # 5. Losses are not part of the model's own forward, so FSDP must know of their methods.
     for name in FORWARDS:
         register_fsdp_forward_method(model, name)

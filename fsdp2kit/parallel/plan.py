@@ -41,6 +41,7 @@ from fsdp2kit.model.liger import check_liger
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
+from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
@@ -58,6 +59,8 @@ class ParallelPlan:
     """The context-parallel method and the attention kernel."""
     own_head: bool
     """Whether logits are more than ``hidden @ weightᵀ``, and so come from the model's own forward (`attach_loss`)."""
+    experts: ExpertPlan | None
+    """The experts that are dealt out; None: none are."""
     units: tuple[Unit, ...]
     """The FSDP units, the root first; ``fsdp`` has the prefetch depths."""
     float8: Float8Plan | None
@@ -90,6 +93,7 @@ class ParallelPlan:
         lines = [str(self.sizes), str(self.attention), loss, *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
+        lines += [str(self.experts)] if self.experts else []
         return [*lines, str(self.ledger), *([self.note] if self.note else [])]
 
     def _describe_sharding(self) -> list[str]:
@@ -160,13 +164,15 @@ def plan_parallel(
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
+        experts = plan_experts(model, sizes)
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
             device_type=device_type,
             attention=attention,
             own_head=not traits.linear_head,
-            units=plan_units(config.fsdp, model, traits=traits),
+            experts=experts,
+            units=plan_units(config.fsdp, model, traits=traits, experts=experts),
             float8=plan_float8(config, model, traits=traits, device=device),
             nf4=plan_nf4(config, model, traits=traits),
             ledger=_ledger(config, model, replicas=sizes.world_size // shard_ranks(config.fsdp, sizes)),

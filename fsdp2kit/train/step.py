@@ -16,7 +16,7 @@ from fsdp2kit import status
 from fsdp2kit.command_line import rows_text
 from fsdp2kit.config.schema import FSDPConfig, TrainingConfig
 from fsdp2kit.diagnosis import name_ranks
-from fsdp2kit.distributed import agree, gather_objects
+from fsdp2kit.distributed import agree, by_mesh, gather_objects
 from fsdp2kit.errors import NonFiniteFailure, RunFailure, UserError, tool_command
 from fsdp2kit.parallel.fsdp import reshards_after_forward
 from fsdp2kit.parallel.mesh import Mesh
@@ -230,7 +230,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     status.enter("gradient norm")
     norm = gradient_norm(model)
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        for parameters in by_mesh(model.parameters()):
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
@@ -262,7 +263,13 @@ def step_record(
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The global L2 norm of all gradients, before clipping: a float32 scalar, the same on every rank."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    trained = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
+    norms = [_norm_over_mesh([parameter.grad for parameter in group]) for group in trained]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _norm_over_mesh(gradients: list[Tensor]) -> Tensor:
+    """The L2 norm of gradients that are sharded over one mesh."""
     if any(gradient.device.type == "cpu" for gradient in gradients):
         # On a CPU torch's float32 norm adds squares one by one: for 28 million of them the error is 1e-4, and another
         # one for each sharding.

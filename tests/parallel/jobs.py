@@ -51,6 +51,7 @@ class Case:
     quantize: str = "none"
     """What the model that it belongs to is stored in."""
     compiled: bool = False
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -78,7 +79,7 @@ class Case:
                 "lora": {"quantize": self.quantize} if self.adapter else {},
                 "context_parallel": {"method": self.method},
                 "data": {"seq_len": self.seq_len, "pack": self.pack},
-                "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate},
+                "mesh": {"cp": self.cp, "dp_replicate": self.dp_replicate, "ep": self.ep},
                 "fsdp": {"param_dtype": "float32", **dict(self.fsdp)},
                 "activation_checkpointing": {"mode": {True: "full", False: "none"}.get(mode, mode)},
                 "compile": {"enabled": self.compiled},
@@ -203,7 +204,7 @@ class Cases:
         """First-step gradients, before clipping, then the whole run through `train`."""
         config = case.config(self._folder, steps=len(batches), rows=len(batches[0].input_ids))
         world = distributed.start()
-        key = case.cp, case.dp_replicate, config.fsdp.strategy
+        key = case.cp, case.dp_replicate, case.ep, config.fsdp.strategy
         if key not in self._meshes:
             self._meshes[key] = build_mesh(config.mesh, config.fsdp, world=world)
         traits = self._traits.get((case.kind, case.adapter))
