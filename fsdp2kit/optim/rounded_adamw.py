@@ -50,7 +50,7 @@ class RoundedAdamW(Optimizer):
     The noise is a function of (seed, number of the parameter, its step count, element): the same on any mesh.
 
     Args:
-        params: parameters or groups, whole or sharded over their first dimension.
+        params: parameters or groups, whole or sharded.
         seed: of the noise.
         elements_at_once: elements that are updated at a time; does not change results. Default: by the device.
     """
@@ -103,10 +103,13 @@ class RoundedAdamW(Optimizer):
     def _pieces(self, parameter: Tensor, *, key: int) -> Iterator[_Piece]:
         state, size = self.state[parameter], self._at_once(parameter.device)
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        start = _first_element(parameter)
-        for views in zip(*(local_part(tensor).reshape(-1).split(size) for tensor in tensors), strict=True):
-            yield _Piece(*views, key=key, start=start)
-            start += views[0].numel()
+        starts, length = _runs(parameter)
+        flat = [local_part(tensor).reshape(-1) for tensor in tensors]
+        for number, start in enumerate(starts):
+            run = [tensor[number * length : (number + 1) * length].split(size) for tensor in flat]
+            for views in zip(*run, strict=True):
+                yield _Piece(*views, key=key, start=start)
+                start += views[0].numel()
 
     def _at_once(self, device: torch.device) -> int:
         return self._elements_at_once or (_AT_ONCE_CPU if device.type == "cpu" else ELEMENTS_AT_ONCE)
@@ -147,12 +150,20 @@ def _write(targets: Sequence[Tensor], values: Tensor) -> None:
     copy_each(list(targets), values.split([target.numel() for target in targets]))
 
 
-def _first_element(parameter: Tensor) -> int:
-    """Where this rank's shard begins in the whole parameter, counted in elements."""
-    rows, *others = local_slices(parameter) or (slice(0, 1),)
-    if any(part != slice(0, size) for part, size in zip(others, parameter.shape[1:], strict=True)):
-        raise NotImplementedError(f"RoundedAdamW wants parameters sharded by rows, not {parameter.shape}: {others}")
-    return rows.start * math.prod(parameter.shape[1:])
+def _runs(parameter: Tensor) -> tuple[list[int], int]:
+    """Where each run of neighbouring elements of this rank's shard begins in the whole parameter, and their length.
+
+    A shard of rows is one run; one of another dimension, such as that of experts, is one for each row before it.
+    """
+    shape = parameter.shape or (1,)
+    parts = local_slices(parameter) or (slice(0, 1),)
+    cut = max((dim for dim, part in enumerate(parts) if part != slice(0, shape[dim])), default=0)
+    inner = math.prod(shape[cut + 1 :])
+    starts = [0]
+    for part, size in zip(parts[:cut], shape[:cut], strict=True):
+        starts = [start * size + row for start in starts for row in range(part.start, part.stop)]
+    starts = [(start * shape[cut] + parts[cut].start) * inner for start in starts]
+    return starts, (parts[cut].stop - parts[cut].start) * inner
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.expert_parallel.deal import deal_out
+from fsdp2kit.parallel.expert_parallel.deal import deal_out, find_experts
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
 from fsdp2kit.parallel.mesh import Mesh
@@ -49,7 +49,9 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         deal_out(model, plan.experts, mesh=mesh.experts)
     # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
     # a layer is recomputed in backward.
-    apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type=mesh.device.type)
+    recomputed = plan.activation_checkpointing
+    has_experts = bool(find_experts(model))
+    apply_activation_checkpointing(recomputed, layers, device_type=mesh.device.type, has_experts=has_experts)
     if plan.compile.enabled:
         for layer in layers:
             layer.compile()
