@@ -118,12 +118,11 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Packing", (("packing_efficiency", "tokens that are no padding"),), form="share"),
             Chart("Tokens of a step", (("input_tokens", "input"), ("tokens", "supervised"))),
             Chart("Tokens by source", (("tokens/*", ""),)),
-            Chart("Epoch", (("epoch", "passes over the data"),)),
         ),
     ),
 )
-# Shares of the time that "Time of a step" has in seconds.
-_SHOWN_OTHERWISE = ("slowest_rank/",)
+_SHOWN_OTHERWISE = ("slowest_rank/", "data_seconds", "epoch", "seconds_to_first_step", "compile_seconds")
+"""Beginnings of metrics that "Time of a step" has in seconds, or the table of runs as one number."""
 
 
 def sections_for(keys: Iterable[str], planned: Iterable[str] = (), *, splits: bool = False) -> list[dict[str, Any]]:
@@ -144,11 +143,9 @@ def sections_for(keys: Iterable[str], planned: Iterable[str] = (), *, splits: bo
             left.pop(key, None)
         found.append((title, shown))
     found.append(("Other metrics", [Chart(key, ((key, key),)) for key in left]))
-    return [
-        {"title": title, "charts": [one.as_json() for chart in charts for one in (_split(chart) if splits else [chart])]}
-        for title, charts in found
-        if charts
-    ]
+    if splits:
+        found = [(title, [part for chart in charts for part in _split(chart)]) for title, charts in found]
+    return [{"title": title, "charts": [chart.as_json() for chart in charts]} for title, charts in found if charts]
 
 
 def _filled(chart: Chart, known: Sequence[str]) -> Chart:
@@ -169,8 +166,8 @@ def _split(chart: Chart) -> list[Chart]:
     measured = [(key, label) for key, label in chart.lines if not key.startswith("plan:")]
     if len(measured) <= 2:
         return [chart]
-    planned = {key.removeprefix("plan:"): (key, label) for key, label in chart.lines if key.startswith("plan:")}
-    return [
-        replace(chart, title=f"{chart.title}: {label}", lines=((key, label), *([planned[key]] if key in planned else [])))
-        for key, label in measured
-    ]
+    parts = []
+    for key, label in measured:
+        planned = [line for line in chart.lines if line[0] == f"plan:{key}"]
+        parts.append(replace(chart, title=f"{chart.title}: {label}", lines=((key, label), *planned)))
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -77,7 +78,7 @@ def thinned(steps: list[int], values: list[float], *, most: int) -> dict[str, An
     borders = np.linspace(1, len(steps) - 1, parts + 1).astype(int)  # the first and the last point stay as they are
     x, y = np.asarray(steps), np.asarray(values, dtype=np.float64)
     keep = {0, len(steps) - 1}
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in itertools.pairwise(borders.tolist()):
         part = y[begin:end]
         keep |= {int(begin + part.argmin()), int(begin + part.argmax())}
     kept = sorted(keep)

@@ -70,7 +70,9 @@ def write_page(text: str, out: Path, *, force: bool = False) -> None:
     """
     try:
         if out.exists() and not force and not is_page(out):
-            raise UserError(str(out), "is there, and was not written by this command", "choose another --out, or --force")
+            raise UserError(
+                str(out), "is there, and was not written by this command", "choose another --out, or --force"
+            )
         replace_file(out, text)
     except OSError as problem:
         what = f"cannot be written ({problem.strerror or problem})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -36,17 +36,19 @@ def build_payload(
     names = labels([run.directory for run in runs])
     keys = {key for one in columns for key in one.values}
     planned = {key for run in runs for key in run.planned}
-    count = sum(len(one.values) for one in columns)
+    sections = sections_for(keys, planned, splits=len(runs) > 1)
+    shown = {line["key"] for section in sections for chart in section["charts"] for line in chart["lines"]}
+    count = sum(len(shown & one.values.keys()) for one in columns)
     most = max(300, min(MOST_POINTS, PAGE_POINTS // max(1, count)))
     begins = after or [0] * len(runs)
     return {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "is_whole": after is None,
         "runs": [
-            {**_head(run, one, name), **_curves(one, begin, most=most)}
+            {**_head(run, one, name), **_curves(one, begin, keys=shown, most=most)}
             for run, one, name, begin in zip(runs, columns, names, begins, strict=True)
         ],
-        "sections": sections_for(keys, planned, splits=len(runs) > 1),
+        "sections": sections,
         "tables": _tables(runs, names),
     }
 
@@ -61,7 +63,7 @@ def labels(directories: Sequence[Path]) -> list[str]:
     return [str(directory) for directory in directories]
 
 
-def _curves(columns: Columns, after: int, *, most: int) -> dict[str, Any]:
+def _curves(columns: Columns, after: int, *, keys: Collection[str], most: int) -> dict[str, Any]:
     """Curves by metric after a step; steps that several of them share are written once, in ``xs``."""
     xs: dict[tuple[int, ...], int] = {}
 
@@ -71,12 +73,11 @@ def _curves(columns: Columns, after: int, *, most: int) -> dict[str, Any]:
     curves = {}
     for key, (steps, values) in columns.values.items():
         first = bisect_right(steps, after)
-        if first < len(steps):
+        if key in keys and first < len(steps):
             curve = thinned(steps[first:], values[first:], most=most)
             curves[key] = {name: shared(list_) if name.endswith("x") else list_ for name, list_ in curve.items()}
-    first = bisect_right(columns.steps, after)
-    every = max(1, (len(columns.steps) - first) // most)
-    rows = sorted({*range(first, len(columns.steps), every), *range(len(columns.steps) - 1, first - 1, -len(columns.steps))})
+    first, end = bisect_right(columns.steps, after), len(columns.steps)
+    rows = [*range(first, end - 1, max(1, (end - first) // most)), *range(end - 1, end)][: end - first]
     axes = {
         "step": differences([columns.steps[row] for row in rows]),
         "tokens": differences([columns.tokens[row] for row in rows]),
@@ -103,7 +104,8 @@ def _head(run: RunRecord, columns: Columns, name: str) -> dict[str, Any]:
         "starts": starts,
         "saves": sorted({save["step"] for save in saves}),
         "warnings": [
-            {"step": event.get("step"), "text": _cut(event.get("text"))} for event in run.of_kind("warning")[-_MOST_ROWS:]
+            {"step": event.get("step"), "text": _cut(event.get("text"))}
+            for event in run.of_kind("warning")[-_MOST_ROWS:]
         ],
         "samples": _samples(run),
     }
@@ -127,6 +129,9 @@ def _figures(columns: Columns, saves: Sequence[Mapping[str, Any]]) -> list[list[
         ("step (median)", of("step_seconds", median), "seconds"),
         ("peak memory", of("memory_gib", max), "GiB"),
         ("tokens", columns.tokens[-1] if columns.tokens else None, "count"),
+        ("epochs", columns.latest("epoch"), ""),
+        ("to the first step", columns.latest("seconds_to_first_step"), "seconds"),
+        ("of that, compiling", columns.latest("compile_seconds"), "seconds"),
         ("worked", columns.hours[-1] * 3600 if columns.hours else None, "seconds"),
         ("waited for saves", waited if saves else None, "seconds"),
     ]

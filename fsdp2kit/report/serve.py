@@ -66,7 +66,7 @@ class Source:
         self._lock = threading.Lock()
 
     def payload(self, *, version: str = "", after: Sequence[int] = ()) -> dict[str, Any]:
-        """What a page that has ``version`` up to the steps ``after`` has not; everything if another version is there."""
+        """What is newer than a page of ``version`` up to the steps ``after``; everything if that version is gone."""
         with self._lock:
             runs = [follower.read() for follower in self._followers]
             columns = [follower.columns for follower in self._followers]

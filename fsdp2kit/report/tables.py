@@ -50,10 +50,10 @@ def change_table(starts: Sequence[Start], ends: Mapping[Any, Mapping[str, Any]],
     """
     rows = []
     for start in starts:
-        when = "" if start.time is None else datetime.fromtimestamp(start.time, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        time = "" if start.time is None else f"{datetime.fromtimestamp(start.time, timezone.utc):%Y-%m-%d %H:%M}"
         changed = [f"{key}: {_text(old)} → {_text(new)}" for key, (old, new) in start.changed.items()]
         rows.append(
-            [start.number, when, start.step, start.world_size or "", "\n".join(changed), _end(ends.get(start.number))]
+            [start.number, time, start.step, start.world_size or "", "\n".join(changed), _end(ends.get(start.number))]
         )
     head = ["start", "time (UTC)", "from step", "ranks", "changed", "end"]
     return {"title": title, "head": head, "rows": rows, "is_open": True}

@@ -28,12 +28,12 @@
 
   function number(value) {
     const size = Math.abs(value);
-    if (size >= 1e5) {
+    if (size >= 1e4) {
       const [unit, name] = size >= 1e12 ? [1e12, "T"] : size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
       return `${+(value / unit).toPrecision(4)}${name}`;
     }
     if (size !== 0 && size < 1e-3) return (+value.toPrecision(3)).toExponential();
-    return String(+value.toPrecision(size >= 1000 ? 5 : 4));
+    return String(+value.toPrecision(4));
   }
 
   function duration(seconds) {
@@ -174,9 +174,9 @@
         { ...shown, width: 1, alpha: 0.25, points: { show: false } }];
     });
     return {
-      width: Math.max(120, chart.plot.clientWidth), height: chart.plot.clientHeight, padding: [8, 6, 0, 0],
+      width: Math.max(120, chart.plot.clientWidth), height: chart.plot.clientHeight, padding: [8, 12, 0, 0],
       legend: { show: false }, series: [{}, ...series],
-      scales: { x: { time: false }, y: { distr: isLog(chart) ? 3 : 1 } },
+      scales: { x: { time: false }, y: { distr: isLog(chart) ? 3 : 1, range: (u, low, high) => rangeOf(low, high, isLog(chart)) } },
       axes: [{ ...axis, size: 24, gap: 2, space: 60, values: (u, marks) => marks.map((one) => number(one)) },
         { ...axis, size: 52, gap: 2, space: 26, values: (u, marks) => marks.map((one) => one === null ? "" : format(one, chart.spec.form)) }],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 5 },
@@ -184,6 +184,13 @@
         bind: { dblclick: () => () => zoomTo(null) } },
       hooks: { setLegend: [(u) => readOut(chart, u)], draw: [drawMarks], setSelect: [onSelect] },
     };
+  }
+
+  function rangeOf(low, high, log) {
+    if (low === null || low === undefined) return log ? [0.1, 1] : [0, 1];
+    if (log) return uPlot.rangeLog(low, high, 10, false);
+    const around = Math.abs(low) * 0.1;
+    return low < high ? uPlot.rangeNum(low, high, 0.1, true) : low ? [low - around, low + around] : [0, 1];
   }
 
   function isLog(chart) {
@@ -224,7 +231,7 @@
     chart.lines.forEach((line, nth) => {
       chart.values[nth].textContent = format(valueAt(u.data[2 * nth + 1], index), chart.spec.form);
     });
-    chart.at.textContent = isAt ? `${unit} ${number(u.data[0][at])}` : "";
+    chart.at.textContent = isAt ? `${unit} ${view.axis === "step" ? u.data[0][at] : number(u.data[0][at])}` : "";
   }
 
   /** Starts as vertical lines, saves as ticks on the x axis. */
@@ -293,9 +300,9 @@
   function table(head, rows) {
     const cell = (value, index) => index ? el("td", {}, value instanceof Node ? value : String(value))
       : el("th", { scope: "row" }, value instanceof Node ? value : String(value));
-    const first = head[0] ? el("th", { scope: "col" }, head[0]) : el("td");
+    const heading = (one) => one ? el("th", { scope: "col" }, one) : el("td");
     return el("table", {},
-      el("thead", {}, el("tr", {}, first, ...head.slice(1).map((one) => one ? el("th", { scope: "col" }, one) : el("td")))),
+      head.some(Boolean) ? el("thead", {}, el("tr", {}, ...head.map(heading))) : "",
       el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
   }
 
