@@ -35,8 +35,8 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
         "Learning",
         (
-            _pair("Loss", "loss"),
             _pair("Reward", "reward"),
+            _pair("Loss", "loss"),
             Chart("Learning rate", (("lr", "lr"),)),
             Chart("Gradient norm", (("grad_norm", "before clipping"),)),
             _pair("KL to the reference", "kl"),

@@ -12,7 +12,7 @@ import numpy as np
 
 MOST_POINTS = 4000
 """Points of one curve of a page."""
-PAGE_POINTS = 120_000
+PAGE_POINTS = 240_000
 """Points of all curves of a page, which keep it below 3 MB."""
 _NOT_CURVES = ("step", "time", "start", "tokens_total", "slowest_rank")
 
@@ -42,8 +42,14 @@ class Columns:
             self.steps.append(step)
             total = record.get("tokens_total")
             self.tokens.append(total if isinstance(total, int) else self.tokens[-1] if self.tokens else 0)
+            mirrored = {"eval_loss"} & record.keys() if "eval_reward" in record else ()  # it is −eval_reward
             for key, value in {**record, **_step_split(record)}.items():
-                if key in _NOT_CURVES or type(value) not in (int, float) or not math.isfinite(value):
+                if (
+                    key in _NOT_CURVES
+                    or key in mirrored
+                    or type(value) not in (int, float)
+                    or not math.isfinite(value)
+                ):
                     continue
                 steps, values = self.values.setdefault(key, ([], []))
                 steps.append(step)
@@ -70,7 +76,7 @@ def thinned(steps: list[int], values: list[float], *, most: int) -> dict[str, An
     """A curve of at most ``most`` numbers, as JSON: steps ``x`` and values ``y``.
 
     A longer curve keeps the smallest and the largest value of each of its parts, and its first and last point. It has
-    also ``mx`` and ``my``, the mean of each part, which smoothing starts from.
+    also ``mx`` and ``my``, the mean of each part.
     """
     if len(steps) <= most:
         return {"x": differences(steps), "y": short(values)}

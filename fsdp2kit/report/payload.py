@@ -120,9 +120,10 @@ def _figures(columns: Columns, saves: Sequence[Mapping[str, Any]]) -> list[list[
     waited = sum(save["waited"] for save in saves if isinstance(save.get("waited"), (int, float)))
     rows = [
         ("loss", columns.latest("loss"), ""),
-        ("held-out", columns.latest("eval_loss"), ""),
-        ("best held-out", of("eval_loss", min), ""),
+        ("held-out loss", columns.latest("eval_loss"), ""),
+        ("lowest", of("eval_loss", min), ""),
         ("reward", columns.latest("reward"), ""),
+        ("held-out reward", columns.latest("eval_reward"), ""),
         ("accuracy", columns.latest("accuracy"), "share"),
         ("tokens/s (median)", of("tokens_per_second", median), "count"),
         ("MFU (median)", of("mfu", median), "share"),

@@ -98,12 +98,13 @@
     return { x: [steps[0], steps[steps.length - 1]], y: [gib, gib], isPlan: true };
   }
 
-  /** For each line two columns: what is drawn, and behind a smoothed one the values as they are. */
+  /** For each line two columns: what is drawn, and behind a smoothed or shortened one the values as they are. */
   function tablesOf(line) {
     const curve = curveOf(line.run, line.key), x = places(line.run, curve.x);
-    if (!view.smooth || isSparse(curve) || line.key.startsWith("eval_")) return [[x, curve.y], [[], []]];
+    const isSmooth = view.smooth && !isSparse(curve) && !line.key.startsWith("eval_");
+    if (!isSmooth && !curve.mx) return [[x, curve.y], [[], []]];
     const [from, values] = curve.mx ? [places(line.run, curve.mx), curve.my] : [x, curve.y];
-    return [[from, smoothed(values, view.smooth)], [x, curve.y]];
+    return [[from, isSmooth ? smoothed(values, view.smooth) : values], [x, curve.y]];
   }
 
   function extent() {
@@ -135,7 +136,7 @@
     if (!lines.length) return null;
     const chart = { spec, lines, at: el("span", { className: "at" }) };
     const id = `chart-${spec.title}`.replace(/[^\w-]+/g, "-");
-    const title = el("h3", { id }, spec.title, el("span", { className: "unit" }, spec.unit ? ` ${spec.unit}` : ""));
+    const title = el("h3", { id }, spec.title, el("span", { className: "unit" }, spec.unit ? `, ${spec.unit}` : ""));
     chart.values = lines.map(() => el("b"));
     const legend = el("ul", { className: "legend" }, ...lines.map((line, index) => el("li", {},
       el("span", { className: `swatch k${line.hue} d${line.dash}` }), line.label, chart.values[index])));
@@ -171,7 +172,7 @@
       const curve = curveOf(line.run, line.key);
       const points = { show: isSparse(curve) && !curve.isPlan, size: 4, fill: shown.stroke };
       return [{ ...shown, width: 1.5, dash: DASHES[line.dash], points },
-        { ...shown, width: 1, alpha: 0.25, points: { show: false } }];
+        { ...shown, width: 1, alpha: 0.3, points: { show: false } }];
     });
     return {
       width: Math.max(120, chart.plot.clientWidth), height: chart.plot.clientHeight, padding: [8, 12, 0, 0],
@@ -227,9 +228,9 @@
   function readOut(chart, u) {
     const at = u.cursor.idx, unit = { step: "step", tokens: "tokens", hours: "h" }[view.axis];
     const isAt = at !== null && at !== undefined && u.cursor.left >= 0;
-    const index = isAt ? at : u.data[0].length - 1;
     chart.lines.forEach((line, nth) => {
-      chart.values[nth].textContent = format(valueAt(u.data[2 * nth + 1], index), chart.spec.form);
+      const value = isAt ? valueAt(u.data[2 * nth + 1], at) : curveOf(line.run, line.key).y.at(-1);
+      chart.values[nth].textContent = format(value, chart.spec.form);
     });
     chart.at.textContent = isAt ? `${unit} ${view.axis === "step" ? u.data[0][at] : number(u.data[0][at])}` : "";
   }
@@ -328,10 +329,12 @@
     });
     const said = payload.runs.filter((run) => run.message).map((run) =>
       el("p", { className: "message" }, el("span", { className: `state ${run.state}` }, `${run.name} ${run.state}: `), run.message));
-    const content = table(["run", "state", "steps", "recipe", "model", ...labels], rows);
+    const head = ["run", "state", "steps", "recipe", "model", ...labels];
+    const pairs = (row) => row.flatMap((value, index) => el("div", {}, el("dt", {}, head[index]), el("dd", {}, value)));
+    const content = rows.length > 1 ? scrolling("Runs", table(head, rows)) : el("dl", { className: "figures" }, ...pairs(rows[0]));
     const marks = payload.runs.some((run) => run.starts.length || run.saves.length)
       ? el("p", { className: "note" }, "In the charts, dashed vertical lines are restarts, ticks on the x axis are saves.") : "";
-    fill("runs", el("div", { className: "card" }, scrolling("Runs", content), ...said, marks));
+    fill("runs", el("div", { className: "card" }, content, ...said, marks));
     $("title").textContent = payload.runs.map((run) => run.name).join(" · ");
   }
 
