@@ -42,14 +42,10 @@ class Columns:
             self.steps.append(step)
             total = record.get("tokens_total")
             self.tokens.append(total if isinstance(total, int) else self.tokens[-1] if self.tokens else 0)
-            mirrored = {"eval_loss"} & record.keys() if "eval_reward" in record else ()  # it is −eval_reward
+            left_out = {*_NOT_CURVES, "eval_loss"} if "eval_reward" in record else _NOT_CURVES  # it is −eval_reward
             for key, value in {**record, **_step_split(record)}.items():
-                if (
-                    key in _NOT_CURVES
-                    or key in mirrored
-                    or type(value) not in (int, float)
-                    or not math.isfinite(value)
-                ):
+                is_number = type(value) in (int, float) and math.isfinite(value)
+                if key in left_out or not is_number:
                     continue
                 steps, values = self.values.setdefault(key, ([], []))
                 steps.append(step)
