@@ -177,7 +177,10 @@ def _saves_table(run: RunRecord, name: str, *, several: bool) -> dict[str, Any]:
     rows = []
     for event in saves:
         size = event.get("bytes")
-        size = f"{size / 1e9:.3g} GB" if isinstance(size, (int, float)) else ""
+        large = isinstance(size, (int, float)) and size >= 1e9
+        size = (
+            "" if not isinstance(size, (int, float)) else f"{size / 1e9:.3g} GB" if large else f"{size / 1e6:.3g} MB"
+        )
         kind = ", ".join(word for word in ("background", "best") if event.get(word))
         rows.append([event.get("step"), _of(event, "seconds"), _of(event, "waited"), size, kind])
     for event in run.of_kind("export"):
@@ -191,7 +194,7 @@ def _saves_table(run: RunRecord, name: str, *, several: bool) -> dict[str, Any]:
 
 def _of(event: Mapping[str, Any], key: str) -> Any:
     value = event.get(key)
-    return short([value])[0] if isinstance(value, (int, float)) else ""
+    return float(f"{value:.3g}") if isinstance(value, (int, float)) else ""
 
 
 def _cut(value: Any) -> str:

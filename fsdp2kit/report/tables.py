@@ -17,10 +17,11 @@ _LONGEST_CELL = 600
 
 
 def key_table(title: str, names: Sequence[str], values: Sequence[Mapping[str, Any]], *, is_open: bool = True) -> Table:
-    """A row for each key, a column for each run; nested tables become dotted keys."""
+    """A row for each key that has a value, a column for each run; nested tables become dotted keys."""
     flats = [flat(one) for one in values]
-    keys = dict.fromkeys(key for one in flats for key in one)
-    rows = [[key, *(_cell(one, key) for one in flats)] for key in keys]
+    keys = dict.fromkeys(key for one in flats for key, value in one.items() if value not in (None, [], {}))
+    # Held-out rows without a name are those of "".
+    rows = [[key.replace("..", "."), *(_cell(one, key) for one in flats)] for key in keys]
     return {"title": title, "head": ["", *names] if len(names) > 1 else ["", ""], "rows": rows, "is_open": is_open}
 
 
@@ -77,5 +78,7 @@ def _text(value: Any) -> str:
     """A value as TOML has it, but a text without quotes."""
     if value is None:
         return "–"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…"

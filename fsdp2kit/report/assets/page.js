@@ -357,6 +357,7 @@
   }
 
   function showTables() {
+    $("tables").classList.toggle("several", payload.runs.length > 1);
     fill("tables", ...payload.tables.map((one) => {
       const content = scrolling(one.title, table(one.head, one.rows));
       return el("div", { className: "card" }, details(one.title, el("h3", {}, one.title), content, one.is_open));
