@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
-from fsdp2kit.checkpoint.conversion import parse_conversion
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
@@ -36,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif command == "verify":
         module, rest = "fsdp2kit.checkpoint", ["verify", *rest]
     elif command == "convert":
+        from fsdp2kit.checkpoint.conversion import parse_conversion  # other commands start without pydantic
+
         to_hf = parse_conversion(rest, prog="fsdp2kit convert").to_hf
         module = f"fsdp2kit.tools.{'dcp_to_hf' if to_hf else 'hf_to_dcp'}"
     elif command in found:

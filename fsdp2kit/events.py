@@ -14,7 +14,7 @@ kind says. Lines are only added: also those of steps that a resumed run makes ag
 | `export` | `step`, `path`, `seconds` |
 | `sample` | `step`, `prompt`, `answer`, … |
 | `stop` | `step`, `reason`: it was asked to stop, or stopped early |
-| `end` | `step`, `outcome` ("done" or "stopped"), `seconds` since the process began |
+| `end` | `outcome` ("done" or "stopped"), and of our loop `step` and `seconds` since the process began |
 | `failure` | `text`, a line; `lost` if the cause is another rank |
 """
 
@@ -25,7 +25,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,13 @@ class Events:
 
     Args:
         is_kept: False on all ranks but one, and where there is no run directory: nothing is kept.
+        clean: is given each line, and returns it as it may be written, without secrets.
     """
 
-    def __init__(self, *, is_kept: bool = False) -> None:
+    def __init__(self, *, is_kept: bool = False, clean: Callable[[str], str] = str) -> None:
+        self._clean = clean
+        self.recorded: set[str] = set()
+        """The kinds that were recorded."""
         self._waiting: list[dict[str, Any]] | None = [] if is_kept else None
         self._file: int | None = None
         self._start = 0
@@ -77,8 +81,10 @@ class Events:
 
     def record(self, kind: str, /, **fields: Any) -> None:
         """Record an event, now."""
-        event = {"time": round(time.time(), 3), "event": kind, **fields}
+        event = {"time": round(time.time(), 3), "event": kind, "start": self._start}
+        event = {**event, **fields, **event}  # these three first, whatever the fields' names
         with self._lock:
+            self.recorded.add(kind)
             if self._waiting is not None:
                 self._waiting.append(event)
             elif self._file is not None:
@@ -105,18 +111,18 @@ class Events:
     def _write(self, event: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        event = {"time": event["time"], "event": event["event"], "start": self._start, **event}
-        line = ("\n" * self._is_torn + json.dumps(event, default=str) + "\n").encode()
         try:
+            text = self._clean(json.dumps({**event, "start": self._start}, default=str))
+            line = ("\n" * self._is_torn + text + "\n").encode()
             written = os.write(self._file, line)  # one call: a reader, or a kill, finds whole lines as a rule
             self._is_torn = written < len(line)
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:  # the disk, or fields that JSON does not have
             self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("events.jsonl: cannot be written (%s); the run goes on without", error.strerror or error)
+            logger.warning("events.jsonl: not all of it can be written (%s); the run goes on", error)
 
 
 class _Listener(logging.Handler):

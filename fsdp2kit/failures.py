@@ -183,6 +183,7 @@ class Watch:
         """Print the line, and end this process unless it ends by itself."""
         if line := self._take_line():
             print(f"error: {line}", file=sys.stderr, flush=True)
+            write_traceback(f"error: {line}")
         if self._over.wait(_GRACE_SECONDS) or self._ends_by_itself():
             return
         write_traceback(f"It waited here when another rank had ended:\n{_main_stack()}")
@@ -261,6 +262,7 @@ def _explain_and_end(watch: Watch, error: Exception) -> NoReturn:
         print(text, file=sys.stderr)
     if line := watch.explain(error):
         print(f"error: {line}", file=sys.stderr)
+        write_traceback(f"error: {line}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

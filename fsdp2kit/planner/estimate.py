@@ -258,6 +258,13 @@ class MemoryPlan:
         """Lines for the start of a run."""
         return [*([] if self.estimate is None else [self.estimate.line()]), *self.crossings]
 
+    def planned(self) -> dict[str, float]:
+        """GiB at each phase's peak and at the highest, by the keys of ``metrics.jsonl``; {} if nothing is planned."""
+        if self.estimate is None:
+            return {}
+        phases = {f"memory_gib/{phase}": peak.total / GIB for phase, peak in self.estimate.peaks.items()}
+        return {"memory_gib": self.estimate.peak.total / GIB, **phases}
+
     def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
         """Lines for the end of a run.
 

@@ -143,6 +143,8 @@ def train(
     if mesh.rank == 0:
         for line in loop.describe_end():
             metrics.message(line)
+    outcome = "done" if loop.is_over else "stopped"
+    metrics.events.record("end", step=run.progress.step, outcome=outcome, seconds=round(seconds_alive(), 1))
     return run.progress
 
 
@@ -217,6 +219,8 @@ class _Loop:
 
     def begin(self) -> None:
         """Compare, export and report before the first step."""
+        if self.run.memory is not None and (planned := self.run.memory.planned()):
+            self.metrics.events.record("plan", gib=planned)
         self._compare_best()
         self.checkpoints.export_resumed(self.run.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
@@ -257,6 +261,7 @@ class _Loop:
             return batch
         where = stop.reason or "on another rank"
         self.metrics.message(f"asked to stop ({where}) after step {self.run.progress.step}")
+        self.metrics.events.record("stop", step=self.run.progress.step, reason=where)
         return None
 
     def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
@@ -298,6 +303,7 @@ class _Loop:
             if best is not None:
                 what = f"step {best} was the best ({self.run.progress.describe_best(self.maximizes)})"
             self.metrics.message(f"stopped early: {what}")
+            self.metrics.events.record("stop", step=self.run.progress.step, reason=f"early: {what}")
         if self.saved_at != self.run.progress.step:
             self._save()
 

@@ -14,6 +14,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import Line, say
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import StorageFailure
+from fsdp2kit.events import Events
 from fsdp2kit.files import replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
@@ -53,6 +54,8 @@ def build_metrics(
     world, start = job.world, job.environment.get("start")
     throughput = Throughput(plan.flops, device=world.device, world_size=world.size, memory_by_phase=True, start=start)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
+    if progress.step:
+        job.events.record("resume", step=progress.step)
     with agreement():
         if job.is_main:
             console = Console(total_steps)
@@ -70,7 +73,9 @@ def build_metrics(
                 wandb_id=progress.wandb_id,
                 message=say,
             )
-            metrics = Metrics(throughput, console=console, path=path, wandb=wandb, wandb_id=wandb.id)
+            metrics = Metrics(
+                throughput, console=console, path=path, wandb=wandb, wandb_id=wandb.id, events=job.events
+            )
     job.closing.push(lambda kind, *_: metrics.close(ok=kind is None))
     return metrics
 
@@ -87,15 +92,19 @@ class Metrics:
         wandb: WandbRun | None = None,
         wandb_id: str | None = None,
         records: list[dict[str, Any]] | None = None,
+        events: Events | None = None,
     ) -> None:
         """
         Args:
             path: of ``metrics.jsonl``; ``samples.jsonl`` is written beside it.
             records: every logged record is appended to this list.
+            events: of the run, if they are kept.
         """
         self.throughput = throughput
         """Counts steps into speeds and peak memory, on every rank."""
         self._console, self._path, self._wandb, self._records = console, path, wandb, records
+        self.events = events or Events()
+        """Where the loop records what it does besides its steps."""
         self.shown: Collection[str] = ()
         """An objective's metrics that the console shows, and those of its evaluation."""
         self.sources: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = []
@@ -134,6 +143,8 @@ class Metrics:
             self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
+            for sample in as_text:
+                self.events.record("sample", step=step, **sample)
         if samples and self._wandb is not None:
             self._wandb.log_samples(step, as_text)
 

@@ -17,6 +17,7 @@ import torch
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import StorageFailure
+from fsdp2kit.events import Events
 from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
@@ -37,6 +38,7 @@ def build(
         is_main=is_main,
         world=SimpleNamespace(device=torch.device("cpu"), size=1),
         environment={},
+        events=Events(),
         closing=closing or contextlib.ExitStack(),
     )
     plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
