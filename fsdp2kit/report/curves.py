@@ -12,7 +12,7 @@ import numpy as np
 
 MOST_POINTS = 4000
 """Points of one curve of a page."""
-PAGE_POINTS = 240_000
+PAGE_POINTS = 190_000
 """Points of all curves of a page, which keep it below 3 MB."""
 _NOT_CURVES = ("step", "time", "start", "tokens_total", "slowest_rank")
 
