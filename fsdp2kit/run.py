@@ -51,7 +51,7 @@ def load_config(toml: str | Path | Mapping[str, Any], *overrides: str) -> Traini
 
     Args:
         toml: the path of a TOML, the name of one that comes with fsdp2kit, or its values:
-            ``{"recipe": "sft", "model": {"path": "gpt2"}, …}``. Input paths in a file are relative to that file, those
+            ``{"recipe": "sft", …}``. Input paths in a file are relative to that file, those
             in a dict and in overrides to the working directory.
         overrides: ``"section.key=value"``, e.g. ``"train.steps=10"``; the value is TOML, a bare word is a string.
 

@@ -21,6 +21,7 @@ import fsdp2kit as fk
 from fsdp2kit.errors import UserError
 from tests.reference import demo_model_dir
 from tests.workers import WorkerPool, run_command
+from tools.api import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "toml" / "demo"
@@ -163,6 +164,31 @@ def test_every_rank_gets_the_same(pool: WorkerPool, tmp_path: Path) -> None:
     assert [record["step"] for record in one.records] == [1, 2, 3, 4]
     said = pool.run(2, refuse_here, str(tmp_path / "refused"))
     assert said[0] == said[1] != ""
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is kept without outputs. What the model answers in its last cell was in the data."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    assert "resumed from step 40" in said[2]
+    assert "did you mean train.steps?" in said[3]
+    assert "July" in said[4]
+    for cell in cells[1:3]:
+        assert any("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def test_the_reference_is_current_and_short() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make schema`"
+    assert PAGE.stat().st_size <= 16_000
 
 
 def test_the_example_trains_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

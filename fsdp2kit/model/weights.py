@@ -281,12 +281,14 @@ def _some(names: list[str]) -> str:
 def initialize(model: PreTrainedModel, *, seed: int) -> None:
     """Fill a materialised (sharded) model with random values that depend on the seed and on names alone.
 
-    The distribution is the model's own: transformers calls ``_init_weights`` on every module, children first. What a
-    call changes depends on the architecture: the module's tensors, its children's (ModernBERT), even all of the
-    model's. So the calls get a skeleton on meta instead of the sharded model. Its parts are made real in turn, whole,
-    on the CPU, and every rank copies its shards. A part is a module's own tensors if no other call changes them,
-    otherwise the smallest module that holds everything its calls change.
+    The distribution is the model's own (``_init_weights``), the same on any mesh. Every rank calls it with the
+    same seed.
     """
+    # transformers calls ``_init_weights`` on every module, children first. What a call changes depends on the
+    # architecture: the module's tensors, its children's (ModernBERT), even all of the model's. So the calls get a
+    # skeleton on meta instead of the sharded model. Its parts are made real in turn, whole, on the CPU, and every rank
+    # copies its shards. A part is a module's own tensors if no other call changes them, otherwise the smallest module
+    # that holds everything its calls change.
     skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))
