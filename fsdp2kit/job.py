@@ -101,9 +101,10 @@ class Job:
 
 @contextlib.contextmanager
 def start_job(config: TrainingConfig) -> Iterator[Job]:
-    """Start the process group and build the mesh. Every rank calls this; at the end `Job.closing` is closed.
+    """Start the process group and build the mesh: ``with start_job(config) as job``. Collective.
 
-    The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
+    The job has ``mesh``, ``world``, ``run_dir``, and ``open_run_dir(dtypes=plan.ledger)``, which creates and locks the
+    run directory. The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
 
     Raises:
         UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).

@@ -171,7 +171,7 @@ def build_data(
         vocab_size: used if there is no model. Default: the tokenizer's.
 
     Raises:
-        UserError: as `build_documents` does.
+        UserError: rows that cannot be read, have the wrong columns, or give nothing to train on.
     """
     status.begin("reading the data")
     section, train, seed = config.data, config.train, config.run.seed

@@ -140,14 +140,10 @@ def plan_parallel(
     *,
     traits: Traits | None = None,
 ) -> ParallelPlan:
-    """Decide how ``model`` is trained on a mesh of ``sizes``; its architecture is inspected once.
-
-    In a job every rank calls it, and all ranks return or all raise.
+    """Decide how ``model`` is trained on a mesh of ``sizes``; its architecture is inspected once. Collective.
 
     Args:
         model: as `build_model` made it, on meta; it is not changed.
-        config: a recipe's config.
-        sizes: of the mesh.
         device_type: "cpu" or "cuda"; None: not known. The plan is then that for a CPU, without the checks that need a
             device.
         traits: what `inspect_model` found, if it was called already.

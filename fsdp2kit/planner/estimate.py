@@ -284,7 +284,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
-    """Estimate a run that is about to start; the main rank warns before anything is loaded if it cannot fit."""
+    """Estimate a device's memory, in bytes by phase; rank 0 warns, before anything is loaded, of what cannot fit."""
     if not world.is_main:
         return MemoryPlan(None)
     hosts = world.hosts or node_names(world.size, world.local_size)

@@ -39,7 +39,7 @@ def build_metrics(
     *,
     job: Job,
     plan: ParallelPlan,
-    progress: Progress,
+    progress: Progress | None = None,
     total_steps: int,
 ) -> Metrics:
     """The run's metrics, written by the main rank only and closed by `Job.closing`. Collective.
@@ -48,10 +48,10 @@ def build_metrics(
     ``metrics.after-step-<step>.jsonl``, so that each step has one line.
 
     Args:
-        progress: where the run starts, and the wandb run that it continues.
+        progress: where the run starts, and the wandb run that it continues. Default: a fresh run.
         total_steps: of the whole run, for the progress line.
     """
-    world, start = job.world, job.environment.get("start")
+    progress, world, start = progress or Progress(), job.world, job.environment.get("start")
     throughput = Throughput(plan.flops, device=world.device, world_size=world.size, memory_by_phase=True, start=start)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
     if progress.step:

@@ -33,7 +33,15 @@ return metrics: scalars summed over this rank's items, by name. An item is a tar
 
 
 def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The `Objective` of supervised training: next-token cross-entropy on the model's own head."""
+    """The `Objective` of supervised training: next-token cross-entropy on the model's own head.
+
+    Args:
+        inputs: of `slice_batch`: ``input_ids``, ``labels`` (already shifted, −100 is no target) and ``position_ids``,
+            ``[B, s]`` int64 each, and what attention needs.
+
+    Returns:
+        This rank's sum of losses in nats, a scalar for backward; for a mix also each source's, ``[G]``.
+    """
     loss = model.loss_sum(**inputs)
     return loss if isinstance(loss, tuple) else (loss, None)
 
