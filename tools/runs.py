@@ -1,6 +1,8 @@
 """List runs: their steps, losses and speed, and whether they are running, ended, stopped, failed or killed.
 
 python tools/runs.py [runs] [--json]
+
+The newest run comes first. `killed` is a run that ended without a word: no process holds its lock.
 """
 
 from __future__ import annotations
