@@ -26,6 +26,7 @@ from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import KnownFailure, UserError, nearest
+from fsdp2kit.profile_request import noting_sigusr2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         return _check(options.toml, options.overrides, options.world_size)
     try:
-        recipe, config, _ = load_and_start(options.toml, options.overrides)
-        recipe.main(config)
+        with noting_sigusr2():  # it asks for a profile, also while the model is loaded
+            recipe, config, _ = load_and_start(options.toml, options.overrides)
+            recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
     except KnownFailure as failure:
