@@ -188,11 +188,11 @@ def _connect(uri: str) -> Any:
     settings = {"HTTP_REQUEST_TIMEOUT": "10", "HTTP_REQUEST_MAX_RETRIES": "2", "DISABLE_TELEMETRY": "true"}
     for name, value in settings.items():
         os.environ.setdefault(f"MLFLOW_{name}", value)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its dependencies
         import mlflow
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
         return mlflow.MlflowClient(uri)
 
 

@@ -74,12 +74,14 @@ def test_a_run_from_the_start_again_replaces_what_tensorboard_shows(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_mlflow_continues_its_run(tmp_path: Path) -> None:
+def test_mlflow_continues_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The real client, into the store beside the run, which has no other name than the run directory's."""
     import mlflow
 
     section = {"enabled": True, "experiment": "try"}
     records = train_twice(tmp_path / "run", resume_step=2, mlflow=section)
+    said, complained = capfd.readouterr()
+    assert (complained, "mlflow" in said) == ("", False)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("try").experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
