@@ -11,7 +11,10 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
-_EXTRAS = {"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot", "griffe": "dev"}
+_EXTRAS = {
+    **{"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot", "griffe": "dev"},
+    **{"tensorboard": "tensorboard", "mlflow": "mlflow", "sqlalchemy": "mlflow", "alembic": "mlflow"},
+}
 
 
 class UserError(Exception):

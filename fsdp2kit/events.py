@@ -12,6 +12,7 @@ kind says. Lines are only added: also those of steps that a resumed run makes ag
 | `warning` | `text`, `step` if one is being made: what rank 0 shows as a warning |
 | `save` | `step`, `seconds`, `waited` (seconds that training stood still for it), `background`, `best`, `bytes` |
 | `export` | `step`, `path`, `seconds` |
+| `profile` | `step`, the first that was traced; `path` of its folder |
 | `sample` | `step`, `prompt`, `answer`, … |
 | `stop` | `step`, `reason`: it was asked to stop, or stopped early |
 | `end` | `outcome` ("done" or "stopped"), and of our loop `step` and `seconds` since the process began |

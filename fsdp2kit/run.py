@@ -32,6 +32,7 @@ from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import KnownFailure, UserError, nearest
+from fsdp2kit.profile_request import noting_sigusr2
 from fsdp2kit.tracebacks import write_traceback
 
 
@@ -79,7 +80,8 @@ def run(config: TrainingConfig) -> Finished:
     is_ours = not dist.is_initialized()
     distributed.count_from_now()
     try:
-        carry_out(config)
+        with noting_sigusr2():
+            carry_out(config)
         return _finished(config)
     except UserError:
         raise  # every rank has it
@@ -122,8 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         return _check(options.toml, options.overrides, options.world_size)
     try:
-        _, config, _ = load_and_start(options.toml, options.overrides)
-        carry_out(config)
+        with noting_sigusr2():  # it asks for a profile, also while the model is loaded
+            _, config, _ = load_and_start(options.toml, options.overrides)
+            carry_out(config)
     except UserError as problem:
         distributed.leave(problem)
     except KnownFailure as failure:

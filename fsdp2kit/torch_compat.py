@@ -104,6 +104,24 @@ def parameter_groups(unit: Any) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
 
 
+def record_memory_history(events: int) -> None:
+    """Record this many allocations and frees on CUDA from here on; torch's documentation tells users to call this."""
+    torch.cuda.memory._record_memory_history(max_entries=events)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what is allocated on CUDA, and what was recorded, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def dump_memory_history(path: str) -> None:
+    """`dump_memory_snapshot`, and record no more, also where it cannot be written."""
+    try:
+        dump_memory_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile, forward and backward; no public name tells them.
 
