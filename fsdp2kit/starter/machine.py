@@ -5,17 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fsdp2kit.config.schema import ModelConfig, TrainingConfig
+from fsdp2kit.console import counted
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.planner.devices import GIB, Device
 from fsdp2kit.planner.report import as_overrides
-from fsdp2kit.planner.search import Candidate, Search, Values, changed
+from fsdp2kit.planner.search import Candidate, Search, Values
 
 _PER_NODE = 8
-_MODES = ("none", "selective", "full")
+_SHOWN = {"activation_checkpointing.mode": "none"}
+"""What the TOML says even if the plan leaves it as it is."""
 _CLOSE = 0.03  # candidates whose speeds differ by less than this are as fast as each other
 
 
@@ -51,7 +52,7 @@ def launch_command(toml: str, world_size: int) -> str:
 
 
 def find_fit(config: TrainingConfig, device: Device, *, world_size: int) -> Fit:
-    """The fastest of what fits, as ``plan --sweep`` finds it; where no time is planned, the cheapest change that fits.
+    """The cheapest change that fits, as ``plan --fit`` finds it, and a larger micro-batch if that is faster.
 
     Raises:
         UserError: the model cannot be planned.
@@ -59,56 +60,50 @@ def find_fit(config: TrainingConfig, device: Device, *, world_size: int) -> Fit:
     nodes, local = nodes_of(world_size)
     config, device = _without_teacher(config, device, world_size)
     search = Search(config, world_size, device, local)
-    fitting = [one for one in search.fit() if one.estimate.fits]
-    own = [one for one in fitting if one.world_size == world_size]
-    timed = list(_timed(search, nodes)) if not own or own[0].estimate.speed is not None else []
-    if best := _fastest(timed):
-        return Fit(_mesh_whole(best.values), _words(best))
+    fitting = search.fit()
+    own = [one for one in fitting if one.world_size == world_size and one.estimate.fits]
     if own:
-        return Fit(_mesh_whole(own[0].values), _words(own[0]))
+        best = _fastest(own)
+        best = _fastest([best, *_faster(search, best, nodes)])
+        return Fit({**_SHOWN, **_named(best.values)}, _words(best))
     # Nothing fits on these ranks: take least, and say what would.
     least = {"activation_checkpointing.mode": "full"}
-    needed = Search(changed(config, least), world_size, device, local)._evaluate(changed(config, least), world_size)
-    said = (
-        f"this does not fit on {world_size} ranks of {device.memory / GIB:.0f} GiB: {needed.needed / GIB:.0f} GiB are "
-        "needed on each"
-    )
+    one = search.attempt(least)
+    what = f"this does not fit on {counted(world_size, 'rank')} of {device.memory / GIB:.0f} GiB"
+    said = what if one is None else f"{what}: {one.estimate.needed / GIB:.0f} GiB are needed"
     if fitting:
         would = f"{fitting[0].world_size} ranks with {as_overrides(fitting[0])} would"
     else:
         would = "nothing that was tried does: take larger devices, recipe qlora, or a shorter data.seq_len"
-    return Fit(least, "does not fit", f"{said}; {would}")
+    return Fit(least, f"too large for {counted(world_size, 'rank')} of {device.name}", f"{said}; {would}")
 
 
-def _timed(search: Search, nodes: int) -> Iterator[Candidate]:
-    """What fits of cp × checkpointing × micro-batch, on several nodes also with shards kept within a node."""
-    yield from (one for one in search.sweep() if one.estimate.fits and one.estimate.speed is not None)
-    if nodes > 1:
-        hybrid = {"fsdp.strategy": "hybrid_shard"}
-        within = replace(search, config=changed(search.config, hybrid))
-        for one in within.sweep():
-            if one.estimate.fits and one.estimate.speed is not None:
-                yield replace(one, values={**hybrid, **one.values})
+def _faster(search: Search, best: Candidate, nodes: int) -> Iterator[Candidate]:
+    """What else fits: larger micro-batches, and on several nodes shards that are kept within a node.
+
+    Only a few are tried: the plan of a model with adapters takes seconds.
+    """
+    if best.estimate.speed is None:
+        return
+    tried: list[Values] = [{"fsdp.strategy": "hybrid_shard"}] if nodes > 1 else []
+    for values in (*tried, {"train.micro_batch_size": 2}, {"train.micro_batch_size": 4}):
+        found = search.attempt({**best.values, **values})
+        if found is not None and found.estimate.fits:
+            yield found
 
 
-def _fastest(candidates: list[Candidate]) -> Candidate | None:
-    """The simplest of those that are about as fast as the fastest."""
+def _fastest(candidates: list[Candidate]) -> Candidate:
+    """The first of those that are about as fast as the fastest; the cheapest change stands first."""
 
     def pace(one: Candidate) -> float:
         return one.estimate.speed.low.tokens_per_second if one.estimate.speed else 0.0
 
-    most = max(map(pace, candidates), default=0.0)
-
-    def effort(one: Candidate) -> tuple[Any, ...]:
-        section = one.estimate.config
-        mode = _MODES.index(section.activation_checkpointing.mode)
-        return section.mesh.cp, section.fsdp.strategy != "full_shard", mode, section.train.micro_batch_size
-
-    return min((one for one in candidates if pace(one) >= most * (1 - _CLOSE)), key=effort, default=None)
+    most = max(map(pace, candidates))
+    return next(one for one in candidates if pace(one) >= most * (1 - _CLOSE))
 
 
-def _mesh_whole(values: Values) -> Values:
-    """Without sizes of the mesh that are "auto" in a TOML that does not name them."""
+def _named(values: Values) -> Values:
+    """Without sizes of the mesh that are "auto": the TOML does not name them."""
     return {key: value for key, value in values.items() if not (key.startswith("mesh.") and value == "auto")}
 
 
@@ -116,7 +111,9 @@ def _words(one: Candidate) -> str:
     device = one.estimate.device
     assert device is not None, "it was planned for a device"
     needed = f"{one.estimate.needed / GIB:.0f} of {device.memory / GIB:.0f} GiB"
-    return f"planned for {one.world_size} × {device.name}: {needed}"
+    host = sum(one.estimate.host.values()) if one.estimate.config.fsdp.offload != "none" else 0
+    beside = f" and {host / GIB:.0f} GiB of the host's memory for each rank" if host else ""
+    return f"planned for {one.world_size} × {device.name}: {needed}{beside}"
 
 
 def _without_teacher(config: TrainingConfig, device: Device, world_size: int) -> tuple[TrainingConfig, Device]:
