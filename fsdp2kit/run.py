@@ -32,6 +32,7 @@ from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import KnownFailure, UserError, nearest
+from fsdp2kit.files import bundled_folder as bundled_folder
 from fsdp2kit.profile_request import noting_sigusr2
 from fsdp2kit.tracebacks import write_traceback
 
@@ -247,13 +248,6 @@ def load_recipe(path: str | Path) -> ModuleType:
         what = f"Config has a field of the type {error.name}, which is not defined"
         raise UserError(str(path), what, "define or import it in the recipe") from None
     return module
-
-
-def bundled_folder(name: str) -> Path:
-    """``recipes`` or ``toml`` as they come with the package: inside it in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
 
 
 def _parse(arguments: Sequence[str] | None) -> Any:

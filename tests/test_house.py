@@ -52,6 +52,7 @@ RANKS = {
     "migrate": 6,
     "check": 7,
     "bench": 7,
+    "starter": 7,
     "recipes": 8,
     "tools": 8,
     "__main__": 9,

@@ -19,7 +19,7 @@ from fsdp2kit.model.loss_head import IGNORE
 Messages = list[dict[str, Any]]
 
 # Other names of a column in published data.
-_ALSO = {
+ALSO = {
     "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "history"),
     "completion": ("response", "answer", "output"),
     "chosen": ("better", "winner", "accepted", "preferred"),
@@ -147,7 +147,7 @@ def _answers(row: Columns) -> list[Chat | Plain]:
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
     if are_texts:
         if prompt is None:
-            if set(_ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
+            if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
                 raise row.missing("prompt")
             prompt = _shared_text(*answers) or None
         if isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
@@ -362,5 +362,5 @@ def messages_in(value: Any) -> Any:
 
 def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
     """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
-    alike = [one for one in names if one.lower() in _ALSO.get(column, ()) or column in one.lower().split("_")]
+    alike = [one for one in names if one.lower() in ALSO.get(column, ()) or column in one.lower().split("_")]
     return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)
