@@ -17,7 +17,7 @@ from typing import Any
 
 import fsdp2kit
 from fsdp2kit.command_line import in_one_line
-from fsdp2kit.errors import importing
+from fsdp2kit.errors import UserError, importing
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
@@ -102,7 +102,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the page, or with ``--check`` only say that it is out of date. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="api", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
-    options, text = parser.parse_args(arguments), page()
+    options = parser.parse_args(arguments)
+    if not PAGE.parent.is_dir():
+        raise UserError(str(PAGE.parent), "no such folder", "run it in a checkout of fsdp2kit, as python tools/api.py")
+    text = page()
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
         return 0
     print(f"{PAGE} is out of date: run make schema" if options.check else f"wrote {PAGE}")
