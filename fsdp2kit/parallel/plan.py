@@ -217,7 +217,7 @@ def _check_model(
         _check_selective(traits.twin(), config.activation_checkpointing, name=name)
     if device is not None:
         check_attention(config.model.attention, device=device)
-        check_liger(config.model, model, device=device)
+    check_liger(config.model, model, device=device)
     if traits.causal is False:
         what = "its tokens see later tokens, so next-token prediction would learn to copy"
         raise UserError(f"model {name}", what, "use a causal language model")
