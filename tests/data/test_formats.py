@@ -370,7 +370,7 @@ def test_advice_names_only_keys_that_exist(tokenizer) -> None:
     """A format of one's own may read a column that `[data.columns]` does not know."""
     row = Columns(Row({"contexts": "a"}, "x.jsonl: line 1"), ChatDataConfig(), tokenizer)
     with pytest.raises(UserError, match=r"no 'context' \(it has: contexts\); did you mean 'contexts'\? Rename it, or"):
-        row["context"]
+        assert row["context"]
     with pytest.raises(UserError, match=r"no 'picture' .*; add the column, or set data\.format"):
         row.given("picture") or row["picture"]
 
