@@ -85,8 +85,8 @@ class ParallelPlan:
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
-        loss = "the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
-        loss = f"loss: {loss if self.own_head else 'in chunks of hidden @ weightᵀ'}"
+        logits = "of the model's own head, whose logits are more than" if self.own_head else "of"
+        loss = f"loss: in chunks {logits} hidden @ weightᵀ; an objective may ask for all logits instead"
         lines = [str(self.sizes), str(self.attention), loss, *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
