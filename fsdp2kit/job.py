@@ -171,19 +171,21 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
 
 
 def begin_start(path: Path) -> int:
-    """The number of this start of a run, from 1. Tracebacks of the start before move to ``errors/start-<number>/``."""
+    """The number of this start of a run, from 1.
+
+    Tracebacks and NCCL's records of the start before move to ``errors/start-<number>/``.
+    """
     try:
         before = int(json.loads((path / "environment.json").read_bytes())["start"])
     except (OSError, ValueError, KeyError, TypeError):  # the first start
         before = 0
     errors = path / "errors"
     with _writing(path):
-        for file in sorted(errors.glob("rank-*.txt")):
+        for file in sorted(path for pattern in ("rank-*", "nccl-rank-*") for path in errors.glob(pattern)):
             kept = errors / f"start-{before}"
             kept.mkdir(exist_ok=True)
-            file.rename(
-                free_path(kept, file.stem, ".txt", first=2) if (kept / file.name).exists() else kept / file.name
-            )
+            free = free_path(kept, file.stem, file.suffix, first=2) if (kept / file.name).exists() else None
+            file.rename(free or kept / file.name)
     return before + 1
 
 

@@ -5,9 +5,10 @@ The whole test suite ran on torch 2.11.0 (`make test-oldest`) and 2.13.0; 2.12.0
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,6 @@ from torch import Tensor, nn
 
 # Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-
-# Checkpoints at any fsspec URL; torch has these only under a private name.
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 # An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
@@ -36,6 +33,14 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
+
+# Checkpoints at any fsspec URL. Before torch 2.15 these had only a private name, at which 2.15 warns.
+if TYPE_CHECKING or importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem") is None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
+else:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecWriter as FsspecWriter
 
 # torch 2.11 and 2.12 close a stager's copier after its first copy; a second copy raises KeyError.
 STAGER_WORKS_ONCE = torch.__version__ < "2.13"

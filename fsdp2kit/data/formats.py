@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdp2kit.config.data_schema import COLUMNS, DataConfig
+from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
@@ -268,7 +268,7 @@ class Columns:
 
     def is_named(self, name: str) -> bool:
         """Whether ``[data.columns]`` says what the column is called."""
-        return getattr(self.section.columns, name) is not None
+        return getattr(self.section.columns, name, None) is not None
 
     def given(self, name: str) -> Any:
         """An optional column's value; the column is required if ``[data.columns]`` names it."""
@@ -322,8 +322,11 @@ class Columns:
         else:
             everywhere = [one for one in names if all(row.parse().get(one) is not None for row in self._block)]
             near = _nearest(column, name, everywhere)
-            todo = f'set data.columns.{column} = "{near or "…"}"'
-            guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            if column in ColumnsConfig.model_fields:
+                todo = f'set data.columns.{column} = "{near or "…"}"'
+                guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            else:  # the format reads it under this name alone
+                guess = f"did you mean {near!r}? Rename it" if near else "add the column"
             # Recipes that learn from pairs of answers, or from prompts, take no other format.
             is_fixed = self.section.format in ("preference", "prompts")
             rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"

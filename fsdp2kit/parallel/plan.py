@@ -85,8 +85,8 @@ class ParallelPlan:
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
-        loss = "the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
-        loss = f"loss: {loss if self.own_head else 'in chunks of hidden @ weightᵀ'}"
+        logits = "of the model's own head, whose logits are more than" if self.own_head else "of"
+        loss = f"loss: in chunks {logits} hidden @ weightᵀ; an objective may ask for all logits instead"
         lines = [str(self.sizes), str(self.attention), loss, *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
@@ -213,7 +213,7 @@ def _check_model(
         _check_selective(traits.twin(), config.activation_checkpointing, name=name)
     if device is not None:
         check_attention(config.model.attention, device=device)
-        check_liger(config.model, model, device=device)
+    check_liger(config.model, model, device=device)
     if traits.causal is False:
         what = "its tokens see later tokens, so next-token prediction would learn to copy"
         raise UserError(f"model {name}", what, "use a causal language model")
