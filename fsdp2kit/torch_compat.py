@@ -136,6 +136,12 @@ def compile_seconds() -> float:
     return float(utilities.calculate_time_spent().get("total_wall_time", 0.0)) if utilities else 0.0
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process; no public name tells them."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return int(utilities.counters["stats"]["unique_graphs"]) if utilities else 0
+
+
 def orthogonalize(matrix: Tensor) -> Tensor:
     """``U Vᵀ`` of ``matrix = U S Vᵀ``, nearly, in bfloat16: torch's Newton-Schulz iteration, with its defaults."""
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)

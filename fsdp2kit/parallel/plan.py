@@ -82,6 +82,14 @@ class ParallelPlan:
     fsdp: FSDPConfig
     activation_checkpointing: ActivationCheckpointingConfig
     compile: CompileConfig
+    layers: tuple[str, ...]
+    """Names of the decoder layers."""
+
+    @property
+    def broken_layers(self) -> list[str]:
+        """Names of the decoder layers that hold units, whose hooks break the graph of a compiled layer."""
+        inner = [unit.name for unit in self.units]
+        return [layer for layer in self.layers if any(name.startswith(f"{layer}.") for name in inner)]
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
@@ -114,7 +122,8 @@ class ParallelPlan:
             layers = "each decoder layer" if checkpointed.every == 1 else f"one decoder layer in {checkpointed.every}"
             lines.append(f"activation checkpointing: {checkpointed.mode}, {layers}")
         if self.compile.enabled:
-            lines.append("torch.compile: each decoder layer")
+            pieces = " (in pieces: units inside break its graph)" if self.broken_layers else ""
+            lines.append(f"torch.compile: each decoder layer{pieces}")
         if self.device_type == "cpu":
             offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
             offloaded += ["activation_checkpointing.offload"] if self.activation_checkpointing.offload else []
@@ -130,6 +139,14 @@ class ParallelPlan:
         words += [f"{', '.join(config.modules_to_save)} trained whole"] if config.modules_to_save else []
         kind = ", ".join([start, f"rank {config.r}", f"alpha {config.lora_alpha}", *words])
         return f"lora: {kind}; on {layers}; trained: {trained:,} of {self.parameters:,} parameters"
+
+
+_NOT_COMPILED = (
+    "activation_checkpointing.mode 'selective' with compile.enabled",
+    "decoder layers hold FSDP units (fsdp.unit, unit_classes or class_dtypes), whose hooks break the layers' graphs; "
+    "torch.compile cannot choose what to keep across pieces",
+    'set activation_checkpointing.mode = "full", fsdp.unit = "layer" without such classes, or compile.enabled = false',
+)
 
 
 def plan_parallel(
@@ -156,6 +173,7 @@ def plan_parallel(
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
+        layers = set(decoder_layers(model))
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
@@ -176,7 +194,10 @@ def plan_parallel(
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
             compile=config.compile,
+            layers=tuple(name for name, module in model.named_modules() if module in layers),
         )
+        if config.compile.enabled and config.activation_checkpointing.mode == "selective" and plan.broken_layers:
+            raise UserError(*_NOT_COMPILED)
     return plan
 
 

@@ -33,6 +33,7 @@ from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.estimate import MemoryPlan
 from fsdp2kit.profile_request import FILE, ProfileRequest, noting_sigusr2
 from fsdp2kit.progress import Progress
+from fsdp2kit.torch_compat import compiled_graphs
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
 from fsdp2kit.train.profiling import StepProfiler, Window
@@ -299,6 +300,9 @@ class _Loop:
             metrics.message(f"step {self.run.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
             metrics.message(throughput.first_step())
+            if config.compile.enabled and not compiled_graphs():
+                why = "set TORCH_LOGS=graph_breaks to see why, or compile.enabled = false"
+                metrics.message(f"warning: compile.enabled = true, but torch.compile compiled nothing; {why}")
         throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
         step, every = self.run.progress.step, config.eval.every
         is_last = step == self.total
