@@ -9,12 +9,16 @@ from pathlib import Path
 _HEADER = re.compile(r"^(?P<time>\d{4}-\d\d-\d\dT\S+) rank (?P<rank>\d+) on .+, .+$", re.MULTILINE)
 # Entries of ranks that have not failed themselves: where they stood, or that they have lost another one.
 _WAITING = ("It was here at the warning", "It waited here")
+_AGREED = "error: "  # the line about the cause that the ranks agreed on
 _LOST = re.compile(r"gloo/transport|Dist(Backend|Network|Store)Error|^RunFailure: rank \d+ failed")
 _LARGEST = 1 << 20  # bytes of each file that are read, from its end
 
 
 def cause_of_failure(errors: Path) -> str:
-    """The first error of a rank that is not the loss of another rank: ``rank 1: ValueError: …``; "" without one."""
+    """The line that the ranks agreed on, or the first error that is not the loss of another rank; "" without one.
+
+    An error is named with its rank: ``rank 1: ValueError: …``.
+    """
     found = []
     for path in sorted(errors.glob("rank-*.txt")):
         with path.open("rb") as file:
@@ -23,6 +27,8 @@ def cause_of_failure(errors: Path) -> str:
         headers = list(_HEADER.finditer(text))
         for header, after in zip(headers, [*headers[1:], None], strict=True):
             entry = text[header.end() : after.start() if after else None].strip()
+            if entry.startswith(_AGREED):
+                return entry.removeprefix(_AGREED).partition("\n")[0]
             line = _last_error(entry)
             if line and not entry.startswith(_WAITING):
                 found.append((bool(_LOST.search(line)), header["time"], int(header["rank"]), line))
