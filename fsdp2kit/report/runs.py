@@ -40,8 +40,11 @@ class Row:
     """When it last wrote a line, in unix seconds."""
 
 
-def rows_of(folder: str | Path) -> list[Row]:
+def rows_of(folder: str | Path, *, last: int | None = None) -> list[Row]:
     """A row for each run in a folder, the newest first.
+
+    Args:
+        last: read no more than so many, the newest; None: all.
 
     Raises:
         UserError: there is none.
@@ -51,7 +54,7 @@ def rows_of(folder: str | Path) -> list[Row]:
     if not found:
         what = "has no runs in it" if folder.is_dir() else "is no directory"
         raise UserError(str(folder), what, "name a directory with run directories: fsdp2kit runs DIR")
-    return [_row(path, folder) for path in found]
+    return [_row(path, folder) for path in found[:last]]
 
 
 def table_of(rows: list[Row]) -> Table:

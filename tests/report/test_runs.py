@@ -51,6 +51,8 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     first, second = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert (first["name"], first["mesh"]["dp_shard"], first["world_size"]) == ("sweep/a", 4, 8)
     assert (first["step"], first["total_steps"], first["loss"], first["eval_loss"]) == (2, 9, 1.5, 1.75)
+    assert runs.main(["--json", "--last", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == [first]
     assert (second["name"], second["loss"], second["total_steps"], second["seen"]) == ("b", None, None, 1e9)
 
 
