@@ -6,8 +6,9 @@ import contextlib
 import errno
 import json
 import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,14 +49,16 @@ class Follower:
             self.generation += self._file is not None
             self._file, self._place, self.columns = (found.st_dev, found.st_ino), 0, Columns()
         file.seek(self._place)
-        new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]  # a line that is being written waits for its end
-        self._place += len(whole)
-        records = []
-        for line in whole.splitlines():
+        self.columns.add(self._records(file))
+
+    def _records(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            self._place += len(line)
             with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-        self.columns.add(record for record in records if isinstance(record, dict))
+                if isinstance(record := json.loads(line), dict):
+                    yield record
 
 
 class Source:
@@ -107,8 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
-        with contextlib.suppress(ConnectionError):  # the page was closed
-            self.wfile.write(content)
+        self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of each request."""
@@ -123,6 +125,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self, source: Source, port: int) -> None:
         self.source = source
         super().__init__(("127.0.0.1", port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a page that was closed while it was answered."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

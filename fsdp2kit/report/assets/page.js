@@ -338,9 +338,13 @@
     $("title").textContent = payload.runs.map((run) => run.name).join(" · ");
   }
 
+  /** Replaces a part of the page; what had the focus there has it again. */
   function fill(id, ...content) {
+    const place = $(id).lastElementChild, reached = () => [...place.querySelectorAll("input, summary, [tabindex]")];
+    const focused = reached().indexOf(document.activeElement);
     $(id).hidden = !content.length;
-    $(id).lastElementChild.replaceChildren(...content);
+    place.replaceChildren(...content);
+    reached()[focused]?.focus({ preventScroll: true });
   }
 
   function showWarnings() {
