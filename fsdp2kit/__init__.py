@@ -44,9 +44,9 @@ A run. A row of ``chats.jsonl`` is ``{"messages": [{"role": "user", "content": "
         "train": {"epochs": 1, "global_batch_size": 8},
         "optimizer": {"lr": 2e-5},
         "run": {"dir": "runs/first"},  # started again, it resumes from its last checkpoint
+        "wandb": {"mode": "disabled"},
     }
-    config = fk.load_config(settings, "wandb.mode=disabled")
-    finished = fk.run(config)
+    finished = fk.run(fk.load_config(settings))
     print([record["loss"] for record in finished.records])  # and finished.directory / "hf" is the model
 
 The same from its parts, without checkpoints, saved at the end. ``python x.py`` runs either script on one rank,
