@@ -69,8 +69,8 @@ def find_fit(config: TrainingConfig, device: Device, *, world_size: int) -> Fit:
     # Nothing fits on these ranks: take least, and say what would.
     least = {"activation_checkpointing.mode": "full"}
     one = search.attempt(least)
-    what = f"this does not fit on {counted(world_size, 'rank')} of {device.memory / GIB:.0f} GiB"
-    said = what if one is None else f"{what}: {one.estimate.needed / GIB:.0f} GiB are needed"
+    what = f"this does not fit on {counted(world_size, 'rank')} of {device.memory / GIB:.1f} GiB"
+    said = what if one is None else f"{what}: {one.estimate.needed / GIB:.1f} GiB are needed"
     if fitting:
         would = f"{fitting[0].world_size} ranks with {as_overrides(fitting[0])} would"
     else:

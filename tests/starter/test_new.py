@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import tomli
 
 from fsdp2kit import run
+from fsdp2kit.planner.devices import ALLOWANCE, DEVICES
+from fsdp2kit.planner.search import Search
 from fsdp2kit.starter.draft import KINDS
 from fsdp2kit.starter.machine import launch_command, nodes_of
 from fsdp2kit.starter.rewards import is_finished, words_in_common
 from fsdp2kit.starter.rows import choose_length, guess_format
-from tests.planner.models import LLAMA_8B
-from tests.reference import DEMO, demo_model_dir
+from tests.reference import demo_model_dir
 from tests.runs import run_recipe
 from tests.workers import WorkerPool
 from tools import new
@@ -155,24 +157,16 @@ def test_a_plan_for_ranks_of_two_nodes(model: Path, tmp_path: Path, monkeypatch:
     check(toml, monkeypatch)
 
 
-@pytest.mark.full
 def test_what_does_not_fit_is_a_warning_with_what_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long rows for a model of 8 billion parameters on a GPU of 24 GiB: its config and a tokenizer, no weights."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in (DEMO / "tokenizer").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 65536}), encoding="utf-8")
-    rows, toml = tmp_path / "rows.jsonl", tmp_path / "x.toml"
-    rows.write_text(json.dumps({"text": "a long text " * 20000}) + "\n", encoding="utf-8")
-    given = ["--model", str(folder), "--data", str(rows), "--out", str(toml), "--device", "a10g"]
-    assert new.main(["sft", *given, "--world-size", "1"]) == 0
+    """A device with hardly more memory than the planner's allowance for libraries; the search finds nothing."""
+    monkeypatch.setattr(Search, "fit", lambda self: [])
+    small = replace(DEVICES["l4"], memory=ALLOWANCE + 2**20)
+    monkeypatch.setitem(DEVICES, "l4", small)
+    toml = write_new("sft", model, tmp_path, "--world-size", "1", "--device", "l4")
     err = capsys.readouterr().err
-    assert re.fullmatch(
-        r"warning: this does not fit on 1 rank of 22 GiB: \d+ GiB are needed; \d+ ranks .*would\n", err
-    )
+    assert re.fullmatch(r"warning: this does not fit on 1 rank of 3\.0 GiB: 3\.\d GiB are needed; .+\n", err)
     check(toml, monkeypatch)
 
 
