@@ -32,6 +32,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/schema.py --check
+	$(BIN)/python tools/api.py --check
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
@@ -39,6 +40,7 @@ format: $(VENV)/installed
 
 schema: $(VENV)/installed
 	$(BIN)/python tools/schema.py
+	$(BIN)/python tools/api.py
 
 # On a machine with a CUDA device, with the torch that is there: installs nothing. The pieces are in the order of their
 # worth, each can be started alone and ends within its limit, 29 minutes in all; results go to the folder GPU_OUT, where

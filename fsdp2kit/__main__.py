@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
-from fsdp2kit.checkpoint.conversion import parse_conversion
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
@@ -36,12 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     elif command == "verify":
         module, rest = "fsdp2kit.checkpoint", ["verify", *rest]
     elif command == "convert":
+        from fsdp2kit.checkpoint.conversion import parse_conversion  # other commands start without pydantic
+
         to_hf = parse_conversion(rest, prog="fsdp2kit convert").to_hf
         module = f"fsdp2kit.tools.{'dcp_to_hf' if to_hf else 'hf_to_dcp'}"
     elif command in found:
         module = f"fsdp2kit.tools.{command}"
     else:
-        return _list(command, {**_COMMANDS, **found})
+        return _list(command, {**_COMMANDS, **{name: _first_line(path) for name, path in found.items()}})
     sys.argv = [f"fsdp2kit {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
@@ -57,14 +58,15 @@ def _list(command: str, lines: dict[str, str]) -> int:
     return 0 if is_asked else 2
 
 
-def _tools() -> dict[str, str]:
-    """Each tool's name and the first line of its docstring; imports none of them."""
-    found = {}
-    for module in pkgutil.iter_modules(tools.__path__):
-        path = Path(tools.__path__[0]) / f"{module.name}.py"
-        documentation = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        found[module.name] = documentation.partition("\n")[0]
-    return found
+def _tools() -> dict[str, Path]:
+    """Each tool's file by its name; imports none of them."""
+    folder = Path(tools.__path__[0])
+    return {module.name: folder / f"{module.name}.py" for module in pkgutil.iter_modules(tools.__path__)}
+
+
+def _first_line(path: Path) -> str:
+    """The first line of a file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

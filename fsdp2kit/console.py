@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,19 @@ def say(*lines: str) -> None:
     """Print lines on the main rank, above the bars if there are any."""
     if lines and _is_main():
         _SCREEN.print("\n".join(lines))
+        for line in lines:
+            for hear in [*_SCREEN.listeners]:
+                hear(line)
+
+
+@contextlib.contextmanager
+def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
+    """Call ``hear`` with every line that is said in the block, on the main rank."""
+    _SCREEN.listeners.append(hear)
+    try:
+        yield
+    finally:
+        _SCREEN.listeners.remove(hear)
 
 
 @contextlib.contextmanager
@@ -159,6 +172,7 @@ class _Screen:
         self._lock = threading.RLock()
         self._bars: Any = None
         self._tasks: dict[object, Any] = {}
+        self.listeners: list[Callable[[str], object]] = []
 
     @property
     def is_terminal(self) -> bool:

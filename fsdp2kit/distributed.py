@@ -39,6 +39,7 @@ from fsdp2kit.tracebacks import write_traceback
 T = TypeVar("T")
 
 _IMPORTED = time.monotonic()
+_counts_from: float | None = None  # of the monotonic clock; None: from the start of the process
 _hosts: tuple[str, ...] = ()  # of the ranks of the process group, as `World.hosts`
 
 
@@ -375,8 +376,16 @@ def is_main_process() -> bool:
         return True
 
 
+def count_from_now() -> None:
+    """From now on `seconds_alive` counts from here: a run begins in a process that has done other things."""
+    global _counts_from
+    _counts_from = time.monotonic()
+
+
 def seconds_alive() -> float:
-    """Seconds since this process began; if unknown (not on Linux), since this module was imported."""
+    """Seconds since this process began, or since `count_from_now`; if unknown, since this module was imported."""
+    if _counts_from is not None:
+        return time.monotonic() - _counts_from
     try:
         status = Path("/proc/self/stat").read_text(encoding="utf-8")
         after_name = status.rpartition(")")[2].split()  # the process name may contain anything

@@ -11,7 +11,10 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CONVERTERS = ("dcp_to_hf", "hf_to_dcp")
-_EXTRAS = {"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot"}
+_EXTRAS = {
+    **{"peft": "lora", "torchao": "lowbit", "liger_kernel": "liger", "matplotlib": "plot", "griffe": "dev"},
+    **{"tensorboard": "tensorboard", "mlflow": "mlflow", "sqlalchemy": "mlflow", "alembic": "mlflow"},
+}
 
 
 class UserError(Exception):
@@ -19,7 +22,7 @@ class UserError(Exception):
 
     Args:
         where: the file, TOML key or object with the mistake, e.g. ``toml/x.toml: mesh.cp``.
-        what: what is wrong there, with the offending value.
+        what: what is wrong there, with the value.
         todo: what to do about it.
     """
 

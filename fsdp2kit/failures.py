@@ -54,6 +54,7 @@ class Watch:
         # 256 reports a second at most, whatever the number of ranks.
         self.period = max(1.0, len(hosts) / 256)
         self._beat, self._end, self._over, self._knows, self._warnings = 0, "", threading.Event(), False, 0
+        self._failed_at: float | None = None  # when this rank's thread saw that another rank has failed, or is gone
         self._write()
         self._thread = threading.Thread(target=self._report, daemon=True, name="fsdp2kit-status")
         self._thread.start()
@@ -153,7 +154,9 @@ class Watch:
                     socket.create_connection(self._address, timeout=_CLIENT_SECONDS).close()  # torch would print
                     self._store, is_connected = self._connect(), True
                 self._write()
-                if not self._ends_by_itself() and self._store.check([_LINE]):
+                has_failed = self._store.check([_LINE])
+                self._failed_at = (self._failed_at or time.monotonic()) if has_failed else None
+                if has_failed and not self._ends_by_itself():
                     self._end_soon()
                 elif asks and time.monotonic() - since >= 60 * self._minutes * _LATE:
                     asks = False
@@ -161,11 +164,17 @@ class Watch:
                 if self._asks:
                     self._keep_stack()
             except (RuntimeError, OSError):  # rank 0 has ended, or its host is lost, or this connection alone
-                is_connected = False
+                is_connected, self._failed_at = False, self._failed_at or time.monotonic()
+                if status.is_failing() and not self._ends_by_itself():
+                    self._end_soon()
 
     def _ends_by_itself(self) -> bool:
-        """Whether it has said how it ends, or handles an error, which may be one that every rank raises."""
-        return bool(self._end) or status.is_failing()
+        """Whether it has said how it ends, or handles an error, which may be one that every rank raises.
+
+        An upload may take minutes then; after run.timeout_minutes it is one that never ends.
+        """
+        is_late = self._failed_at is not None and time.monotonic() - self._failed_at >= 60 * self._minutes
+        return bool(self._end) or (status.is_failing() and not is_late)
 
     def _warn(self, number: int) -> None:
         is_first = self._store.add(f"fsdp2kit/warned at {number}", 1) == 1
@@ -181,8 +190,10 @@ class Watch:
 
     def _end_soon(self) -> None:
         """Print the line, and end this process unless it ends by itself."""
-        if line := self._take_line():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        with suppress(RuntimeError, OSError):  # the store has ended with rank 0
+            if line := self._take_line():
+                print(f"error: {line}", file=sys.stderr, flush=True)
+                write_traceback(f"error: {line}")
         if self._over.wait(_GRACE_SECONDS) or self._ends_by_itself():
             return
         write_traceback(f"It waited here when another rank had ended:\n{_main_stack()}")
@@ -261,6 +272,7 @@ def _explain_and_end(watch: Watch, error: Exception) -> NoReturn:
         print(text, file=sys.stderr)
     if line := watch.explain(error):
         print(f"error: {line}", file=sys.stderr)
+        write_traceback(f"error: {line}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

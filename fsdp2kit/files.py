@@ -1,4 +1,4 @@
-"""Files that survive a crash: replaced whole, synced, digested. No torch here."""
+"""Files that survive a crash: replaced whole, synced, digested; and folders of the package. No torch here."""
 
 from __future__ import annotations
 
@@ -79,3 +79,10 @@ def sha256(path: Path, *, advance: Callable[[int], object] = lambda size: None) 
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
+
+
+def bundled_folder(name: str) -> Path:
+    """``recipes`` or ``toml`` as they come with the package: inside it in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name

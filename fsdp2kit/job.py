@@ -25,15 +25,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 
 import fsdp2kit
 from fsdp2kit import distributed, tracebacks
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
-from fsdp2kit.console import say
+from fsdp2kit.console import heard_by, say
 from fsdp2kit.distributed import World, agreement
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import RunFailure, UserError
+from fsdp2kit.events import Events, changes, flat
 from fsdp2kit.files import replace_file
 from fsdp2kit.hosts import check_hosts
 from fsdp2kit.parallel.layout import Layout
@@ -61,6 +63,8 @@ class Job:
     """Versions, devices, mesh, git commit and, from `open_run_dir` on, the dtype ledger: ``environment.json``."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Closed when the job ends, in reverse order."""
+    events: Events = field(default_factory=Events)
+    """``events.jsonl``, on the main rank from `open_run_dir` on."""
 
     @property
     def run_dir(self) -> Path:
@@ -85,16 +89,22 @@ class Job:
         with agreement():
             if self.is_main:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
-                self.environment["start"] = begin_start(self.run_dir)
+                self.environment["start"] = start = begin_start(self.run_dir)
+                before = _read_config(self.run_dir)
                 write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
+                self.events.open_in(self.run_dir, start=start)
+                told = {name: self.environment.get(name) for name in ("world_size", "hosts", "mesh", "command")}
+                changed = changes(before, _read_config(self.run_dir)) if before else {}
+                self.events.record("start", **told, changed=changed)
         tracebacks.keep_in(self.run_dir / "errors", nccl=self.world.device.type == "cuda")
 
 
 @contextlib.contextmanager
 def start_job(config: TrainingConfig) -> Iterator[Job]:
-    """Start the process group and build the mesh. Every rank calls this; at the end `Job.closing` is closed.
+    """Start the process group and build the mesh: ``with start_job(config) as job``. Collective.
 
-    The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
+    The job has ``mesh``, ``world``, ``run_dir``, and ``open_run_dir(dtypes=plan.ledger)``, which creates and locks the
+    run directory. The process group stays up afterwards; `fsdp2kit.run`, or another caller, ends it.
 
     Raises:
         UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
@@ -107,9 +117,28 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
     layout = Layout(sizes, config.fsdp, world.hosts)
     say(*layout.draw())
     environment = describe_environment(world_size=world.size, mesh=asdict(sizes))
-    job = Job(config, world, mesh, {**environment, "hosts": layout.ranks()})
-    with job.closing:
+    events = Events(is_kept=world.is_main, clean=without_secrets)
+    job = Job(config, world, mesh, {**environment, "hosts": layout.ranks()}, events=events)
+    with job.closing, _recording(events):
         yield job
+
+
+@contextlib.contextmanager
+def _recording(events: Events) -> Iterator[None]:
+    """Record the block's warnings, and the error that ends it."""
+    try:
+        with heard_by(events.hear):
+            yield
+    except (Exception, KeyboardInterrupt) as error:
+        is_lost, kind = distributed.is_lost_rank(error), type(error).__name__
+        text = str(error) if isinstance(error, (UserError, RunFailure)) else f"{kind}: {error}".removesuffix(": ")
+        events.record("failure", text=text.partition("\n")[0], **({"lost": True} if is_lost else {}))
+        raise
+    else:
+        if "end" not in events.recorded:  # a recipe with a loop of its own
+            events.record("end", outcome="done")
+    finally:
+        events.close()
 
 
 @contextlib.contextmanager
@@ -142,19 +171,21 @@ def lock_run_dir(path: str | Path) -> Iterator[None]:
 
 
 def begin_start(path: Path) -> int:
-    """The number of this start of a run, from 1. Tracebacks of the start before move to ``errors/start-<number>/``."""
+    """The number of this start of a run, from 1.
+
+    Tracebacks and NCCL's records of the start before move to ``errors/start-<number>/``.
+    """
     try:
         before = int(json.loads((path / "environment.json").read_bytes())["start"])
     except (OSError, ValueError, KeyError, TypeError):  # the first start
         before = 0
     errors = path / "errors"
     with _writing(path):
-        for file in sorted(errors.glob("rank-*.txt")):
+        for file in sorted(path for pattern in ("rank-*", "nccl-rank-*") for path in errors.glob(pattern)):
             kept = errors / f"start-{before}"
             kept.mkdir(exist_ok=True)
-            file.rename(
-                free_path(kept, file.stem, ".txt", first=2) if (kept / file.name).exists() else kept / file.name
-            )
+            free = free_path(kept, file.stem, file.suffix, first=2) if (kept / file.name).exists() else None
+            file.rename(free or kept / file.name)
     return before + 1
 
 
@@ -172,6 +203,15 @@ def write_record(path: str | Path, *, config_text: str, environment: Mapping[str
                 config.rename(free_path(path, "config", ".toml", first=1))
             replace_file(config, text)
         replace_file(path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A run directory's ``config.toml`` by dotted key, without what is about this start alone; {} without one."""
+    try:
+        found = flat(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in found.items() if key not in ("run.dir", "run.resume")}
 
 
 def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[str, Any]:

@@ -1,31 +1,122 @@
-"""The command line: find the recipe, load its config, start the process group, call ``main(config)``.
+"""The runner: find the recipe, load its config, start the process group, call ``main(config)``.
 
 torchrun --nproc-per-node 8 -m fsdp2kit.run toml/llama8b_cp2.toml [section.key=value ...]
 python -m fsdp2kit.run toml/llama8b_cp2.toml --check
+
+From Python the module itself is called: ``fsdp2kit.run(config)`` is `run`, below.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from pydantic import PydanticUndefinedAnnotation
 
 from fsdp2kit import distributed, failures
 from fsdp2kit.command_line import positive
-from fsdp2kit.config import TrainingConfig, load_config
+from fsdp2kit.config import TrainingConfig
+from fsdp2kit.config import load_config as validate
 from fsdp2kit.config.checks import check_config, smallest_world
 from fsdp2kit.config.load import parse_override, read_toml
 from fsdp2kit.console import counted
 from fsdp2kit.errors import KnownFailure, UserError, nearest
+from fsdp2kit.files import bundled_folder as bundled_folder
+from fsdp2kit.profile_request import noting_sigusr2
+from fsdp2kit.tracebacks import write_traceback
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What `run` returns, the same on every rank."""
+
+    directory: Path
+    """The run directory: ``config.toml``, ``metrics.jsonl``, ``checkpoints/`` and, unless exports are off or go
+    elsewhere, the Hugging Face directory ``hf/``."""
+    records: list[dict[str, Any]]
+    """The objects of ``metrics.jsonl``, one for each logged step of the run, those before a resumption included."""
+
+
+def load_config(toml: str | Path | Mapping[str, Any], *overrides: str) -> TrainingConfig:
+    """A TOML, or the same as a dict, validated against the config class of the recipe that it names.
+
+    Args:
+        toml: the path of a TOML, the name of one that comes with fsdp2kit, or its values:
+            ``{"recipe": "sft", …}``. Input paths in a file are relative to that file, those
+            in a dict and in overrides to the working directory.
+        overrides: ``"section.key=value"``, e.g. ``"train.steps=10"``; the value is TOML, a bare word is a string.
+
+    Raises:
+        UserError: a file or recipe that is not there, an unknown key, a wrong value; names what was probably meant.
+    """
+    return load(toml, overrides)[1]
+
+
+def run(config: TrainingConfig) -> Finished:
+    """Train as a config says, in this process; what ``python -m fsdp2kit.run`` does. Every rank calls it.
+
+    It can be called again, with another ``run.dir``, or with the same one to resume. It ends the process group if it
+    has started it; the group of an earlier `start` stays up. Ctrl-C and SIGTERM stop the run after a step, with a
+    checkpoint, and it returns.
+
+    Args:
+        config: what `load_config` returned, or an instance of a ``Config`` class beside whose definition there is a
+            function ``main(config)``.
+
+    Raises:
+        UserError: a mistake in the config, the data or the model, on every rank.
+        RunFailure: the run failed. Where ranks wait for one that is lost, they end with one line instead.
+    """
+    is_ours = not dist.is_initialized()
+    distributed.count_from_now()
+    try:
+        with noting_sigusr2():
+            carry_out(config)
+        return _finished(config)
+    except UserError:
+        raise  # every rank has it
+    except KnownFailure as failure:
+        if failure.alone:
+            failures.announce(failure)
+        raise
+    except Exception as failure:
+        if distributed.is_lost_rank(failure):
+            failures.end_lost(failure)
+        write_traceback("".join(traceback.format_exception(failure)))
+        failures.announce(failure)
+        raise
+    finally:
+        if is_ours:
+            distributed.stop()
+
+
+def carry_out(config: TrainingConfig) -> None:
+    """Call ``main`` of a config's recipe: the module of its class, else the one that ``config.recipe`` names."""
+    recipe = sys.modules.get(type(config).__module__)
+    if recipe is None or getattr(recipe, "Config", None) is not type(config) or not hasattr(recipe, "main"):
+        recipe, config = load(config.model_dump(mode="json", exclude_none=True), ())
+    recipe.main(config)
+
+
+def _finished(config: TrainingConfig) -> Finished:
+    """Rank 0, which wrote the records, reads them for all. Collective."""
+    directory, records = Path(config.run.dir), []
+    with distributed.agreement():
+        path = directory / "metrics.jsonl"
+        if distributed.rank() == 0 and path.is_file():  # a recipe of one's own may log nothing
+            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return Finished(directory, distributed.gather_objects(records)[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         return _check(options.toml, options.overrides, options.world_size)
     try:
-        recipe, config, _ = load_and_start(options.toml, options.overrides)
-        recipe.main(config)
+        with noting_sigusr2():  # it asks for a profile, also while the model is loaded
+            _, config, _ = load_and_start(options.toml, options.overrides)
+            carry_out(config)
     except UserError as problem:
         distributed.leave(problem)
     except KnownFailure as failure:
@@ -68,21 +160,24 @@ def load_and_start(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, Tra
     return *loaded, world
 
 
-def load(toml: str, overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig]:
-    """The recipe module that a TOML names, and the TOML validated against that recipe's ``Config``.
+def load(toml: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[ModuleType, TrainingConfig]:
+    """The recipe module that a TOML, or its values, names, and these validated against that recipe's ``Config``.
 
     Raises:
         UserError: the TOML, the recipe or an override is wrong.
     """
-    path = find_toml(toml)
-    values = read_toml(path)
+    if isinstance(toml, Mapping):
+        path, values = Path("config"), toml
+    else:
+        path = find_toml(str(toml))
+        values = read_toml(path)
     named = {".".join(key): value for key, value in map(parse_override, overrides)}
     name = named.get("recipe", values.get("recipe"))
     if not isinstance(name, str):
         raise UserError(f"{path}: recipe", "is required", 'add e.g. recipe = "sft" at the top of the TOML')
     recipe_path = find_recipe(name, toml=path)
     recipe = load_recipe(recipe_path)
-    config = load_config(recipe.Config, values, source=path, overrides=overrides, say=_say)
+    config = validate(recipe.Config, values, source=path, overrides=overrides, say=_say)
     if name.endswith(".py"):  # the resolved config must find it from the run directory, too
         config = config.model_copy(update={"recipe": str(recipe_path.resolve())})
     return recipe, config
@@ -155,13 +250,6 @@ def load_recipe(path: str | Path) -> ModuleType:
     return module
 
 
-def bundled_folder(name: str) -> Path:
-    """``recipes`` or ``toml`` as they come with the package: inside it in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
-
-
 def _parse(arguments: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="fsdp2kit.run", description="Train as a TOML says.")
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
@@ -220,6 +308,15 @@ def _check(toml: str, overrides: Sequence[str], world_size: int | None) -> int:
     print("weights and memory unchecked: the start reads and takes them")
     return 0
 
+
+class _Callable(ModuleType):
+    """The type of this module: ``fsdp2kit.run`` is the module, since it has that name, and can be called."""
+
+    def __call__(self, config: TrainingConfig) -> Finished:
+        return run(config)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     distributed.end_process(main())

@@ -1,6 +1,6 @@
 """What this rank is doing: its step and phase, its place in the code, and how much of its time it waits.
 
-A change of phase is one assignment. A thread looks at the main thread's stack twenty times a second, to tell work from
+A change of phase is one assignment. A thread looks at the main thread's stack fifty times a second, to tell work from
 waiting in a collective. `failures` reports all of it to the other ranks.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.02
 _DEVICE = "waiting for the device"
 # Folders of code that a user did not write. fsdp2kit itself may be installed in the second.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))

@@ -5,9 +5,10 @@ The whole test suite ran on torch 2.11.0 (`make test-oldest`) and 2.13.0; 2.12.0
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,6 @@ from torch import Tensor, nn
 
 # Tensors with shapes and lifetimes but no memory, on which the planner runs a step.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-
-# Checkpoints at any fsspec URL; torch has these only under a private name.
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 # An operator takes only plain values, so a process group is passed by name, as torch's functional collectives do.
@@ -36,6 +33,14 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
+
+# Checkpoints at any fsspec URL. Before torch 2.15 these had only a private name, at which 2.15 warns.
+if TYPE_CHECKING or importlib.util.find_spec("torch.distributed.checkpoint.fsspec_filesystem") is None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
+else:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecWriter as FsspecWriter
 
 # torch 2.11 and 2.12 close a stager's copier after its first copy; a second copy raises KeyError.
 STAGER_WORKS_ONCE = torch.__version__ < "2.13"
@@ -104,6 +109,24 @@ def parameter_groups(unit: Any) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
 
 
+def record_memory_history(events: int) -> None:
+    """Record this many allocations and frees on CUDA from here on; torch's documentation tells users to call this."""
+    torch.cuda.memory._record_memory_history(max_entries=events)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what is allocated on CUDA, and what was recorded, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def dump_memory_history(path: str) -> None:
+    """`dump_memory_snapshot`, and record no more, also where it cannot be written."""
+    try:
+        dump_memory_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile, forward and backward; no public name tells them.
 
@@ -111,6 +134,12 @@ def compile_seconds() -> float:
     """
     utilities = sys.modules.get("torch._dynamo.utils")  # not imported if nothing was compiled
     return float(utilities.calculate_time_spent().get("total_wall_time", 0.0)) if utilities else 0.0
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process; no public name tells them."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return int(utilities.counters["stats"]["unique_graphs"]) if utilities else 0
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

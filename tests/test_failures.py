@@ -273,6 +273,29 @@ def report_of(store: dist.TCPStore, rank: int) -> Report:
     return Report.decode(store.get(f"fsdp2kit/rank/{rank}"))
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_rank_that_is_stuck_while_it_handles_an_error_ends(
+    is_gone: bool, store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After run.timeout_minutes, 0.6 s here; the store may have ended with rank 0 by then."""
+    ended: list[int] = []
+    monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._over.set()))
+    watch = watch_of(store, 2)
+    try:
+        raise RuntimeError("an upload that never ends")
+    except RuntimeError:
+        started = time.monotonic()
+        if is_gone:
+            monkeypatch.setattr(watch, "_connect", lambda: Gone(answers=True))
+            watch._store = Gone(answers=True)  # type: ignore[assignment]
+        else:
+            store.set("fsdp2kit/line", "step 3: rank 1 on a failed")
+        assert eventually(lambda: ended == [1])
+    assert time.monotonic() - started >= 0.6
+    assert capfd.readouterr().err == ("" if is_gone else "error: step 3: rank 1 on a failed\n")
+
+
 def test_an_error_that_every_rank_raises_is_not_told_of_one(
     store: dist.TCPStore, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +304,7 @@ def test_an_error_that_every_rank_raises_is_not_told_of_one(
     monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(os, "_exit", ended.append)
     watch = watch_of(store, 0)
+    watch._minutes = 1
     try:
         raise RunFailure("step 3: the loss is not finite")
     except RunFailure:

@@ -174,12 +174,17 @@ def test_a_job_opens_its_run_directory_when_nothing_is_refused_any_more(
         pass
 
 
-def test_starts_are_counted_and_tracebacks_of_the_start_before_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [("rank-1.txt", "rank-1.2.txt"), ("nccl-rank-1", "nccl-rank-1.2"), ("nccl-rank-1.pickle", "nccl-rank-1.2.pickle")],
+)
+def test_starts_are_counted_and_errors_of_the_start_before_are_kept(tmp_path: Path, name: str, second: str) -> None:
+    """torchfrtrace reads every file of a prefix: a record of an earlier start would be compared with new ones."""
     assert begin_start(tmp_path) == 1
     write_record(tmp_path, config_text="", environment={"start": 1})
-    for kept in (["rank-1.txt"], ["rank-1.2.txt", "rank-1.txt"]):  # the second as after a start that was refused
+    for kept in ([name], sorted([name, second])):  # the second as after a start that was refused
         (tmp_path / "errors").mkdir(exist_ok=True)
-        (tmp_path / "errors" / "rank-1.txt").write_text(f"{len(kept)}")
+        (tmp_path / "errors" / name).write_text(f"{len(kept)}")
         assert begin_start(tmp_path) == 2
         assert sorted(path.name for path in (tmp_path / "errors" / "start-1").iterdir()) == kept
-        assert not (tmp_path / "errors" / "rank-1.txt").exists()
+        assert not (tmp_path / "errors" / name).exists()

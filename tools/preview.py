@@ -74,10 +74,10 @@ def print_preview(preview: Preview, console: Console, *, most_tokens: int) -> No
     """
     legend = [Text(name, style=style) for name, style in _LEGEND.values()]
     console.print(Rule(Text(preview.title, style="bold")), Text("  ").join([*legend, Text("↵ a line break")]))
-    for number, documents, padding in zip(preview.numbers, preview.packs, preview.padding, strict=True):
+    for number, documents, padding in zip(preview.pack_numbers, preview.packs, preview.padding, strict=True):
         body: list[RenderableType] = []
         for at, pieces in enumerate(documents, start=1):
-            total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.learnt)
+            total, learnt = sum(one.tokens for one in pieces), sum(one.tokens for one in pieces if one.supervised)
             body += [_border(f"document {at}: {total:,} tokens, {learnt:,} learnt"), _document(pieces, most_tokens)]
         if padding:
             body.append(_border(f"padding: {padding:,} tokens"))
@@ -111,7 +111,7 @@ def _document(pieces: list[Piece], most_tokens: int) -> Text:
             size = max(1, len(shown) * most_tokens // piece.tokens // 2)
             left_out = f" […{piece.tokens - most_tokens:,} tokens…] "
             shown = shown[:size].rstrip() + left_out + shown[-size:].lstrip()
-        text.append(shown.replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.learnt][1])
+        text.append(shown.replace("\n", "↵\n"), style=_LEGEND[piece.special, piece.supervised][1])
     text.rstrip()
     return text
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -29,16 +31,25 @@ class BackgroundSave:
         self._writer = ThreadPoolExecutor(1, "fsdp2kit-save", initializer=work_on_this_device())
         self._staged: Future[Tensors] | None = None
         self._saved: Future[None] | None = None
+        self._waited, self._waits_since = 0.0, None
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the caller has waited for the newest save so far, also if it waits now. Any thread may ask."""
+        since = self._waits_since
+        return self._waited + (0.0 if since is None else time.monotonic() - since)
 
     def begin(self, tensors: Tensors, write: Callable[..., None], *arguments: Any) -> None:
         """Begin to copy `tensors`, and have ``write(copy, *arguments)`` called once every rank has its copy."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copying stream does not wait for the optimizer's kernels
-        if STAGER_WORKS_ONCE:
-            self._stager.close()
-            self._stager = _build_stager()
-        self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
-        self._saved = self._writer.submit(self._write, self._staged, write, *arguments)
+        self._waited = 0.0
+        with self._waiting():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copying stream does not wait for the optimizer's kernels
+            if STAGER_WORKS_ONCE:
+                self._stager.close()
+                self._stager = _build_stager()
+            self._staged = cast("Future[Tensors]", self._stager.stage(tensors))
+            self._saved = self._writer.submit(self._write, self._staged, write, *arguments)
 
     def _write(self, staged: Future[Tensors], write: Callable[..., None], *arguments: Any) -> None:
         write(self.collect(staged), *arguments)
@@ -51,8 +62,9 @@ class BackgroundSave:
 
     def wait_until_staged(self) -> None:
         """Return when the tensors that are copied may change; `finish` reports what went wrong."""
-        if self._staged is not None:
-            wait([self._staged])
+        if self._staged is not None and not self._staged.done():
+            with self._waiting():
+                wait([self._staged])
 
     def has_failed(self) -> bool:
         """Whether the save is over and failed, as far as this rank knows; `finish` then raises."""
@@ -62,7 +74,16 @@ class BackgroundSave:
         """Wait for the save, if one is under way, and raise its error."""
         saved, self._saved, self._staged = self._saved, None, None
         if saved is not None:
-            saved.result()
+            with self._waiting():
+                saved.result()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited, self._waits_since = self.waited, None
 
 
 def _build_stager() -> DefaultStager:

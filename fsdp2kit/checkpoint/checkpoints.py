@@ -50,6 +50,7 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.console import say, size_text
 from fsdp2kit.distributed import agreement, gather_objects, is_lost_rank, rank
 from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import tied_names
 from fsdp2kit.progress import Progress
@@ -75,6 +76,7 @@ class Checkpoints:
         can_answer: whether an export has a tokenizer.
         total_steps: of the whole run. Default: ``train.steps``; under ``train.epochs`` only the data tell.
         tell: called on every rank with a line for each checkpoint and each export that was written.
+        events: of the run, if they are kept.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Checkpoints:
         can_answer: bool = False,
         total_steps: int | None = None,
         tell: Callable[[str], object] = say,
+        events: Events | None = None,
     ) -> None:
         section, run_dir = config.checkpoint, Path(config.run.dir)
         with agreement():
@@ -107,7 +110,7 @@ class Checkpoints:
         self.store = open_store(root)
         self.config, self.model, self.optimizer = config, model, optimizer
         self.identity, self.environment, self.notes = identity, environment or {}, [*notes]
-        self.can_answer, self.total_steps = can_answer, total_steps
+        self.can_answer, self.total_steps, self._events = can_answer, total_steps, events or Events()
         self.export_dtype = section.export_dtype or source_dtype
         self.resumed: Path | None = None
         """The checkpoint that `start` resumed from."""
@@ -305,7 +308,11 @@ class Checkpoints:
                 self.store.abandon(progress.step)
             raise failure from error
         self.saved = path
-        self._tell(f"saved {path} ({size_text(size)} in {time.monotonic() - began:.1f} s)")
+        seconds, best = time.monotonic() - began, progress.best_step == progress.step
+        self._tell(f"saved {path} ({size_text(size)} in {seconds:.1f} s)")
+        fields = {"bytes": size, "seconds": seconds, "best": best, "background": self._background is not None}
+        waited = self._background.waited if self._background else seconds
+        self._events.record("save", step=progress.step, **fields, waited=waited)
         if exported is not None:
             self.export(exported, check=exported != path)
 
@@ -362,7 +369,7 @@ class Checkpoints:
         Args:
             check: compare every byte with the manifest's checksums, of a checkpoint that was not just written or read.
         """
-        out, dtype = self.export_directory.path, self.export_dtype or "float32"
+        out, dtype, began = self.export_directory.path, self.export_dtype or "float32", time.monotonic()
         try:
             is_new = ensure_export(checkpoint, self._group, out=out, dtype=dtype, check=check)
         except UserError:
@@ -372,6 +379,8 @@ class Checkpoints:
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
         if is_new:
             self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
+            step, seconds = read_manifest(checkpoint).step, time.monotonic() - began
+            self._events.record("export", step=step, path=str(out), seconds=seconds)
         self.exported = checkpoint
 
     def export_resumed(self, progress: Progress, *, is_over: bool) -> None:

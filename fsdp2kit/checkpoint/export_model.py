@@ -52,14 +52,13 @@ def export_model(
 ) -> None:
     """Write a model as a Hugging Face directory, which `from_pretrained` loads. Collective: every rank calls it.
 
-    It holds weights, config and generation config, and with a tokenizer its files and chat template. It is written
-    beside ``out``, its files' sizes are checked, and it is moved there whole. A model with adapters gives what peft
-    would write: the adapter, without the model that it belongs to.
+    It holds weights, config and generation config, and with a tokenizer its files. It is written beside ``out``,
+    checked, and moved there whole. A model with adapters gives what peft would write: the adapter alone.
 
     Args:
-        model: as `build_model` and `parallelize_model` made it, with its values. It is left as it is, but for units
-            that a forward left gathered: those are freed.
-        out: a directory, or a URL that fsspec knows, which all ranks reach; only an earlier export is ever replaced.
+        model: as `build_model` and `parallelize_model` made it, with its values; unchanged, but units that a
+            forward left gathered are freed.
+        out: a directory, or a URL that fsspec knows, which all ranks reach; only an export is ever replaced.
         tokenizer: what ends an answer in its chat template also ends generation.
         dtype: float32, bfloat16 or float16, of floating-point tensors, as torch's dtype or its name. Default: that of
             the model it was built from; float32 for adapters and for a model from a config alone.

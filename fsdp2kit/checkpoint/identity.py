@@ -15,6 +15,7 @@ from fsdp2kit.config.load import without_idle
 from fsdp2kit.data.contents import changes
 from fsdp2kit.distributed import gather_objects, host_of
 from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.events import flat
 from fsdp2kit.files import sha256
 from fsdp2kit.model.adapters import Adapter
 from fsdp2kit.model.assets import config_digest, weights_digest
@@ -132,11 +133,4 @@ def describe_resumed(checkpoint: Path, config: TrainingConfig, environment: dict
 
 def _compared(settings: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
     facts = {name: environment[name] for name in ("world_size", "mesh", "versions") if name in environment}
-    return {**_flat(settings), **_flat(facts)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+    return {**flat(settings), **flat(facts)}

@@ -20,6 +20,7 @@ from fsdp2kit.config import TrainingConfig
 from fsdp2kit.config.data_schema import RENDERED
 from fsdp2kit.data.contents import Content
 from fsdp2kit.distributed import agreement
+from fsdp2kit.events import Events
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.assets import find_hf_dir, generation_config, save_assets
 from fsdp2kit.model.build import source_of
@@ -33,6 +34,9 @@ class RunJob(Protocol):
 
     @property
     def environment(self) -> Mapping[str, Any]: ...
+
+    @property
+    def events(self) -> Events: ...
 
 
 class RunData(Protocol):
@@ -88,6 +92,8 @@ def build_checkpoints(
     if tokenizer is not None and config.data.format == "chat" and not assets.stops:
         notes.append("no special token ends the answers that are trained, so the model may not learn to stop")
     read = {**data.contents, **(contents or {})}
+    statistics = getattr(data, "statistics", dict)()  # data of a recipe's own may tell none
+    job.events.record("data", total_steps=data.total_steps, **statistics)
     recorded = {"contents": {key: asdict(content) for key, content in read.items()}} if read else {}
     return Checkpoints(
         config,
@@ -102,6 +108,7 @@ def build_checkpoints(
         notes=notes,
         can_answer=tokenizer is not None,
         total_steps=data.total_steps,
+        events=job.events,
     )
 
 

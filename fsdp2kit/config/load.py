@@ -409,7 +409,8 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
     if advice := advise_on_path(location, known):
         return advice
     if elsewhere:
-        return f"did you mean {elsewhere[0].replace('.*', '')}?"
+        nearby = next((one for one in elsewhere if one.startswith(f"{location[0]}.")), elsewhere[0])
+        return f"did you mean {_as_written(nearby, known)}?"
     is_foreign = is_section and snake_case(name) in SECTION_OF
     misspelt = not is_foreign and nearest(name, siblings, cutoff=_MISSPELT)
     if not misspelt and (advice := advise_on_key(location, given, known)):
@@ -420,6 +421,13 @@ def _nearest(location: Sequence[str], key: Sequence[str], given: Any, known: _Kn
         of = f", of {section}.{tag_key} = {_either(owners)}" if len(owners) < len(variants) else ""
         return f"did you mean {'.'.join([*location[:-1], near])}{of}?"
     return f"known here: {', '.join(siblings)}"
+
+
+def _as_written(key: str, known: _Known) -> str:
+    """A known key as a TOML has it: without an index, and with NAME for a name that the user chooses."""
+    outer, is_inside, inner = key.partition(f".{_ANY}")
+    is_named = is_inside and any(get_origin(field.annotation) is dict for field in known[outer])
+    return f"{outer}{'.NAME' if is_named else ''}{inner.replace(f'.{_ANY}', '')}"
 
 
 def _has_keys(key: str, known: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ sections that its TOML may have.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -49,7 +50,7 @@ from fsdp2kit.config.section import (
 )
 from fsdp2kit.config.section import Section as Section
 from fsdp2kit.config.section import TemplatePath as TemplatePath
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import UserError, check_installed
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -265,17 +266,45 @@ class WandbConfig(Section):
     """Tags of the run."""
 
 
-class ProfileConfig(Section):
-    """A torch profiler trace of a few steps, one file per rank, in `trace/` of the run directory."""
+class TensorBoardConfig(Section):
+    """TensorBoard's event files, in `tensorboard/` of the run directory."""
 
     enabled: bool = False
-    """Write a trace."""
+    """Write them. Needs the extra `tensorboard`."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        if self.enabled:
+            check_installed("tensorboard", where="tensorboard.enabled")
+
+
+class MlflowConfig(Section):
+    """MLflow: to the server or store of MLFLOW_TRACKING_URI, or to `mlflow.db` beside the run directory."""
+
+    enabled: bool = False
+    """Log to it. Needs the extra `mlflow`."""
+    experiment: Annotated[str, Field(min_length=1)] = "fsdp2kit"
+    """Name of the experiment."""
+
+    def check(self, config: Any, sizes: MeshSizes) -> None:
+        is_remote = os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http")
+        for package in ("mlflow", *(() if is_remote else ("sqlalchemy", "alembic"))) if self.enabled else ():
+            check_installed(package, where="mlflow.enabled")
+
+
+class ProfileConfig(Section):
+    """A torch profiler trace of a few steps, one file per rank, in `trace/` of the run directory.
+
+    SIGUSR2, or a file `profile-now` in the run directory, asks for one at any time, in `trace/step-N/`.
+    """
+
+    enabled: bool = False
+    """Write a trace of steps planned in advance."""
     start_step: PositiveInt = 3
-    """First step that is traced."""
+    """First step that is traced, if planned."""
     steps: PositiveInt = 2
-    """How many steps are traced."""
+    """How many steps are traced, planned or asked for."""
     memory: bool = False
-    """Also write a CUDA memory snapshot of those steps."""
+    """Also write a CUDA memory snapshot of the planned steps; those asked for have one anyway."""
 
 
 class TrainingConfig(Section):
@@ -302,6 +331,8 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     preflight: PreflightConfig = PreflightConfig()
     wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    mlflow: MlflowConfig = MlflowConfig()
     profile: ProfileConfig = ProfileConfig()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,27 @@ class Data:
             *notes,
         ]
 
+    def statistics(self) -> dict[str, Any]:
+        """What was read, as plain values: in all, by source, and held out; of a stream, only where it comes from."""
+        found: dict[str, Any] = {"seq_len": self.loader.share.seq_len}
+        held_out = {name: asdict(loader.parts[0].documents.report) for name, loader in self.held_out.items()}
+        if isinstance(self.loader, StreamLoader):
+            return {**found, "stream": True, "sources": [{"name": name} for name in self.loader.source_names]}
+        sources = [
+            {"name": part.name, "epochs": float(count) / len(part.plan), **asdict(part.documents.report)}
+            for part, count in zip(self.loader.parts, self.loader.mix.counts, strict=True)
+        ]
+        counts = [name for name in sources[0] if name not in ("name", "epochs")]
+        return {
+            **found,
+            **{name: sum(source[name] for source in sources) for name in counts},
+            "packs": self.loader.packs_per_epoch,
+            "packing_efficiency": self.loader.packing_efficiency,
+            "steps_per_epoch": self.loader.steps_per_epoch,
+            "sources": sources if self.loader.source_names else [],
+            "held_out": held_out,
+        }
+
 
 def build_data(
     config: Any,
@@ -150,7 +171,7 @@ def build_data(
         vocab_size: used if there is no model. Default: the tokenizer's.
 
     Raises:
-        UserError: as `build_documents` does.
+        UserError: rows that cannot be read, have the wrong columns, or give nothing to train on.
     """
     status.begin("reading the data")
     section, train, seed = config.data, config.train, config.run.seed

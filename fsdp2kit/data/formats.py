@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdp2kit.config.data_schema import COLUMNS, DataConfig
+from fsdp2kit.config.data_schema import COLUMNS, ColumnsConfig, DataConfig
 from fsdp2kit.data.chat import Chat, check_messages, check_tools
 from fsdp2kit.data.rows import Row, without_none
 from fsdp2kit.data.template import Tokenizer, parsed
@@ -19,7 +19,7 @@ from fsdp2kit.model.loss_head import IGNORE
 Messages = list[dict[str, Any]]
 
 # Other names of a column in published data.
-_ALSO = {
+ALSO = {
     "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "history"),
     "completion": ("response", "answer", "output"),
     "chosen": ("better", "winner", "accepted", "preferred"),
@@ -147,7 +147,7 @@ def _answers(row: Columns) -> list[Chat | Plain]:
         raise UserError(where, "chosen and rejected are a text and a list of messages", "give two of a kind")
     if are_texts:
         if prompt is None:
-            if set(_ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
+            if set(ALSO["prompt"]) & {name.lower() for name, value in row.all.items() if value}:
                 raise row.missing("prompt")
             prompt = _shared_text(*answers) or None
         if isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
@@ -268,7 +268,7 @@ class Columns:
 
     def is_named(self, name: str) -> bool:
         """Whether ``[data.columns]`` says what the column is called."""
-        return getattr(self.section.columns, name) is not None
+        return getattr(self.section.columns, name, None) is not None
 
     def given(self, name: str) -> Any:
         """An optional column's value; the column is required if ``[data.columns]`` names it."""
@@ -322,8 +322,11 @@ class Columns:
         else:
             everywhere = [one for one in names if all(row.parse().get(one) is not None for row in self._block)]
             near = _nearest(column, name, everywhere)
-            todo = f'set data.columns.{column} = "{near or "…"}"'
-            guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            if column in ColumnsConfig.model_fields:
+                todo = f'set data.columns.{column} = "{near or "…"}"'
+                guess = f"did you mean {near!r}? {todo}" if near else f"say what the column is called ({todo})"
+            else:  # the format reads it under this name alone
+                guess = f"did you mean {near!r}? Rename it" if near else "add the column"
             # Recipes that learn from pairs of answers, or from prompts, take no other format.
             is_fixed = self.section.format in ("preference", "prompts")
             rest = 'train on other data with recipe = "sft"' if is_fixed else "set data.format to what the data is"
@@ -362,5 +365,5 @@ def messages_in(value: Any) -> Any:
 
 def _nearest(column: str, name: str, names: Sequence[str]) -> str | None:
     """The column of a row that ``name`` most likely means, names of other data first; None if none is similar."""
-    alike = [one for one in names if one.lower() in _ALSO.get(column, ()) or column in one.lower().split("_")]
+    alike = [one for one in names if one.lower() in ALSO.get(column, ()) or column in one.lower().split("_")]
     return next(iter([*alike, *difflib.get_close_matches(name, names, n=1)]), None)

@@ -50,7 +50,7 @@ class Statistics(Report):
     longest: int
     histogram: list[tuple[int, int, int]]
     """``(from, to, documents)`` by length in tokens; the last bin includes its end."""
-    packed_rows: int
+    packs_per_epoch: int
     """Packs."""
     packing_efficiency: float
     """Tokens over positions in the packs."""
@@ -68,7 +68,7 @@ class Choice:
     tokens_lost: int
     """Tokens that are cut off or left out."""
     lost_share: float
-    packed_rows: int
+    packs_per_epoch: int
     """Packs."""
     packing_efficiency: float
     steps_per_epoch: int
@@ -80,7 +80,7 @@ class Piece:
 
     text: str
     tokens: int
-    learnt: bool
+    supervised: bool
     special: bool
 
 
@@ -89,7 +89,7 @@ class Preview:
     """Everything that `tools/preview.py` shows."""
 
     title: str
-    numbers: list[int]
+    pack_numbers: list[int]
     """The numbers of the packs that are shown, in the order of training, from 1."""
     packs: list[list[list[Piece]]]
     """These packs, each a list of documents, each a list of pieces."""
@@ -98,7 +98,7 @@ class Preview:
     statistics: dict[str, Statistics]
     """By source; under "" without a mix."""
     warnings: list[str]
-    rows_per_epoch: int
+    packs_per_epoch: int
     """Packs."""
     tokens_per_epoch: int
     steps_per_epoch: int
@@ -191,12 +191,12 @@ def build_preview(
         found += [f"{part.name}: {text}" if part.name else text for text in texts]
     return Preview(
         title=title,
-        numbers=list(numbers),
+        pack_numbers=list(numbers),
         packs=[[list(pieces_of(*document, tokenizer)) for document in pack.documents] for pack in shown],
         padding=[loader.share.seq_len - sum(len(ids) for ids, _ in pack.documents) for pack in shown],
         statistics=statistics,
         warnings=found,
-        rows_per_epoch=loader.packs_per_epoch,
+        packs_per_epoch=loader.packs_per_epoch,
         tokens_per_epoch=loader.tokens_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
         seq_len=loader.share.seq_len,
@@ -222,7 +222,7 @@ def compute_statistics(part: Part, *, seq_len: int) -> Statistics:
         median=int(np.median(lengths)),
         longest=int(lengths.max()),
         histogram=list(zip(borders, borders[1:], counts.tolist(), strict=False)),
-        packed_rows=len(part.plan),
+        packs_per_epoch=len(part.plan),
         packing_efficiency=float(lengths.sum()) / (len(part.plan) * seq_len),
         row_lengths={f"p{at}": int(np.percentile(rows, at, method="inverted_cdf")) for at in _PERCENTILES},
     )
@@ -249,7 +249,7 @@ def compare_lengths(config: Any, loader: Loader, *, tokenizer: Tokenizer) -> lis
             rows_longer=sum(report.overlong for report in some),
             tokens_lost=total - tokens,
             lost_share=1 - tokens / total,
-            packed_rows=one.packs_per_epoch,
+            packs_per_epoch=one.packs_per_epoch,
             packing_efficiency=one.packing_efficiency,
             steps_per_epoch=one.steps_per_epoch,
         )

@@ -73,8 +73,7 @@ def build_model(
     """The model on the meta device, in float32, in training mode, its non-persistent buffers real and computed.
 
     Only those buffers are allocated (``inv_freq`` and the like, which no checkpoint holds). A hub model is fetched
-    with its weights. The embedding has a row for every token that the chat template adds. In a job every rank calls
-    this, and all ranks leave with the same outcome.
+    with its weights. The embedding has a row for every token that the chat template adds. Collective.
 
     Args:
         section: the ``[model]`` section.
@@ -82,7 +81,7 @@ def build_model(
         local_files_only: look in the hub's cache, but never ask the hub; weights are not looked for.
 
     Raises:
-        UserError: as `load_hf_config`; transformers has no causal language model for this config, or not with this
+        UserError: the config cannot be read; transformers has no causal language model for it, or not with this
             attention; a pattern to freeze that names no parameter; layers to adapt that the model does not have.
     """
     directory = None

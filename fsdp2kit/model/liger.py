@@ -13,14 +13,21 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from fsdp2kit.config.schema import ModelConfig
-from fsdp2kit.errors import UserError, importing
+from fsdp2kit.errors import UserError, check_installed, importing
 
 _KEY = "model.liger"
 
 
-def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device) -> None:
-    """Refuse ``model.liger`` on a device or for an architecture that Liger does not support."""
+def check_liger(section: ModelConfig, model: PreTrainedModel, *, device: torch.device | None) -> None:
+    """Refuse ``model.liger`` on a device or for an architecture that Liger does not support, or without the package.
+
+    Args:
+        device: None: not known; then only that the package is installed is checked.
+    """
     if not section.liger:
+        return
+    if device is None:
+        check_installed("liger_kernel", where=_KEY)
         return
     if device.type != "cuda":
         raise UserError(_KEY, f"Liger's kernels do not run on a {device.type.upper()}", "leave it out, or use a GPU")

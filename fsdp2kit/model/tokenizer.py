@@ -33,12 +33,10 @@ _ANSWER = "fsdp2kit_answer"
 
 
 def build_tokenizer(section: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out.
+    """Load the tokenizer of ``model.tokenizer``, or of ``model.path`` where that is left out. Collective.
 
-    In a job every rank calls this, and all ranks leave with the same outcome; a machine fetches a hub's files once.
-    ``model.chat_template`` replaces the tokenizer's own template, so `save_pretrained` writes it with the model. Where
-    its turns end in another token than the tokenizer's ``eos_token``, the markers that it writes between turns become
-    special tokens; `new_tokens` says which are new to the vocabulary.
+    A machine fetches a hub's files once. ``model.chat_template`` replaces the tokenizer's own template, also in what
+    is saved. Where its turns do not end in ``eos_token``, its markers become special tokens; `new_tokens` says which.
 
     Args:
         local_files_only: look in the hub's cache, but never ask the hub.

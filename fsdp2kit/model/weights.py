@@ -31,6 +31,7 @@ from fsdp2kit.distributed import local_part, sharded_like
 from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.adapters import adapter_of
+from fsdp2kit.model.build import source_of
 from fsdp2kit.model.names import (
     ADAPTER,
     Source,
@@ -50,17 +51,22 @@ _BLOCK = 1 << 22  # elements
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def load_pretrained(model: PreTrainedModel, directory: str | Path, *, allow_unexpected: bool = False) -> None:
+def load_pretrained(
+    model: PreTrainedModel, directory: str | Path | None = None, *, allow_unexpected: bool = False
+) -> None:
     """Fill a materialised (sharded) model from the safetensors of a Hugging Face directory, in place.
 
     Args:
         model: parameters and persistent buffers are DTensors or plain tensors of any floating-point dtype.
-        directory: holds ``model.safetensors``, or several files with their index.
+        directory: holds ``model.safetensors``, or several files with their index. Default: that of the ``model.path``
+            from which `build_model` made it.
         allow_unexpected: accept tensors in the files that the model has no use for (a cut depth, say).
 
     Raises:
         UserError: no, missing, truncated or corrupt files; missing or unexpected tensors; wrong shapes.
     """
+    if directory is None and (directory := source_of(model).directory) is None:
+        raise UserError("load_pretrained", "the model comes from a config alone", "give a directory, or initialize it")
     directory = Path(directory)
     targets = base_tensors(model)  # they share storage with the parameters and buffers
     quantized = nf4_layers(model)
@@ -275,12 +281,14 @@ def _some(names: list[str]) -> str:
 def initialize(model: PreTrainedModel, *, seed: int) -> None:
     """Fill a materialised (sharded) model with random values that depend on the seed and on names alone.
 
-    The distribution is the model's own: transformers calls ``_init_weights`` on every module, children first. What a
-    call changes depends on the architecture: the module's tensors, its children's (ModernBERT), even all of the
-    model's. So the calls get a skeleton on meta instead of the sharded model. Its parts are made real in turn, whole,
-    on the CPU, and every rank copies its shards. A part is a module's own tensors if no other call changes them,
-    otherwise the smallest module that holds everything its calls change.
+    The distribution is the model's own (``_init_weights``), the same on any mesh. Every rank calls it with the
+    same seed.
     """
+    # transformers calls ``_init_weights`` on every module, children first. What a call changes depends on the
+    # architecture: the module's tensors, its children's (ModernBERT), even all of the model's. So the calls get a
+    # skeleton on meta instead of the sharded model. Its parts are made real in turn, whole, on the CPU, and every rank
+    # copies its shards. A part is a module's own tensors if no other call changes them, otherwise the smallest module
+    # that holds everything its calls change.
     skeleton, targets, quantized = build_skeleton(model), base_tensors(model), nf4_layers(model)
     wanted = targets.keys() - tied_names(model).keys()
     calls = list(_init_calls(skeleton, "", skeleton, set()))

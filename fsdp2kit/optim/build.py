@@ -34,7 +34,7 @@ def build_optimizer(section: OptimizerConfig, model: nn.Module, *, state_on_host
     parameters are where they stay.
 
     Args:
-        state_on_host: keep the moments in pinned host memory (`keep_state_on_host`), where parameters are not.
+        state_on_host: keep the moments in pinned host memory, where parameters are not.
 
     Raises:
         UserError: the optimizer is torchao's, and that is not installed.

@@ -145,8 +145,9 @@ def build_report(path: str | Path, traces: Sequence[RankTrace] | None = None) ->
 
 def read_settings(path: Path, *, world_size: int = 1) -> Settings:
     """The settings of the run that a trace belongs to: its ``config.toml`` lies in or above the trace's directory."""
-    folder = path if path.is_dir() else path.parent
-    file = next((file for at in (folder, folder.parent) if (file := at / "config.toml").is_file()), None)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    above = folder.parent.parent if folder.name.startswith("step-") else folder.parent
+    file = next((file for at in (folder, above) if (file := at / "config.toml").is_file()), None)
     try:
         config = tomli.loads(file.read_text(encoding="utf-8")) if file else {}
         train, cp = config.get("train", {}), config.get("mesh", {}).get("cp", 1)

@@ -61,15 +61,18 @@ def read_traces(path: str | Path) -> list[RankTrace]:
     """Every rank's trace, by rank; their collectives' `transfer` is filled in where it can be known.
 
     Args:
-        path: a run directory, its ``trace`` directory, or one rank's file.
+        path: a run directory, its ``trace`` directory (without traces of its own: the newest ``step-N`` in it), one
+            of those, or one rank's file.
 
     Raises:
         UserError: there is no trace, one is damaged, or two are of the same rank.
     """
     path = Path(path)
     folder = path / "trace" if (path / "trace").is_dir() else path
-    found = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
-    found = [file for file in found if file.name != "environment.json"]  # a run's, which lies beside its trace
+    found = _files_in(folder)
+    if not found and (asked := sorted(folder.glob("step-*"))):
+        folder = asked[-1]
+        found = _files_in(folder)
     if not found and not path.is_file():
         what = "holds no trace (*.json, *.json.gz)" if folder.is_dir() else "does not exist"
         raise UserError(str(path), what, "run with profile.enabled = true and pass RUN_DIR/trace")
@@ -84,6 +87,11 @@ def read_traces(path: str | Path) -> list[RankTrace]:
         traces.append(trace)
     _match_collectives(traces)
     return sorted(traces, key=lambda trace: trace.rank)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    found = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    return [file for file in found if file.name != "environment.json"]  # a run's, which lies beside its trace
 
 
 def read_trace(path: Path) -> RankTrace:

@@ -136,7 +136,7 @@ class Layout:
         if self.fsdp.strategy in HYBRID:
             fitting = [n for n in range(1, shard) if shard % n == 0 and not self.span(n * cp).crossing]
             todo = self._mesh_keys(self.sizes.world_size // (fitting[-1] * cp), fitting[-1]) if fitting else ""
-            return f"{todo} keeps them within a node" if fitting else ""
+            return f"{todo} keep them within a node" if fitting else ""
         if (sizes := self.hybrid()) is None:
             return ""
         keys = self._mesh_keys(sizes.dp_replicate, sizes.dp_shard)

@@ -116,7 +116,10 @@ class Mesh:
 
 
 def build_mesh(mesh: MeshConfig, fsdp: FSDPConfig, *, world: World) -> Mesh:
-    """Create both device meshes. The process group must be up (`fsdp2kit.distributed.start`).
+    """Create the device meshes for sharding and for batches, and this rank's place in them. Collective.
+
+    Args:
+        world: what `start` returned.
 
     Raises:
         UserError: the sizes do not fit the world or the strategy.

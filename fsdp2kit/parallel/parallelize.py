@@ -49,12 +49,19 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         deal_out(model, plan.experts, mesh=mesh.experts)
     # 2. Recomputation is innermost, 3. compile around it, 4. FSDP's hooks outermost: they gather the parameters before
     # a layer is recomputed in backward.
-    recomputed = plan.activation_checkpointing
-    has_experts = bool(find_experts(model))
-    apply_activation_checkpointing(recomputed, layers, device_type=mesh.device.type, has_experts=has_experts)
+    broken = [model.get_submodule(name) for name in plan.broken_layers] if plan.compile.enabled else []
+    for layer in broken:  # torch.compile gives up a recomputed layer whose graph breaks: here recomputation is around
+        layer.forward = torch.compile(layer.forward)
+    apply_activation_checkpointing(
+        plan.activation_checkpointing,
+        layers,
+        device_type=mesh.device.type,
+        has_experts=bool(find_experts(model)) and not plan.compile.enabled,  # compiled code decides itself what it keeps
+    )
     if plan.compile.enabled:
         for layer in layers:
-            layer.compile()
+            if layer not in broken:
+                layer.compile()
     apply_fsdp(plan.fsdp, model, mesh=mesh.shard, experts=mesh.expert_shard, units=plan.units)
     # 5. Losses are not part of the model's own forward, so FSDP must know of their methods.
     for name in FORWARDS:

@@ -85,11 +85,19 @@ class ParallelPlan:
     fsdp: FSDPConfig
     activation_checkpointing: ActivationCheckpointingConfig
     compile: CompileConfig
+    layers: tuple[str, ...]
+    """Names of the decoder layers."""
+
+    @property
+    def broken_layers(self) -> list[str]:
+        """Names of the decoder layers that hold units, whose hooks break the graph of a compiled layer."""
+        inner = [unit.name for unit in self.units]
+        return [layer for layer in self.layers if any(name.startswith(f"{layer}.") for name in inner)]
 
     def describe(self) -> list[str]:
         """The plan as lines for the start of a run and for ``--check``."""
-        loss = "the model's own head, in chunks (its logits are more than hidden @ weightᵀ)"
-        loss = f"loss: {loss if self.own_head else 'in chunks of hidden @ weightᵀ'}"
+        logits = "of the model's own head, whose logits are more than" if self.own_head else "of"
+        loss = f"loss: in chunks {logits} hidden @ weightᵀ; an objective may ask for all logits instead"
         lines = [str(self.sizes), str(self.attention), loss, *self._describe_sharding()]
         lines += self.float8.describe() if self.float8 else []
         lines += [str(self.nf4)] if self.nf4 else []
@@ -118,7 +126,8 @@ class ParallelPlan:
             layers = "each decoder layer" if checkpointed.every == 1 else f"one decoder layer in {checkpointed.every}"
             lines.append(f"activation checkpointing: {checkpointed.mode}, {layers}")
         if self.compile.enabled:
-            lines.append("torch.compile: each decoder layer")
+            pieces = " (in pieces: units inside break its graph)" if self.broken_layers else ""
+            lines.append(f"torch.compile: each decoder layer{pieces}")
         if self.device_type == "cpu":
             offloaded = [f"fsdp.offload = {section.offload!r}"] if section.offload != "none" else []
             offloaded += ["activation_checkpointing.offload"] if self.activation_checkpointing.offload else []
@@ -136,6 +145,14 @@ class ParallelPlan:
         return f"lora: {kind}; on {layers}; trained: {trained:,} of {self.parameters:,} parameters"
 
 
+_NOT_COMPILED = (
+    "activation_checkpointing.mode 'selective' with compile.enabled",
+    "decoder layers hold FSDP units (fsdp.unit, unit_classes or class_dtypes), whose hooks break the layers' graphs; "
+    "torch.compile cannot choose what to keep across pieces",
+    'set activation_checkpointing.mode = "full", fsdp.unit = "layer" without such classes, or compile.enabled = false',
+)
+
+
 def plan_parallel(
     model: PreTrainedModel,
     config: TrainingConfig,
@@ -144,14 +161,10 @@ def plan_parallel(
     *,
     traits: Traits | None = None,
 ) -> ParallelPlan:
-    """Decide how ``model`` is trained on a mesh of ``sizes``; its architecture is inspected once.
-
-    In a job every rank calls it, and all ranks return or all raise.
+    """Decide how ``model`` is trained on a mesh of ``sizes``; its architecture is inspected once. Collective.
 
     Args:
         model: as `build_model` made it, on meta; it is not changed.
-        config: a recipe's config.
-        sizes: of the mesh.
         device_type: "cpu" or "cuda"; None: not known. The plan is then that for a CPU, without the checks that need a
             device.
         traits: what `inspect_model` found, if it was called already.
@@ -165,6 +178,9 @@ def plan_parallel(
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
         experts = plan_experts(model, sizes)
+        if experts is not None:
+            _check_experts(model, config)
+        layers = set(decoder_layers(model))
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
             sizes=sizes,
@@ -186,7 +202,10 @@ def plan_parallel(
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
             compile=config.compile,
+            layers=tuple(name for name, module in model.named_modules() if module in layers),
         )
+        if config.compile.enabled and config.activation_checkpointing.mode == "selective" and plan.broken_layers:
+            raise UserError(*_NOT_COMPILED)
     return plan
 
 
@@ -223,7 +242,7 @@ def _check_model(
         _check_selective(traits.twin(), config.activation_checkpointing, name=name)
     if device is not None:
         check_attention(config.model.attention, device=device)
-        check_liger(config.model, model, device=device)
+    check_liger(config.model, model, device=device)
     if traits.causal is False:
         what = "its tokens see later tokens, so next-token prediction would learn to copy"
         raise UserError(f"model {name}", what, "use a causal language model")
@@ -286,6 +305,19 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
         f"has dropout ({', '.join(keys)}), which draws other masks on another mesh, so results would depend on it",
         f'set {" and ".join(f"{key} = 0.0" for key in keys)}, or preflight.allow = ["dropout"]',
     )
+
+
+def _check_experts(model: PreTrainedModel, config: TrainingConfig) -> None:
+    """Refuse what has not been tried with experts that are dealt out."""
+    engine = config.needs(config).engine
+    untried = [
+        ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
+        ("mesh.ep with adapters", adapter_of(model) is not None, "train without adapters"),
+        ("mesh.ep with rollouts", engine is not None, "the engine is not sent such weights"),
+    ]
+    for where, is_wanted, todo in untried:
+        if is_wanted:
+            raise UserError(where, "is not supported", f"{todo}, or use mesh.ep = 1")
 
 
 def _is_noise(name: str) -> bool:

@@ -188,6 +188,8 @@ def _exchange(method: str | None, kv: int, kv_grads: int, q: int, *, cp: int) ->
         return kv + 2 * cp * kv, kv + 2 * cp * kv + 3 * cp * kv_grads
     if method == "ulysses":  # what goes out and what comes in
         return 2 * (q + kv), 2 * (q + kv)
+    if method is not None:
+        raise ValueError(f"the memory of context parallelism by {method!r} is not known here")
     return 0, 0
 
 

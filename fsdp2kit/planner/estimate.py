@@ -258,6 +258,13 @@ class MemoryPlan:
         """Lines for the start of a run."""
         return [*([] if self.estimate is None else [self.estimate.line()]), *self.crossings]
 
+    def planned(self) -> dict[str, float]:
+        """GiB at each phase's peak and at the highest, by the keys of ``metrics.jsonl``; {} if nothing is planned."""
+        if self.estimate is None:
+            return {}
+        phases = {f"memory_gib/{phase}": peak.total / GIB for phase, peak in self.estimate.peaks.items()}
+        return {"memory_gib": self.estimate.peak.total / GIB, **phases}
+
     def compare(self, measured: Mapping[str, int], *, device_type: str) -> list[str]:
         """Lines for the end of a run.
 
@@ -277,7 +284,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: TrainingConfig, model: PreTrainedModel, plan: ParallelPlan, *, world: World) -> MemoryPlan:
-    """Estimate a run that is about to start; the main rank warns before anything is loaded if it cannot fit."""
+    """Estimate a device's memory, in bytes by phase; rank 0 warns, before anything is loaded, of what cannot fit."""
     if not world.is_main:
         return MemoryPlan(None)
     hosts = world.hosts or node_names(world.size, world.local_size)

@@ -142,7 +142,7 @@ class Search:
         as_it_is = Candidate({}, self.world_size, self._evaluate(self.config, self.world_size))
         if as_it_is.estimate.fits:
             return [as_it_is]
-        single = [candidate for option in options(self.config) if (candidate := self._try(option.values))]
+        single = [candidate for option in options(self.config) if (candidate := self.attempt(option.values))]
         if fitting := [candidate for candidate in single if candidate.estimate.fits]:
             return fitting[:most]
         taken = self._add_up(as_it_is.estimate.needed)
@@ -175,7 +175,7 @@ class Search:
                 values["activation_checkpointing.every"] = 1
             if mode != "full" and given.offload:
                 values["activation_checkpointing.offload"] = False
-            if (candidate := self._try(values)) is not None:
+            if (candidate := self.attempt(values)) is not None:
                 yield candidate
 
     def longest(self) -> Candidate | None:
@@ -185,7 +185,7 @@ class Search:
         always tried.
         """
         found = self._longest(step=2048 * self.config.mesh.cp) or self._longest(step=64 * self.config.mesh.cp)
-        own = self._try({"data.seq_len": self.config.data.seq_len})
+        own = self.attempt({"data.seq_len": self.config.data.seq_len})
         fitting = [one for one in (found, own) if one is not None and one.estimate.fits]
         return max(fitting, key=lambda one: one.values["data.seq_len"], default=None)
 
@@ -198,7 +198,7 @@ class Search:
         most = 2**26
 
         def at(length: int) -> Candidate | None:
-            return self._try({"data.seq_len": length * step})
+            return self.attempt({"data.seq_len": length * step})
 
         low, best = 0, None
         high = max(1, self.config.data.seq_len // step)
@@ -219,17 +219,17 @@ class Search:
         """``changes`` on ``factor`` times the ranks, if need be with as many times the global batch."""
         values, ranks = _merged(changes), self.world_size * factor
         if factor == 1:
-            return self._try(values)
+            return self.attempt(values)
         values["mesh.dp_shard"] = "auto"
         larger = {"train.global_batch_size": self.config.train.global_batch_size * factor}
-        return self._try(values, ranks) or self._try({**values, **larger}, ranks)
+        return self.attempt(values, ranks) or self.attempt({**values, **larger}, ranks)
 
     def _add_up(self, needed: int) -> list[Option]:
         """Options in order of price, each needing less memory than those before it, until the config fits."""
         taken: list[Option] = []
         while True:
             for option in options(changed(self.config, _merged(taken))):
-                found = self._try(_merged([*taken, option]))
+                found = self.attempt(_merged([*taken, option]))
                 if found is None or found.estimate.needed >= needed:
                     continue
                 taken, needed = [*taken, option], found.estimate.needed
@@ -239,7 +239,7 @@ class Search:
             else:
                 return taken
 
-    def _try(self, values: Values, world_size: int | None = None) -> Candidate | None:
+    def attempt(self, values: Values, world_size: int | None = None) -> Candidate | None:
         """The candidate; None if the change is refused for this model, mesh or batch.
 
         Setting "auto" where the config has it already is no change.

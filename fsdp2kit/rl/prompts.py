@@ -74,6 +74,13 @@ class Prompts:
             found.append(int(permutation(count, self.seed, 1 + epoch)[at]) if self.shuffle else at)
         return found
 
+    def statistics(self) -> dict[str, Any]:
+        """What was read, as plain values; lengths are in tokens."""
+        lengths = sorted(len(prompt.ids) for prompt in self.prompts)
+        shown = {"shortest": lengths[0], "median": lengths[len(lengths) // 2], "longest": lengths[-1]}
+        counts = {"prompts": len(lengths), "dropped": self.dropped, "held_out": len(self.held_out)}
+        return {**counts, "lengths": shown, "steps_per_epoch": self.steps_per_epoch}
+
     def describe(self) -> list[str]:
         """What the user should know about the prompts before training, line by line."""
         lengths = sorted(len(prompt.ids) for prompt in self.prompts)

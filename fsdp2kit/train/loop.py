@@ -1,8 +1,8 @@
 """The training loop.
 
 Between two steps the ranks exchange a few host numbers, in one collective on gloo: whether reading the batch failed on
-a rank, whether a rank was asked to stop, how many tokens the global batch has. Within a step the host waits for the
-device once, to read loss and gradient norm.
+a rank, whether a rank was asked to stop or for a profile, how many tokens the global batch has. Within a step the host
+waits for the device once, to read loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,12 @@ from fsdp2kit.parallel.ledger import assert_ledger
 from fsdp2kit.parallel.mesh import Mesh
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.planner.estimate import MemoryPlan
+from fsdp2kit.profile_request import FILE, ProfileRequest, noting_sigusr2
 from fsdp2kit.progress import Progress
+from fsdp2kit.torch_compat import compiled_graphs
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
-from fsdp2kit.train.profiling import StepProfiler
+from fsdp2kit.train.profiling import StepProfiler, Window
 from fsdp2kit.train.step import (
     Batches,
     GlobalBatch,
@@ -126,23 +128,24 @@ def train(
     config, mesh, metrics = run.config, run.mesh, run.metrics
     loop, measured = _Loop(run, batches, evaluate), Measured(objective, reserved=RECORD_KEYS)
     shard = build_slice_batch(model.config, path=run.plan.attention, mesh=mesh)
-    profiler = loop.build_profiler()
-    with loop.checkpoints, profiler, explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank):
+    with loop.checkpoints, loop.profiler, explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank):
         loop.begin()
-        with StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None) as stop:
-            while not loop.is_over and (batch := loop.next_batch(stop)):
+        stopping = StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None)
+        with stopping as stop, loop.profile_request() as request:
+            while not loop.is_over and (batch := loop.next_batch(stop, request)):
                 torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(run.plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
                     record = train_step(run, model, optimizer, schedule, batch, objective=measured, shard=shard)
                 metrics.shown = measured.shown
                 loop.finish_step(batch, record)
-                if profiler.step():
-                    metrics.throughput.restart()
+                loop.step_profiler(batch, request)
             loop.end()
     if mesh.rank == 0:
         for line in loop.describe_end():
             metrics.message(line)
+    outcome = "done" if loop.is_over else "stopped"
+    metrics.events.record("end", step=run.progress.step, outcome=outcome, seconds=round(seconds_alive(), 1))
     return run.progress
 
 
@@ -199,24 +202,43 @@ class _Loop:
         self.measured_by: dict[str, str] = {}
         self.first = self.saved_at = run.progress.step
         self.saved_time = time.monotonic()
+        self.profiler = StepProfiler(
+            self.config.profile,
+            trace_dir=Path(self.config.run.dir) / "trace",
+            rank=run.mesh.rank,
+            device_type=run.mesh.device.type,
+            steps=total - self.first,
+            first_step=self.first + 1,
+            events=self.metrics.events,
+        )
+        self.window: Window | None = None
 
     @property
     def is_over(self) -> bool:
         return self.run.progress.is_over(self.total, patience=self.config.eval.patience)
 
-    def build_profiler(self) -> StepProfiler:
-        """What traces the steps that ``[profile]`` asks for."""
-        return StepProfiler(
-            self.config.profile,
-            trace_dir=Path(self.config.run.dir) / "trace",
-            rank=self.run.mesh.rank,
-            device_type=self.run.mesh.device.type,
-            steps=self.total - self.first,
-            first_step=self.first + 1,
-        )
+    @contextlib.contextmanager
+    def profile_request(self) -> Iterator[ProfileRequest]:
+        """Whether a profile is asked for; rank 0 looks for the file."""
+        file = Path(self.config.run.dir) / FILE if self.run.mesh.rank == 0 else None
+        with noting_sigusr2() as noted:
+            yield ProfileRequest(noted, file=file, message=self.metrics.message)
+
+    def step_profiler(self, batch: GlobalBatch, request: ProfileRequest) -> None:
+        """Tell the profiler of a step. If a rank was asked for a profile before it, a window begins."""
+        asked = self.window if batch.profile else None
+        if asked is not None:
+            request.take()
+            first = self.first + asked.before + 1
+            last = min(first + asked.steps - 1, self.total)
+            self.metrics.message(f"asked for a profile: steps {first} to {last} are traced into {asked.folder}")
+        if self.profiler.step(asked):
+            self.metrics.throughput.restart()
 
     def begin(self) -> None:
         """Compare, export and report before the first step."""
+        if self.run.memory is not None and (planned := self.run.memory.planned()):
+            self.metrics.events.record("plan", gib=planned)
         self._compare_best()
         self.checkpoints.export_resumed(self.run.progress, is_over=self.is_over)
         if self.total == 0 and self.evaluate is not None:
@@ -240,14 +262,21 @@ class _Loop:
             why = f"{', '.join(differing)} changed since step {forgotten} was the best"
             self.metrics.message(f"evaluations are compared anew from step {self.run.progress.step} on: {why}")
 
-    def next_batch(self, stop: StopRequest) -> GlobalBatch | None:
+    def next_batch(self, stop: StopRequest, request: ProfileRequest) -> GlobalBatch | None:
         """The next global batch, after a save if the time has come; None if a rank was asked to stop. Collective."""
         mesh, seconds, failed = self.run.mesh, self.config.checkpoint.every_seconds, self.checkpoints.has_failed()
         # Rank 0's clock decides for all.
         status.begin("", step=self.run.progress.step + 1)
         due = mesh.rank == 0 and seconds is not None and time.monotonic() - self.saved_time >= seconds
+        self.window = self.profiler.next_window()  # a request waits where there is none
         batch = next_batch(
-            self.batches, self.run.progress.step, mesh=mesh, stop=stop.requested, save_failed=failed, save_due=due
+            self.batches,
+            self.run.progress.step,
+            mesh=mesh,
+            stop=stop.requested,
+            save_failed=failed,
+            save_due=due,
+            profile=self.window is not None and request.is_asked,
         )
         if batch.save_failed:
             self.checkpoints.finish_save()
@@ -257,6 +286,7 @@ class _Loop:
             return batch
         where = stop.reason or "on another rank"
         self.metrics.message(f"asked to stop ({where}) after step {self.run.progress.step}")
+        self.metrics.events.record("stop", step=self.run.progress.step, reason=where)
         return None
 
     def finish_step(self, batch: GlobalBatch, record: dict[str, float]) -> None:
@@ -270,6 +300,9 @@ class _Loop:
             metrics.message(f"step {self.run.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
             metrics.message(throughput.first_step())
+            if config.compile.enabled and not compiled_graphs():
+                why = "set TORCH_LOGS=graph_breaks to see why, or compile.enabled = false"
+                metrics.message(f"warning: compile.enabled = true, but torch.compile compiled nothing; {why}")
         throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)
         step, every = self.run.progress.step, config.eval.every
         is_last = step == self.total
@@ -298,6 +331,7 @@ class _Loop:
             if best is not None:
                 what = f"step {best} was the best ({self.run.progress.describe_best(self.maximizes)})"
             self.metrics.message(f"stopped early: {what}")
+            self.metrics.events.record("stop", step=self.run.progress.step, reason=f"early: {what}")
         if self.saved_at != self.run.progress.step:
             self._save()
 

@@ -1,4 +1,4 @@
-"""Metrics to the console, to metrics.jsonl and to Weights & Biases, behind one call."""
+"""Metrics to the console, to metrics.jsonl and to trackers, behind one call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.console import Line, say
 from fsdp2kit.distributed import agreement
 from fsdp2kit.errors import StorageFailure
+from fsdp2kit.events import Events
 from fsdp2kit.files import replace_file
 from fsdp2kit.job import Job, free_path
 from fsdp2kit.parallel.plan import ParallelPlan
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.throughput import Throughput
-from fsdp2kit.train.wandb_run import WandbRun, start_wandb
+from fsdp2kit.train.trackers import Tracker, start_trackers
 
 RECORD_KEYS = frozenset(
     (
@@ -38,7 +39,7 @@ def build_metrics(
     *,
     job: Job,
     plan: ParallelPlan,
-    progress: Progress,
+    progress: Progress | None = None,
     total_steps: int,
 ) -> Metrics:
     """The run's metrics, written by the main rank only and closed by `Job.closing`. Collective.
@@ -47,12 +48,14 @@ def build_metrics(
     ``metrics.after-step-<step>.jsonl``, so that each step has one line.
 
     Args:
-        progress: where the run starts, and the wandb run that it continues.
+        progress: where the run starts, and the wandb run that it continues. Default: a fresh run.
         total_steps: of the whole run, for the progress line.
     """
-    world, start = job.world, job.environment.get("start")
+    progress, world, start = progress or Progress(), job.world, job.environment.get("start")
     throughput = Throughput(plan.flops, device=world.device, world_size=world.size, memory_by_phase=True, start=start)
     metrics = Metrics(throughput, wandb_id=progress.wandb_id)
+    if progress.step:
+        job.events.record("resume", step=progress.step)
     with agreement():
         if job.is_main:
             console = Console(total_steps)
@@ -62,21 +65,17 @@ def build_metrics(
             move_aside(path.with_name("samples.jsonl"), resume_step=progress.step)
             if (last := _last_step(path)) + config.train.log_every <= progress.step:
                 say(f"{path} has no steps {last + 1} to {progress.step}; another host may have logged them")
-            path.touch()  # refused here, before wandb begins a run that must be ended
-            wandb = start_wandb(
-                config.wandb,
-                run_dir=job.run_dir,
-                config=config.model_dump(mode="json"),
-                wandb_id=progress.wandb_id,
-                message=say,
+            path.touch()  # refused here, before a tracker begins a run that must be ended
+            trackers, wandb_id = start_trackers(config, run_dir=job.run_dir, progress=progress, message=say)
+            metrics = Metrics(
+                throughput, console=console, path=path, trackers=trackers, wandb_id=wandb_id, events=job.events
             )
-            metrics = Metrics(throughput, console=console, path=path, wandb=wandb, wandb_id=wandb.id)
     job.closing.push(lambda kind, *_: metrics.close(ok=kind is None))
     return metrics
 
 
 class Metrics:
-    """Writes to console, ``metrics.jsonl`` and wandb; `close` it at the end."""
+    """Writes to console, ``metrics.jsonl`` and trackers; `close` it at the end."""
 
     def __init__(
         self,
@@ -84,18 +83,22 @@ class Metrics:
         *,
         console: Console | None = None,
         path: Path | None = None,
-        wandb: WandbRun | None = None,
+        trackers: Sequence[Tracker] = (),
         wandb_id: str | None = None,
         records: list[dict[str, Any]] | None = None,
+        events: Events | None = None,
     ) -> None:
         """
         Args:
             path: of ``metrics.jsonl``; ``samples.jsonl`` is written beside it.
             records: every logged record is appended to this list.
+            events: of the run, if they are kept.
         """
         self.throughput = throughput
         """Counts steps into speeds and peak memory, on every rank."""
-        self._console, self._path, self._wandb, self._records = console, path, wandb, records
+        self._console, self._path, self._trackers, self._records = console, path, trackers, records
+        self.events = events or Events()
+        """Where the loop records what it does besides its steps."""
         self.shown: Collection[str] = ()
         """An objective's metrics that the console shows, and those of its evaluation."""
         self.sources: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = []
@@ -116,13 +119,13 @@ class Metrics:
             _append(self._path, [{**record, "time": now}])  # first: this file must be complete
         if self._console is not None:
             self._console.log(record, also=[*shown, *self.shown])
-        if self._wandb is not None:
-            self._wandb.log(record)
+        for tracker in self._trackers:
+            tracker.log(record)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the model's answers after a step to ``samples.jsonl`` and a table in wandb, and show them.
+        """Write the model's answers after a step to ``samples.jsonl`` and to trackers, and show them.
 
-        A prompt is a text or a list of messages, which the console and the table have as text.
+        A prompt is a text or a list of messages, which the console and trackers have as text.
         """
         as_text = []
         for sample in samples:
@@ -134,8 +137,10 @@ class Metrics:
             self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
-        if samples and self._wandb is not None:
-            self._wandb.log_samples(step, as_text)
+            for sample in as_text:
+                self.events.record("sample", step=step, **sample)
+        for tracker in self._trackers if samples else ():
+            tracker.log_samples(step, as_text)
 
     def message(self, text: str) -> None:
         """Print a line, above the progress line if there is one; without a console, nothing."""
@@ -144,11 +149,11 @@ class Metrics:
 
     def close(self, ok: bool) -> None:
         """Finish: ``ok`` is whether the run succeeded. A second call does nothing."""
-        if self._wandb is not None:
-            self._wandb.close(ok)
+        for tracker in self._trackers:
+            tracker.close(ok)
         if self._console is not None:
             self._console.close()
-        self._console = self._path = self._wandb = None
+        self._console, self._path, self._trackers = None, None, ()
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.distributed import local_part
 from fsdp2kit.errors import RunFailure
 from fsdp2kit.planner.search import advise
+from fsdp2kit.torch_compat import dump_memory_snapshot
 
 # Share of memory that is reserved but unusable for the request from which fragmentation is mentioned.
 _FRAGMENTED = 0.1
@@ -59,7 +60,7 @@ def explain_out_of_memory(
         written = ""
         with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
             trace_dir.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+            dump_memory_snapshot(str(snapshot))
             written = f" A snapshot is in {snapshot} (https://docs.pytorch.org/memory_viz)."
         reason = str(error).split(". ")[0]
         raise RunFailure(f"rank {rank}: {reason}. {diagnosis(alive, config, sizes)}{written}") from error

@@ -33,7 +33,15 @@ return metrics: scalars summed over this rank's items, by name. An item is a tar
 
 
 def cross_entropy(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The `Objective` of supervised training: next-token cross-entropy on the model's own head."""
+    """The `Objective` of supervised training: next-token cross-entropy on the model's own head.
+
+    Args:
+        inputs: of `slice_batch`: ``input_ids``, ``labels`` (already shifted, −100 is no target) and ``position_ids``,
+            ``[B, s]`` int64 each, and what attention needs.
+
+    Returns:
+        This rank's sum of losses in nats, a scalar for backward; for a mix also each source's, ``[G]``.
+    """
     loss = model.loss_sum(**inputs)
     return loss if isinstance(loss, tuple) else (loss, None)
 
@@ -125,6 +133,8 @@ class GlobalBatch:
     """Whether any rank asked for a checkpoint."""
     seconds: float
     """How long this rank waited for the data."""
+    profile: bool = False
+    """Whether any rank was asked for a profile."""
     losses: list[Tensor] = field(default_factory=list)
     """Each micro-batch's summed loss, on the device; `accumulate_gradients` adds them."""
 
@@ -137,6 +147,7 @@ def next_batch(
     stop: bool = False,
     save_failed: bool = False,
     save_due: bool = False,
+    profile: bool = False,
 ) -> GlobalBatch:
     """Read this rank's share of global batch ``index``; exchange errors, stops and counts with all ranks. Collective.
 
@@ -144,6 +155,7 @@ def next_batch(
         stop: whether this rank was asked to stop.
         save_failed: whether a save failed on this rank.
         save_due: whether this rank asks for a checkpoint.
+        profile: whether this rank was asked for a profile.
     """
     status.enter("reading data")
     start = time.perf_counter()
@@ -163,7 +175,7 @@ def next_batch(
     for number in range(len(batches.source_names)):
         counts.append(float(sum(batch.tokens_by_source[number] for batch in micro_batches)))
     status.enter("exchanging the batch's counts")
-    flags = [error is not None, stop, save_failed, save_due]
+    flags = [error is not None, stop, save_failed, save_due, profile]
     (failed, *others), sums = mesh.sum_over_rows([float(flag) for flag in flags], counts)
     if failed:
         agree(error)
@@ -172,7 +184,8 @@ def next_batch(
         raise UserError(f"global batch {index}", "has no supervised token", "look at that part of the data")
     named = dict(zip(batches.source_names, by_source, strict=True))
     counted = micro_batches, items, supervised, inputs, pairs, capacity, named
-    return GlobalBatch(*counted, *(other > 0 for other in others), seconds=seconds)
+    *others, profile = (other > 0 for other in others)
+    return GlobalBatch(*counted, *others, seconds=seconds, profile=profile)
 
 
 def accumulate_gradients(

@@ -40,7 +40,7 @@ def start_wandb(
         if mode != "disabled":
             run = _init(section, mode=mode, run_dir=run_dir, config=config, wandb_id=wandb_id)
     except Exception as error:  # an outage, a refused key, a deleted run, a broken installation
-        message(f"wandb: {_brief(error)}; it is off for this run, and metrics.jsonl has everything")
+        message(f"wandb: {brief(error)}; it is off for this run, and metrics.jsonl has everything")
     return WandbRun(run, wandb_id=wandb_id, message=message)
 
 
@@ -83,7 +83,7 @@ class WandbRun:
             call(self._run)
         except Exception as error:
             self._run = None
-            self._message(f"wandb: {_brief(error)}; it is off from here on, and metrics.jsonl has everything")
+            self._message(f"wandb: {brief(error)}; it is off from here on, and metrics.jsonl has everything")
 
 
 def _choose_mode(section: WandbConfig, message: Callable[[str], None]) -> Mode:
@@ -111,7 +111,7 @@ def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[st
         name=section.name or run_dir.resolve().name,
         group=section.group,
         tags=section.tags or None,
-        config=_blanked(config),
+        config=blanked(config),
         dir=str(run_dir),
         id=wandb_id,
         resume="allow",
@@ -120,15 +120,16 @@ def _init(section: WandbConfig, *, mode: Mode, run_dir: Path, config: Mapping[st
     )
 
 
-def _blanked(value: Any) -> Any:
+def blanked(value: Any) -> Any:
     """A copy of nested mappings and lists with `without_secrets` applied to every string."""
     if isinstance(value, Mapping):
-        return {key: _blanked(item) for key, item in value.items()}
+        return {key: blanked(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_blanked(item) for item in value]
+        return [blanked(item) for item in value]
     return without_secrets(value) if isinstance(value, str) else value
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """An error's type and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

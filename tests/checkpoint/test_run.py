@@ -25,6 +25,7 @@ from fsdp2kit.config.optimization import AnyDPO, PlainDPOConfig
 from fsdp2kit.config.rl_schema import RLConfig
 from fsdp2kit.config.schema import CheckpointConfig, DistillConfig, ModelConfig, RunConfig
 from fsdp2kit.errors import UserError, tool_command
+from fsdp2kit.events import Events
 from fsdp2kit.model.build import ModelSource, build_model, source_of
 from fsdp2kit.progress import Progress
 from fsdp2kit.rl.rollouts import Rollouts
@@ -131,7 +132,7 @@ def test_they_are_built_alone_from_a_config(tmp_path: Path, capsys: pytest.Captu
     """A source, a fresh start from its weights, a save, and a resume that says what has changed."""
     source = jobs.tiny_llama().bfloat16()
     source.save_pretrained(tmp_path / "source")
-    job: Any = SimpleNamespace(environment={"world_size": 1, "versions": {"torch": "1"}})
+    job: Any = SimpleNamespace(environment={"world_size": 1, "versions": {"torch": "1"}}, events=Events())
     data: Any = SimpleNamespace(fingerprint="of the data", total_steps=5, endings=(), contents={})
 
     def built(model: Any, resume: str = "auto", **settings: Any) -> Checkpoints:

@@ -54,6 +54,9 @@ def test_read_errors_name_the_file(tmp_path: Path) -> None:
         ({"lr": 1e-3}, "lr", "did you mean optimizer.lr?"),
         # The very name elsewhere is nearer than one here that resembles it ("steps").
         ({"train": {"eps": 1e-3}}, "train.eps", "did you mean optimizer.eps?"),
+        # The same section before others, as a TOML writes it.
+        ({"eval": {"format": "chat"}}, "eval.format", "did you mean eval.sets.NAME.format?"),
+        ({"train": {"temperature": 1.0}}, "train.temperature", "did you mean data.temperature?"),
         ({"compile": {"int": 1}}, "compile.int", "known here: enabled"),
         ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp"),
     ],

@@ -63,7 +63,7 @@ def test_pieces_are_the_document_and_its_mask(tmp_path: Path) -> None:
     assert len(documents) == 2
     for pieces in documents:
         assert "".join(one.text for one in pieces) == tokenizer.apply_chat_template(MULTI, tokenize=False)
-        assert "".join(one.text for one in pieces if one.learnt) == f"{ANSWER}<|im_end|>Yes.<|im_end|>"
+        assert "".join(one.text for one in pieces if one.supervised) == f"{ANSWER}<|im_end|>Yes.<|im_end|>"
         specials = [one.text for one in pieces if one.special]
         assert specials == ["<|im_start|>", "<|im_end|>"] * 4
     assert sum(one.tokens for pieces in documents for one in pieces) + found.padding[0] == 512
@@ -72,7 +72,7 @@ def test_pieces_are_the_document_and_its_mask(tmp_path: Path) -> None:
 def test_a_first_token_is_never_learnt() -> None:
     tokenizer = make_tokenizer(None)
     pieces = list(pieces_of(np.array([300, 301, 302]), np.array([True, True, False]), tokenizer))
-    assert [(one.tokens, one.learnt) for one in pieces] == [(1, False), (1, True), (1, False)]
+    assert [(one.tokens, one.supervised) for one in pieces] == [(1, False), (1, True), (1, False)]
 
 
 def test_counts(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_counts(tmp_path: Path) -> None:
     one = found.statistics[""]
     assert (one.rows, one.documents, one.unsupervised, one.duplicates) == (4, 3, 1, 1)
     assert sum(count for _, _, count in one.histogram) == 3
-    assert one.packing_efficiency == pytest.approx(one.tokens / (one.packed_rows * 48))
-    assert (found.rows_per_epoch, found.tokens_per_epoch) == (one.packed_rows, one.tokens)
+    assert one.packing_efficiency == pytest.approx(one.tokens / (one.packs_per_epoch * 48))
+    assert (found.packs_per_epoch, found.tokens_per_epoch) == (one.packs_per_epoch, one.tokens)
     json.dumps(asdict(found))
 
 
@@ -152,9 +152,9 @@ def test_lengths_to_choose_from_are_those_of_runs_at_each(tmp_path: Path, capsys
         assert one["tokens_lost"] == (lengths - cut).sum()
         assert one["lost_share"] == pytest.approx(1 - cut.sum() / lengths.sum())
         assert one["rows_longer"] == (lengths > one["seq_len"]).sum()
-        assert one["packed_rows"] >= cut.sum() / one["seq_len"]
-        assert one["packing_efficiency"] == pytest.approx(cut.sum() / one["seq_len"] / one["packed_rows"])
-        assert one["steps_per_epoch"] == -(-one["packed_rows"] // 2)
+        assert one["packs_per_epoch"] >= cut.sum() / one["seq_len"]
+        assert one["packing_efficiency"] == pytest.approx(cut.sum() / one["seq_len"] / one["packs_per_epoch"])
+        assert one["steps_per_epoch"] == -(-one["packs_per_epoch"] // 2)
     assert any('data.overlong = "error" refuses them' in text for text in shown["warnings"])
     assert main([toml]) == 0
     text = capsys.readouterr().out

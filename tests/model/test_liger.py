@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,15 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(UserError, match=r"^model\.liger: .*install it: pip install 'fsdp2kit\[liger\]'$"):
         apply_liger(SECTION, tiny_model("smollm2"), device=CUDA)
+
+
+def test_the_extra_is_named_by_a_check_without_a_device() -> None:
+    """As `--check` makes it; liger-kernel is not installed where tests run without a GPU."""
+    config = config_of()
+    if importlib.util.find_spec("liger_kernel") is not None:
+        pytest.skip("liger-kernel is installed")
+    with pytest.raises(UserError, match=r"^model\.liger: needs liger_kernel.*'fsdp2kit\[liger\]'$"):
+        plan_parallel(build_model(config.model), config, ONE_RANK)
 
 
 def test_selective_checkpointing_is_refused() -> None:

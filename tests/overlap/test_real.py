@@ -55,7 +55,10 @@ class SlowProfiler:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def step(self) -> bool:
+    def next_window(self) -> None:
+        return None
+
+    def step(self, asked: None) -> bool:
         if next(self._calls) != 2:
             return False
         time.sleep(SLOW)

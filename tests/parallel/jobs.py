@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def counted_compilations(**options: Any) -> Iterator[list[int]]:
         options: of `torch.nn.Module.compile`.
     """
     compilations: list[int] = []
-    original = torch.nn.Module.compile
+    original = torch.compile
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         compilations.append(len(inputs))
@@ -185,11 +186,11 @@ def counted_compilations(**options: Any) -> Iterator[list[int]]:
 
     torch.compiler.reset()
     gc.collect()  # an earlier case's models may not go while Dynamo iterates over FSDP's weak references
-    torch.nn.Module.compile = lambda self, **ours: original(self, backend=backend, **options, **ours)
+    torch.compile = partial(original, backend=backend, **options)
     try:
         yield compilations
     finally:
-        torch.nn.Module.compile = original
+        torch.compile = original
 
 
 class Cases:

@@ -89,7 +89,7 @@ def test_groups_cross_nodes_where_their_ranks_do(counts: list[int], cyclic: bool
           "them within a node"]),
         (16, 8, 2, "hybrid_shard", 2, "cp within a node, shards within a node, replicas over 2 nodes", []),
         (24, 8, 1, "hybrid_shard", 2, "shards over 2 nodes, replicas over 2 nodes",
-         ["shards cross nodes; mesh.dp_replicate = 6 and mesh.dp_shard = 4 keeps them within a node"]),
+         ["shards cross nodes; mesh.dp_replicate = 6 and mesh.dp_shard = 4 keep them within a node"]),
         (16, 8, 1, "no_shard", 1, "replicas over 2 nodes", []),
     ],
 )  # fmt: skip

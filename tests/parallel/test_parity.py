@@ -122,7 +122,7 @@ FULL = [case for case in map(_case, ROWS) if case not in DEFAULT] + [
 SLOW = [
     *(_case(row) for row in TABLE.sample(400, seed=int(os.environ.get("FSDP2KIT_SEED", "0")))),
     *(Case("gemma3", 1, 2, 2, method=method, compiled=True) for method in ("ulysses", "allgather")),
-    Case("llama3", 4, 1, 1, (*NESTED, *ONCE), checkpointing="selective", compiled=True),
+    Case("llama3", 4, 1, 1, (*NESTED, *ONCE), checkpointing="full", compiled=True),
     Case("llama3", 4, 1, 1, (("forward_prefetch", 1), *ONCE), checkpointing="selective", compiled=True),
     Case("llama3", 2, 2, 1, (*HYBRID, ("unit", "root"), *ONCE), dp_replicate=2, compiled=True),
     *(Case(kind, dp, cp, micro, BF16) for kind, dp, cp, micro in (("smollm2", 1, 3, 2), ("llama3", 2, 2, 1))),

@@ -13,6 +13,7 @@ from fsdp2kit.config.schema import (
     CompileConfig,
     ContextParallelConfig,
     DataConfig,
+    FSDPConfig,
     MeshConfig,
     ModelConfig,
     PreflightConfig,
@@ -22,7 +23,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.inspect import backbone_name, shrink_config
 from fsdp2kit.model.loss_head import attach_loss
-from fsdp2kit.parallel.plan import plan_parallel
+from fsdp2kit.parallel.plan import ParallelPlan, plan_parallel
 
 
 def check(
@@ -76,16 +77,30 @@ def test_what_would_train_something_else_is_refused(model_type: str, overrides: 
         check(model_type, **overrides)
 
 
-def test_the_plan_says_what_is_recomputed_and_compiled() -> None:
-    section = ModelConfig(config={"vocab_size": 128, "model_type": "llama"}, weights="random")
+def _plan_compiled(mode: str, *, every: int = 1, **fsdp: Any) -> ParallelPlan:
+    section = ModelConfig(config={"vocab_size": 128, "model_type": "llama", "num_hidden_layers": 2}, weights="random")
+    checkpointing = ActivationCheckpointingConfig.model_validate({"mode": mode, "every": every})
+    compiled, sharding = CompileConfig(enabled=True), FSDPConfig.model_validate(fsdp)
     config = TrainingConfig(
-        recipe="x",
-        model=section,
-        activation_checkpointing=ActivationCheckpointingConfig(mode="full", every=2),
-        compile=CompileConfig(enabled=True),
+        recipe="x", model=section, fsdp=sharding, activation_checkpointing=checkpointing, compile=compiled
     )
-    lines = plan_parallel(build_model(section), config, MeshSizes(1, 1, 1)).describe()
+    return plan_parallel(build_model(section), config, MeshSizes(1, 1, 1))
+
+
+def test_the_plan_says_what_is_recomputed_and_compiled() -> None:
+    lines = _plan_compiled("full", every=2).describe()
     assert {"activation checkpointing: full, one decoder layer in 2", "torch.compile: each decoder layer"} <= {*lines}
+
+
+def test_units_inside_layers_are_compiled_around_and_refused_with_selective_recomputation() -> None:
+    for inner in ({"unit_classes": ["LlamaMLP"]}, {"class_dtypes": {"LlamaRMSNorm": "float32"}}):
+        plan = _plan_compiled("full", **inner)
+        assert plan.broken_layers == ["model.layers.0", "model.layers.1"]
+        assert "torch.compile: each decoder layer (in pieces: units inside break its graph)" in plan.describe()
+        with pytest.raises(UserError, match=r"selective.*compile\.enabled.*break.*mode = \"full\""):
+            _plan_compiled("selective", **inner)
+    for unit in ("layer", "root"):
+        assert _plan_compiled("selective", unit=unit).broken_layers == []
 
 
 def test_results_that_are_changed_in_place_cannot_be_kept() -> None:

@@ -70,7 +70,7 @@ def expected(kind: str, strategy: str, *, micro_batches: int, reduces: int, dtyp
                 traffic.add("reduce_scatter", (shards - 1) * size // shards * reduction)
         if replicas > 1:  # shards add up first
             traffic.add("all_reduce", 2 * (replicas - 1) * (size // shards) * reduction // replicas)
-    traffic.add("all_reduce", 2 * (WORLD - 1) * 9 * 8 // WORLD)  # nine host numbers: what the batch is made of
+    traffic.add("all_reduce", 2 * (WORLD - 1) * 10 * 8 // WORLD)  # ten host numbers: what the batch is made of
     traffic.add("all_reduce", 2 * (WORLD - 1) * 4 // WORLD)  # the loss
     if shards > 1:
         # one norm a parameter, in float64

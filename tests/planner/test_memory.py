@@ -19,6 +19,7 @@ from fsdp2kit.model.build import build_model
 from fsdp2kit.optim.build import build_optimizer, state_sizes
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded
+from fsdp2kit.planner import activations
 from fsdp2kit.planner.allocations import by_category
 from fsdp2kit.planner.devices import GIB, find_device
 from fsdp2kit.planner.estimate import plan_memory
@@ -425,3 +426,9 @@ def test_the_runner_says_the_plan_and_warns(monkeypatch: pytest.MonkeyPatch, cap
     plan_memory(config, model, plan, world=world)
     assert "will probably not fit" in caplog.messages[0]
     assert plan_memory(config, model, plan, world=replace(world, rank=1)).describe() == []
+
+
+def test_a_new_method_of_context_parallelism_is_not_taken_to_need_nothing() -> None:
+    assert activations._exchange(None, 1, 1, 1, cp=1) == (0, 0)
+    with pytest.raises(ValueError, match="'tree' is not known"):
+        activations._exchange("tree", 1, 1, 1, cp=2)

@@ -66,7 +66,11 @@ def vllm_server(
             yield url
         finally:
             process.terminate()
-            process.wait(timeout=60)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:  # it does not listen while it starts
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def free_port() -> int:

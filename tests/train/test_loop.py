@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp2kit import distributed
@@ -245,6 +247,19 @@ def _train_from_the_start(folder: Path, compiled: bool) -> tuple[list[dict[str, 
     finally:
         nn.Module.compile = original
     return metrics.records, metrics.messages[:-2], seconds_alive()  # without the lines of the end
+
+
+def _compile_nothing(folder: Path, compiled: bool) -> list[str]:
+    counters["stats"].clear()
+    with mock.patch.object(nn.Module, "compile"):
+        _, metrics = _run(folder, steps=2, compiled=compiled)
+    return [line for line in metrics.messages if line.startswith("warning")]
+
+
+def test_a_run_says_once_that_nothing_was_compiled(pool: WorkerPool, models: Path) -> None:
+    assert pool.run(1, _compile_nothing, models, False) == [[]]
+    [[line]] = pool.run(1, _compile_nothing, models, True)
+    assert "compile.enabled = true, but torch.compile compiled nothing" in line
 
 
 @pytest.mark.full

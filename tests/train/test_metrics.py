@@ -17,6 +17,7 @@ import torch
 
 from fsdp2kit.config.schema import TrainingConfig
 from fsdp2kit.errors import StorageFailure
+from fsdp2kit.events import Events
 from fsdp2kit.model.flops import ModelFlops
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.metrics import Console, Metrics, build_metrics, format_record, move_aside
@@ -31,16 +32,18 @@ def build(
     mode: str = "disabled",
     total_steps: int = 100,
     closing: contextlib.ExitStack | None = None,
+    sections: dict[str, Any] | None = None,
 ) -> Metrics:
     job: Any = SimpleNamespace(
         run_dir=run_dir,
         is_main=is_main,
         world=SimpleNamespace(device=torch.device("cpu"), size=1),
         environment={},
+        events=Events(),
         closing=closing or contextlib.ExitStack(),
     )
     plan: Any = SimpleNamespace(flops=ModelFlops(1, 1))
-    config = TrainingConfig.model_validate({"recipe": "none", "wandb": {"mode": mode}})
+    config = TrainingConfig.model_validate({"recipe": "none", "wandb": {"mode": mode}, **(sections or {})})
     progress = Progress(step=resume_step, wandb_id=wandb_id)
     return build_metrics(config, job=job, plan=plan, progress=progress, total_steps=total_steps)
 
@@ -87,7 +90,7 @@ def test_the_end_of_a_job_closes_and_passes_on_how_it_went(
             self.closed += (ok,)
 
     recorder = Recorder()
-    monkeypatch.setattr("fsdp2kit.train.metrics.start_wandb", lambda *_, **__: recorder)
+    monkeypatch.setattr("fsdp2kit.train.trackers.start_wandb", lambda *_, **__: recorder)
     closing = contextlib.ExitStack()
     with contextlib.suppress(KeyError), closing:
         build(tmp_path, closing=closing)
@@ -113,7 +116,7 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path, value: object) -> None
 def test_answers_are_kept_and_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables: list[Any] = []
     wandb: Any = SimpleNamespace(log_samples=lambda step, samples: tables.append(samples))
-    metrics = Metrics(NO_THROUGHPUT, wandb=wandb, path=tmp_path / "metrics.jsonl", console=Console(1))
+    metrics = Metrics(NO_THROUGHPUT, trackers=[wandb], path=tmp_path / "metrics.jsonl", console=Console(1))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wet?"}]
     text = "system: Be brief.\nuser: Wet?"
     metrics.log_samples(3, [{"prompt": messages, "answer": "Yes.\nAnd rain."}, {"prompt": "And?", "answer": ""}])
@@ -132,7 +135,7 @@ def test_no_answers_leave_no_trace(tmp_path: Path) -> None:
         def log_samples(self, step: int, samples: list) -> None:
             raise AssertionError("there is nothing to log")
 
-    metrics = Metrics(NO_THROUGHPUT, wandb=Fragile(), path=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
+    metrics = Metrics(NO_THROUGHPUT, trackers=[Fragile()], path=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
     metrics.log_samples(1, [])
     assert not (tmp_path / "samples.jsonl").exists()
 

@@ -67,7 +67,7 @@ def test_the_packs_of_a_loss_that_is_not_finite_are_named_and_shown(
     arguments = named.group(2).split(" preview ")[-1].split("preview.py ")[-1].split()
     assert preview.main([*arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["numbers"] == [15, 16]
+    assert shown["pack_numbers"] == [15, 16]
     texts = ["".join(piece["text"] for document in pack for piece in document) for pack in shown["packs"]]
     from transformers import AutoTokenizer
 

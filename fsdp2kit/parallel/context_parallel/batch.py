@@ -24,7 +24,12 @@ from fsdp2kit.parallel.mesh import Mesh
 
 
 def build_slice_batch(config: PretrainedConfig, *, path: AttentionPath, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
-    """A function from a micro-batch of the loader to the arguments of ``model.loss_sum`` on this rank."""
+    """A function from a micro-batch of the loader, ``[B, S]``, to this rank's arguments of ``model.loss_sum``.
+
+    Args:
+        config: the model's.
+        path: ``plan.attention``.
+    """
     return partial(slice_batch, config=config, path=path, cp_rank=mesh.cp_rank, cp=mesh.sizes.cp, device=mesh.device)
 
 
