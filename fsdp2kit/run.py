@@ -82,7 +82,7 @@ def run(config: TrainingConfig) -> Finished:
     distributed.count_from_now()
     try:
         with noting_sigusr2():
-            carry_out(config)
+            _recipe_of(config).main(config)
         return _finished(config)
     except UserError:
         raise  # every rank has it
@@ -101,12 +101,20 @@ def run(config: TrainingConfig) -> Finished:
             distributed.stop()
 
 
-def carry_out(config: TrainingConfig) -> None:
-    """Call ``main`` of a config's recipe: the module of its class, else the one that ``config.recipe`` names."""
-    recipe = sys.modules.get(type(config).__module__)
-    if recipe is None or getattr(recipe, "Config", None) is not type(config) or not hasattr(recipe, "main"):
-        recipe, config = load(config.model_dump(mode="json", exclude_none=True), ())
-    recipe.main(config)
+def _recipe_of(config: TrainingConfig) -> Any:
+    """The recipe that `load` found for a config; else the module around its class; else the recipe that it names."""
+    path, named = Path(config.recipe), sys.modules.get(_module_name(Path(config.recipe)))
+    candidates = [named, sys.modules.get(type(config).__module__)]
+    if path.suffix == ".py":  # its class may be another recipe's, and another file may have its name
+        candidates = [named] if named and Path(str(named.__file__)).resolve() == path.resolve() else []
+    for module in candidates:
+        if getattr(module, "Config", None) is type(config) and hasattr(module, "main"):
+            return module
+    return load_recipe(find_recipe(config.recipe, toml=Path("config")))
+
+
+def _module_name(recipe: Path) -> str:
+    return f"fsdp2kit_recipe_{recipe.stem}"
 
 
 def _finished(config: TrainingConfig) -> Finished:
@@ -126,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _check(options.toml, options.overrides, options.world_size)
     try:
         with noting_sigusr2():  # it asks for a profile, also while the model is loaded
-            _, config, _ = load_and_start(options.toml, options.overrides)
-            carry_out(config)
+            recipe, config, _ = load_and_start(options.toml, options.overrides)
+            recipe.main(config)
     except UserError as problem:
         distributed.leave(problem)
     except KnownFailure as failure:
@@ -223,7 +231,7 @@ def load_recipe(path: str | Path) -> ModuleType:
         UserError: it does not define them, is not Python, or fails when executed.
     """
     path = Path(path)
-    spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
     if spec is None or spec.loader is None:
         raise UserError(str(path), "is not a Python file", "name a .py file")
     module = importlib.util.module_from_spec(spec)

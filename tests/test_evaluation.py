@@ -98,10 +98,11 @@ def test_losses_by_other_rows_are_not_compared() -> None:
 def _best_step(best_by: str) -> int | None:
     """After ranks that read different copies of the rows have compared."""
     evaluate: Any = SimpleNamespace(measured_by={"held-out rows": f"copy of rank {rank()}"})
-    metrics: Any = SimpleNamespace(message=lambda _: None)
+    metrics: Any = SimpleNamespace(message=lambda _: None, events=None)
+    mesh: Any = SimpleNamespace(rank=rank(), device=torch.device("cpu"))
     progress = Progress(step=4, best_step=3, best_eval_loss=2.0, best_by={"held-out rows": best_by})
     nothing: Any = None
-    run = loop.Run(TrainingConfig(recipe="x"), nothing, nothing, metrics, progress, total_steps=5)
+    run = loop.Run(TrainingConfig(recipe="x"), mesh, nothing, metrics, progress, total_steps=5)
     loop._Loop(run, nothing, evaluate)._compare_best()
     return run.progress.best_step
 

@@ -145,6 +145,19 @@ def test_a_recipe_defined_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen == [config]
 
 
+def test_a_recipe_with_another_ones_config(tmp_path: Path) -> None:
+    """A copy of a recipe may take its ``Config`` as it is; two files may have one name."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        source = f"from recipes.sft import Config\n\n\ndef main(config):\n    seen.append({name!r})\n\n\nseen = []\n"
+        (tmp_path / name / "own.py").write_text(source, encoding="utf-8")
+    configs = [fk.load_config({**SETTINGS, "recipe": str(tmp_path / name / "own.py")}) for name in ("one", "other")]
+    fk.run(configs[1])
+    assert sys.modules["fsdp2kit_recipe_own"].seen == ["other"]
+    fk.run(configs[0])
+    assert sys.modules["fsdp2kit_recipe_own"].seen == ["one"]
+
+
 def run_here(directory: str) -> Any:
     return fk.run(fk.load_config(SETTINGS, f"run.dir='{directory}'", "train.micro_batch_size=1"))
 

@@ -74,7 +74,7 @@ def collectives(
     for exchange in _exchanges(model, step):
         add(*exchange, ranks=step.plan.sizes.cp)
     # Single numbers of every step: what the batch is made of, the loss, the gradients' norms.
-    numbers, losses = 9 + len(config.data.sources), 1 + len(config.data.sources)
+    numbers, losses = 10 + len(config.data.sources), 1 + len(config.data.sources)
     add("all_reduce", "world", "batch", "", 1, 2 * (world - 1) * numbers * 8 // world, ranks=world)
     add("all_reduce", "world", "optimizer", "", 1, 2 * (world - 1) * losses * 4 // world, ranks=world)
     tensors = sum(len(unit.gradient_sizes) for unit in step.units)
