@@ -19,8 +19,8 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig
 # Batched matmuls are left out: in eager attention their results are the S² scores.
 _ATTENTION = ("attention", "flash_attn", "flex")
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
-# What routers choose experts by. Chosen again, from numbers that round another way, a token might visit other experts in
-# backward than in forward (transformers#48687).
+# What routers choose experts by. Chosen again, from numbers that round another way, a token might visit other experts
+# in backward than in forward (transformers#48687).
 _CHOICES = ("aten.topk", "aten.argmax")
 _EXPERTS = "routed_experts"  # our operator
 # What FSDP's hooks run to gather the parameters of a unit inside a layer. Selective checkpointing numbers the calls

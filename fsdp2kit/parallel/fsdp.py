@@ -236,8 +236,7 @@ def apply_fsdp(
         elif is_frozen and not parameter.requires_grad and parameter not in whole:
             # Neither an optimizer nor a checkpoint needs it in storage_dtype: it is cast once, not in every gather.
             dtype = computes[_unit_of(name, computes)]
-        if parameter.dtype != getattr(torch, dtype):
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     # On a CPU mesh shards are on the host already, and torch refuses to offload them.
     on_host = section.offload == "params" and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
@@ -255,18 +254,22 @@ def apply_fsdp(
             mesh=over,
             shard_placement_fn=partial(_side_of_expert, ranks=over["shard"].size()) if unit.experts else None,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=getattr(torch, unit.param_dtype),
-                reduce_dtype=getattr(torch, section.reduce_dtype),
-                output_dtype=getattr(torch, unit.output_dtype) if unit.output_dtype else None,
-                cast_forward_inputs=not unit.kept,  # the module around them computes in param_dtype
-            ),
+            mp_policy=_precision(section, unit),
             offload_policy=offload,
             ignored_params=set(module.parameters()) - own,
         )
         if isinstance(module, FSDPModule) and isinstance(base_module(module), nn.Embedding):
             module.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
     apply_prefetch(section, [model.get_submodule(unit.name) for unit in units])
+
+
+def _precision(section: FSDPConfig, unit: Unit) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, unit.param_dtype),
+        reduce_dtype=getattr(torch, section.reduce_dtype),
+        output_dtype=getattr(torch, unit.output_dtype) if unit.output_dtype else None,
+        cast_forward_inputs=not unit.kept,  # the module around them computes in param_dtype
+    )
 
 
 def _side_of_expert(parameter: nn.Parameter, *, ranks: int) -> Shard:

@@ -46,8 +46,8 @@ class Mesh:
     batch: DeviceMesh
     """``("dp", "cp")``: ranks along dp read different sequences, ranks along cp hold slices of the same ones."""
     experts: DeviceMesh | None = None
-    """``("shard", "expert")``, or with ``"replicate"`` in front: ranks along "expert" hold different experts, ranks along
-    "shard" different shards of the same ones. None: ep is 1."""
+    """``("shard", "expert")``, or with ``"replicate"`` in front: ranks along "expert" hold different experts, ranks
+    along "shard" different shards of the same ones. None: ep is 1."""
 
     @property
     def expert_shard(self) -> DeviceMesh | None:

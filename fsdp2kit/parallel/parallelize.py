@@ -56,7 +56,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
         plan.activation_checkpointing,
         layers,
         device_type=mesh.device.type,
-        has_experts=bool(find_experts(model)) and not plan.compile.enabled,  # compiled code decides itself what it keeps
+        has_experts=bool(find_experts(model)) and not plan.compile.enabled,  # torch.compile decides itself
     )
     if plan.compile.enabled:
         for layer in layers:

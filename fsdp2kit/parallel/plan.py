@@ -177,9 +177,7 @@ def plan_parallel(
         device = torch.device(device_type) if device_type else None
         _check_model(model, config, traits=traits, device=device)
         attention = choose_path(config, model, traits=traits, cp=sizes.cp, device_type=device_type or "cpu")
-        experts = plan_experts(model, sizes)
-        if experts is not None:
-            _check_experts(model, config)
+        experts = _plan_experts(model, config, sizes)
         layers = set(decoder_layers(model))
         ignored = {p for name in ignored_modules(config.fsdp, model) for p in model.get_submodule(name).parameters()}
         plan = ParallelPlan(
@@ -307,17 +305,17 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
     )
 
 
-def _check_experts(model: PreTrainedModel, config: TrainingConfig) -> None:
-    """Refuse what has not been tried with experts that are dealt out."""
-    engine = config.needs(config).engine
+def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes) -> ExpertPlan | None:
+    """How experts are dealt out, where ``ep`` asks for it; refuses what was not tried with that."""
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
         ("mesh.ep with adapters", adapter_of(model) is not None, "train without adapters"),
-        ("mesh.ep with rollouts", engine is not None, "the engine is not sent such weights"),
+        ("mesh.ep with rollouts", config.needs(config).engine is not None, "use another recipe"),
     ]
     for where, is_wanted, todo in untried:
-        if is_wanted:
+        if sizes.ep > 1 and is_wanted:
             raise UserError(where, "is not supported", f"{todo}, or use mesh.ep = 1")
+    return plan_experts(model, sizes)
 
 
 def _is_noise(name: str) -> bool:

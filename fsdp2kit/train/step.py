@@ -277,7 +277,7 @@ def step_record(
 def gradient_norm(model: nn.Module) -> Tensor:
     """The global L2 norm of all gradients, before clipping: a float32 scalar, the same on every rank."""
     trained = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
-    norms = [_norm_over_mesh([parameter.grad for parameter in group]) for group in trained]
+    norms = [_norm_over_mesh([p.grad for p in group if p.grad is not None]) for group in trained]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 

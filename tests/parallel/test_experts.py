@@ -88,7 +88,7 @@ def compare_with_transformers(kind: type, ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [Qwen3MoeExperts, GptOssExperts])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, full(4), full(1)])
 def test_the_operator_is_that_of_transformers(kind: type, ranks: int, pool: WorkerPool) -> None:
     """Uneven experts, one without tokens, and biases, transposed weights and interleaved gates of gpt-oss."""
     for found in pool.run(ranks, compare_with_transformers, kind, ranks):

@@ -30,6 +30,7 @@ def check(
     model_type: str,
     *,
     cp: int = 1,
+    ep: int = 1,
     pack: bool = True,
     allow: list[Any] | None = None,
     method: Any = "auto",
@@ -43,13 +44,13 @@ def check(
     config = TrainingConfig(
         recipe="x",
         model=section,
-        mesh=MeshConfig(cp=cp),
+        mesh=MeshConfig(cp=cp, ep=ep),
         context_parallel=ContextParallelConfig(method=method),
         data=DataConfig(pack=pack),
         activation_checkpointing=ActivationCheckpointingConfig(mode=checkpointing),
         preflight=PreflightConfig(allow=allow or []),
     )
-    plan_parallel(build_model(section), config, MeshSizes(1, 1, cp))
+    plan_parallel(build_model(section), config, MeshSizes(1, ep, cp, ep))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_neox"])

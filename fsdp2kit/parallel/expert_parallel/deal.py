@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,11 @@ class ExpertPlan:
     def __str__(self) -> str:
         held = shares(self.num_experts, self.ranks)
         each = f"{held[0]}" if len(set(held)) == 1 else f"at most {held[0]}"
-        return (
-            f"experts: {self.num_experts} in each of {len(self.modules)} layers, over ep {self.ranks}: {each} on a rank"
-        )
+        layers = f"{self.num_experts} in each of {len(self.modules)} layers"
+        return f"experts: {layers}, over ep {self.ranks}: {each} on a rank"
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+def find_experts(model: nn.Module) -> dict[str, Any]:
     """The modules that hold a layer's experts as transformers' interface wants them, by name.
 
     Their weights are ``gate_up_proj`` or ``up_proj``, and ``down_proj``, one expert after the other.
@@ -68,7 +68,7 @@ def plan_experts(model: PreTrainedModel, sizes: MeshSizes) -> ExpertPlan | None:
     return ExpertPlan(tuple(modules), max(module.num_experts for module in modules.values()), sizes.ep)
 
 
-def _check(name: str, module: nn.Module, sizes: MeshSizes) -> None:
+def _check(name: str, module: Any, sizes: MeshSizes) -> None:
     known, found = set(_parameter_names(module)), {key for key, _ in module.named_parameters()}
     if getattr(module, "has_post_expert_norm", False) or found != known:
         what = f"{sizes.ep}, but {type(module).__name__} ({name}) has {', '.join(sorted(found ^ known)) or 'a norm'}"
@@ -104,7 +104,7 @@ def deal_out(model: PreTrainedModel, plan: ExpertPlan, *, mesh: DeviceMesh) -> N
     """
     experts = mesh["expert"]
     for name in plan.modules:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         for key, parameter in module.named_parameters():
             held = shares(len(parameter), plan.ranks)[experts.get_local_rank()]
             local = parameter.detach().new_empty((held, *parameter.shape[1:]))
@@ -120,13 +120,13 @@ def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
     # transformers' table of expert functions is global to the process: a name of its own for each model.
     name = f"fsdp2kit_{next(_serial)}"
     for path in plan.modules:
-        module = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
         gate = module._apply_gate if module.has_gate else module.act_fn
         kind = ExpertKind(f"{name}.{path}", gate, module.is_transposed, module.has_bias)
         vars(module)["_fsdp2kit_kind"] = kind
         register_kind(kind)
 
-    def compute(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         own = [local_part(module.get_parameter(key)) for key in _parameter_names(module)]
         return routed_experts(hidden, index, weights, own, module.num_experts, module._fsdp2kit_kind.name, group)[0]
 
@@ -134,7 +134,7 @@ def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
     model.set_experts_implementation(name)
 
 
-def _parameter_names(module: nn.Module) -> list[str]:
+def _parameter_names(module: Any) -> list[str]:
     """Of the weights that the operator is given, in order."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return [name for weight in (up, "down_proj") for name in (weight, f"{weight}_bias")[: 1 + module.has_bias]]

@@ -46,7 +46,7 @@ def register_kind(kind: ExpertKind) -> None:
     _KINDS[kind.name] = kind
 
 
-# An operator with its own backward hides routing and exchanges from torch.compile and selective checkpointing.
+# An operator with its own backward hides routing and exchanges from selective checkpointing.
 @torch.library.custom_op("fsdp2kit::routed_experts", mutates_args=())
 def routed_experts(
     hidden: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], num_experts: int, kind: str, group: str
@@ -76,17 +76,6 @@ def routed_experts(
     return out, received, projected, routing.counts
 
 
-@routed_experts.register_fake
-def _(hidden: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor], num_experts: int, kind: str, group: str):
-    rows = torch.library.get_ctx().new_dynamic_size()
-    found = _KINDS[kind]
-    width = parameters[0].shape[2 if found.is_transposed else 1]
-    ranks = torch.library.get_ctx().new_dynamic_size()
-    experts = parameters[0].shape[0]
-    counts = torch.empty((ranks, experts), dtype=torch.int64, device="cpu")
-    return torch.empty_like(hidden), hidden.new_empty((rows, hidden.shape[1])), hidden.new_empty((rows, width)), counts
-
-
 @torch.library.custom_op("fsdp2kit::routed_experts_backward", mutates_args=())
 def routed_experts_backward(
     grad_out: Tensor,
@@ -110,7 +99,7 @@ def routed_experts_backward(
     up, _, down, down_bias = _unpack(parameters, found)
     grad = routing.to_experts(grad_out[routing.order // index.shape[1]])
     weight = routing.to_experts(weights.reshape(-1)[routing.order]).unsqueeze(-1)
-    activated, gate_backward = torch.func.vjp(found.gate, projected)
+    activated, gate_backward, *_ = torch.func.vjp(found.gate, projected)
     into = grouped_product(grad, down, routing.sizes, transposed=not found.is_transposed)
     grad_weight = (into * activated).sum(-1, dtype=torch.float32)
     if down_bias is not None:
@@ -127,12 +116,6 @@ def routed_experts_backward(
         for gradient in _gradients(x, g, routing, found, wanted[number * (1 + found.has_bias) :])
     ]
     return [of_tokens, of_weights, *found_gradients]
-
-
-@routed_experts_backward.register_fake
-def _(grad_out: Tensor, index: Tensor, weights: Tensor, saved: Any, parameters: list[Tensor], wanted: list[bool], *_: Any):
-    of_parameters = [torch.empty_like(p) if w else p.new_empty(0) for p, w in zip(parameters, wanted, strict=True)]
-    return [torch.empty_like(grad_out), torch.empty_like(weights), *of_parameters]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -198,9 +181,7 @@ def _rows_of(bias: Tensor, sizes: Sequence[int]) -> Tensor:
     return bias.repeat_interleave(torch.tensor(sizes, device=bias.device), dim=0)
 
 
-def _unpack(
-    parameters: Sequence[Tensor], kind: ExpertKind
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def _unpack(parameters: Sequence[Tensor], kind: ExpertKind) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     if kind.has_bias:
         up, up_bias, down, down_bias = parameters
         return up, up_bias, down, down_bias
