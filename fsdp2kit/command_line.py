@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +15,23 @@ from fsdp2kit.errors import UserError, importing
 
 
 def in_one_line(main: Callable[..., int]) -> Callable[..., int]:
-    """Wrap a command line's ``main``: a `UserError` becomes one line on stderr and exit code 2."""
+    """Wrap a command line's ``main``: a `UserError` becomes one line on stderr and exit code 2.
+
+    A reader that has seen enough (``| head``) ends it quietly.
+    """
 
     @functools.wraps(main)
     def run(arguments: list[str] | None = None) -> int:
         try:
-            return main(arguments)
+            code = main(arguments)
+            sys.stdout.flush()
+            return code
         except UserError as problem:
             print(f"error: {problem}", file=sys.stderr)
             return 2
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end
+            return 0
 
     return run
 

@@ -13,9 +13,8 @@ kind says. Lines are only added: also those of steps that a resumed run makes ag
 | `save` | `step`, `seconds`, `waited` (seconds that training stood still for it), `background`, `best`, `bytes` |
 | `export` | `step`, `path`, `seconds` |
 | `profile` | `step`, the first that was traced; `path` of its folder |
-| `sample` | `step`, `prompt`, `answer`, … |
 | `stop` | `step`, `reason`: it was asked to stop, or stopped early |
-| `end` | `outcome` ("done" or "stopped"), and of our loop `step` and `seconds` since the process began |
+| `end` | `outcome` ("done" or "stopped"); `step` and `seconds` since the start of the process if fsdp2kit's loop ran |
 | `failure` | `text`, a line; `lost` if the cause is another rank |
 """
 
@@ -46,7 +45,7 @@ class Events:
 
     Args:
         is_kept: False on all ranks but one, and where there is no run directory: nothing is kept.
-        clean: is given each line, and returns it as it may be written, without secrets.
+        clean: is given each text in an event, and returns it as it may be written, without secrets.
     """
 
     def __init__(self, *, is_kept: bool = False, clean: Callable[[str], str] = str) -> None:
@@ -113,12 +112,19 @@ class Events:
         if self._file is None:
             return
         try:
-            text = self._clean(json.dumps({**event, "start": self._start}, default=str))
+            text = json.dumps(self._cleaned({**event, "start": self._start}), default=str)
             line = ("\n" * self._is_torn + text + "\n").encode()
             written = os.write(self._file, line)  # one call: a reader, or a kill, finds whole lines as a rule
             self._is_torn = written < len(line)
         except (OSError, ValueError, TypeError) as error:  # the disk, or fields that JSON does not have
             self._warn(error)
+
+    def _cleaned(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._cleaned(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._cleaned(item) for item in value]
+        return self._clean(value) if isinstance(value, str) else value
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
@@ -135,8 +141,9 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._events._record_warning(record.getMessage())
-        # Python prints warnings only where there is no handler at all, and does not count this one as one.
-        if not logging.getLogger().handlers and logging.lastResort is not None:
+        # Python prints warnings only where there is no handler at all, and this one is none of the user's.
+        others = [*logging.getLogger().handlers, *logging.getLogger(_PACKAGE).handlers]
+        if all(isinstance(handler, _Listener) for handler in others) and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
 

@@ -29,7 +29,7 @@ import tomli
 import torch
 
 import fsdp2kit
-from fsdp2kit import distributed, tracebacks
+from fsdp2kit import distributed, status, tracebacks
 from fsdp2kit.config import TrainingConfig, dump_toml
 from fsdp2kit.config.checks import check_config
 from fsdp2kit.console import heard_by, say
@@ -90,11 +90,11 @@ class Job:
             if self.is_main:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
                 self.environment["start"] = start = begin_start(self.run_dir)
-                before = _read_config(self.run_dir)
-                write_record(self.run_dir, config_text=dump_toml(self.config), environment=self.environment)
+                before, text = _read_config(self.run_dir), dump_toml(self.config)
+                write_record(self.run_dir, config_text=text, environment=self.environment)
                 self.events.open_in(self.run_dir, start=start)
                 told = {name: self.environment.get(name) for name in ("world_size", "hosts", "mesh", "command")}
-                changed = changes(before, _read_config(self.run_dir)) if before else {}
+                changed = changes(before, _flat_config(without_secrets(text))) if before else {}
                 self.events.record("start", **told, changed=changed)
         tracebacks.keep_in(self.run_dir / "errors", nccl=self.world.device.type == "cuda")
 
@@ -110,6 +110,8 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
         UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
+    tracebacks.keep_nowhere()
+    status.begin_run()
     with agreement():  # a login, or an optional package, may be on one machine alone
         sizes = check_config(config, world_size=world.size, local_world_size=world.ranks_per_node)
     check_hosts(config, world)
@@ -206,12 +208,16 @@ def write_record(path: str | Path, *, config_text: str, environment: Mapping[str
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A run directory's ``config.toml`` by dotted key, without what is about this start alone; {} without one."""
+    """`_flat_config` of a run directory's ``config.toml``; {} without one."""
     try:
-        found = flat(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
+        return _flat_config((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: value for key, value in found.items() if key not in ("run.dir", "run.resume")}
+
+
+def _flat_config(text: str) -> dict[str, Any]:
+    """A resolved config by dotted key, without what is about one start alone."""
+    return {key: value for key, value in flat(tomli.loads(text)).items() if key not in ("run.dir", "run.resume")}
 
 
 def describe_environment(*, world_size: int, mesh: Mapping[str, int]) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def run(config: TrainingConfig) -> Finished:
     distributed.count_from_now()
     try:
         with noting_sigusr2():
-            _recipe_of(config).main(config)
+            recipe, config = _recipe_of(config)
+            recipe.main(config)
         return _finished(config)
     except UserError:
         raise  # every rank has it
@@ -101,20 +102,18 @@ def run(config: TrainingConfig) -> Finished:
             distributed.stop()
 
 
-def _recipe_of(config: TrainingConfig) -> Any:
-    """The recipe that `load` found for a config; else the module around its class; else the recipe that it names."""
-    path, named = Path(config.recipe), sys.modules.get(_module_name(Path(config.recipe)))
-    candidates = [named, sys.modules.get(type(config).__module__)]
-    if path.suffix == ".py":  # its class may be another recipe's, and another file may have its name
-        candidates = [named] if named and Path(str(named.__file__)).resolve() == path.resolve() else []
-    for module in candidates:
-        if getattr(module, "Config", None) is type(config) and hasattr(module, "main"):
-            return module
-    return load_recipe(find_recipe(config.recipe, toml=Path("config")))
+# The recipes that `load` found, by the class and the name in their configs: two recipes may share a class.
+_LOADED: dict[tuple[type[TrainingConfig], str], ModuleType] = {}
 
 
-def _module_name(recipe: Path) -> str:
-    return f"fsdp2kit_recipe_{recipe.stem}"
+def _recipe_of(config: TrainingConfig) -> tuple[Any, TrainingConfig]:
+    """The recipe that `load` found for a config; else the module around its class; else what its name gives."""
+    around = sys.modules.get(type(config).__module__)
+    if (loaded := _LOADED.get((type(config), config.recipe))) is not None:
+        return loaded, config
+    if getattr(around, "Config", None) is type(config) and hasattr(around, "main"):
+        return around, config
+    return load(config.model_dump(mode="json", exclude_none=True), ())
 
 
 def _finished(config: TrainingConfig) -> Finished:
@@ -188,6 +187,7 @@ def load(toml: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tupl
     config = validate(recipe.Config, values, source=path, overrides=overrides, say=_say)
     if name.endswith(".py"):  # the resolved config must find it from the run directory, too
         config = config.model_copy(update={"recipe": str(recipe_path.resolve())})
+    _LOADED[type(config), config.recipe] = recipe
     return recipe, config
 
 
@@ -231,7 +231,7 @@ def load_recipe(path: str | Path) -> ModuleType:
         UserError: it does not define them, is not Python, or fails when executed.
     """
     path = Path(path)
-    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    spec = importlib.util.spec_from_file_location(f"fsdp2kit_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(str(path), "is not a Python file", "name a .py file")
     module = importlib.util.module_from_spec(spec)

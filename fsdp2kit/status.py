@@ -55,6 +55,12 @@ def begin(activity: str, *, step: int | None = None) -> None:
     _now = Position(_now.number + 1, _now.step if step is None else step, activity)
 
 
+def begin_run() -> None:
+    """Another run begins in this process."""
+    global _now
+    _now = Position(_now.number + 1)
+
+
 def enter(phase: str) -> None:
     """Say that this rank enters a phase of its activity. Every rank calls it."""
     global _now

@@ -29,6 +29,12 @@ def keep_in(folder: Path, *, nccl: bool = False) -> None:
         os.environ[_DUMPS] = str(folder.resolve() / "nccl-rank-")
 
 
+def keep_nowhere() -> None:
+    """Another run begins in this process, whose directory is not open yet."""
+    global _folder
+    _folder = None
+
+
 def write_traceback(text: str) -> bool:
     """Append a text to this rank's file in ``errors/``; False without a run directory, or if the disk refuses."""
     if _folder is None:

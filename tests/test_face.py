@@ -147,15 +147,16 @@ def test_a_recipe_defined_where_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_recipe_with_another_ones_config(tmp_path: Path) -> None:
     """A copy of a recipe may take its ``Config`` as it is; two files may have one name."""
+    configs = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-        source = f"from recipes.sft import Config\n\n\ndef main(config):\n    seen.append({name!r})\n\n\nseen = []\n"
-        (tmp_path / name / "own.py").write_text(source, encoding="utf-8")
-    configs = [fk.load_config({**SETTINGS, "recipe": str(tmp_path / name / "own.py")}) for name in ("one", "other")]
-    fk.run(configs[1])
-    assert sys.modules["fsdp2kit_recipe_own"].seen == ["other"]
-    fk.run(configs[0])
-    assert sys.modules["fsdp2kit_recipe_own"].seen == ["one"]
+        lines = ["from pathlib import Path", "from recipes.sft import Config", "def main(config):"]
+        lines.append(f"    Path({str(tmp_path / 'ran')!r}).write_text({name!r})")
+        (tmp_path / name / "own.py").write_text("\n".join(lines), encoding="utf-8")
+        configs.append(fk.load_config({**SETTINGS, "recipe": str(tmp_path / name / "own.py")}))
+    for name, config in zip(("other", "one"), reversed(configs), strict=True):
+        fk.run(config)
+        assert (tmp_path / "ran").read_text() == name
 
 
 def run_here(directory: str) -> Any:

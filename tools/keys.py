@@ -82,7 +82,7 @@ def _print_sections(reference: Reference) -> None:
 
 
 def _print_lines(keys: Sequence[Key], reference: Reference) -> None:
-    """A line a key: name, default and the first sentence of its doc; of a key that differs by recipe, the first."""
+    """A line a key: name, default and the first sentence of its doc. If recipes differ, the first one's."""
     first: dict[tuple[str, str], Key] = {}
     for key in keys:
         first.setdefault((key.name, key.variant), key)

@@ -379,7 +379,7 @@ class Checkpoints:
             raise storage_failure(f"{out}: was not exported", error, out.parent, todo, group=self._group) from error
         if is_new:
             self._tell(f"exported {checkpoint.name} to {out} ({dtype})")
-            step, seconds = read_manifest(checkpoint).step, time.monotonic() - began
+            step, seconds = int(checkpoint.name.rpartition("-")[2]), time.monotonic() - began
             self._events.record("export", step=step, path=str(out), seconds=seconds)
         self.exported = checkpoint
 

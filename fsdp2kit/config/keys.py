@@ -225,7 +225,7 @@ def _line(text: str) -> str:
 
 
 def _shared(one: str, other: str) -> str:
-    """The line about a section; of one that differs by recipe, what stands before the colon of the first."""
+    """The line about a section. If recipes differ, the part before the first one's colon."""
     return one if one == other else one.partition(":")[0].rstrip(".") + "."
 
 

@@ -286,8 +286,9 @@ class MlflowConfig(Section):
     """Name of the experiment."""
 
     def check(self, config: Any, sizes: MeshSizes) -> None:
-        is_remote = os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http")
-        for package in ("mlflow", *(() if is_remote else ("sqlalchemy", "alembic"))) if self.enabled else ():
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
+        is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+        for package in ("mlflow", *(("sqlalchemy", "alembic") if is_database else ())) if self.enabled else ():
             check_installed(package, where="mlflow.enabled")
 
 

@@ -70,8 +70,8 @@ def read_traces(path: str | Path) -> list[RankTrace]:
     path = Path(path)
     folder = path / "trace" if (path / "trace").is_dir() else path
     found = _files_in(folder)
-    if not found and (asked := sorted(folder.glob("step-*"))):
-        folder = asked[-1]
+    if not found and (asked := [*folder.glob("step-*")]):
+        folder = max(asked, key=lambda one: one.stat().st_mtime)
         found = _files_in(folder)
     if not found and not path.is_file():
         what = "holds no trace (*.json, *.json.gz)" if folder.is_dir() else "does not exist"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
 import numpy as np
+
+from fsdp2kit.report.read import seconds_of
 
 MOST_POINTS = 4000
 """Points of one curve of a page."""
@@ -28,8 +29,6 @@ class Columns:
         """Hours that the run has worked, by record: what passes between a stop and the next start is left out."""
         self.values: dict[str, tuple[list[int], list[float]]] = {}
         """Steps and values of each metric, where it has a finite one."""
-        self.starts: list[int] = []
-        """The first step of each start but the first."""
         self._time: float | None = None
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -57,9 +56,7 @@ class Columns:
 
     def _add_time(self, record: Mapping[str, Any]) -> None:
         begins = isinstance(record.get("start"), int)
-        if begins and self.steps:
-            self.starts.append(record["step"])
-        now, passed = _seconds(record.get("time")), _number(record.get("step_seconds"))
+        now, passed = seconds_of(record.get("time")), _number(record.get("step_seconds"))
         if begins:
             passed = _number(record.get("seconds_to_first_step")) or passed
         if now is not None and self._time is not None and now >= self._time:
@@ -124,13 +121,6 @@ def _step_split(record: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(ratio, (int, float)) and ratio > 0:
             found["split/others_wait"] = max(0.0, (own_data + compute) * seconds * (1 - 1 / ratio))
     return found
-
-
-def _seconds(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
 
 
 def _number(value: Any) -> float:

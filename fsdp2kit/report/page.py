@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -58,8 +59,23 @@ def render(payload: Mapping[str, Any], *, follows: bool = False) -> str:
 
 def as_script(payload: Mapping[str, Any]) -> str:
     """JSON that may stand in a script element: no text in it ends the element or begins a comment."""
-    text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return as_json(payload).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def as_json(payload: Mapping[str, Any]) -> str:
+    """JSON as a browser reads it: null for numbers that are not finite, and half characters escaped."""
+    try:
+        return json.dumps(payload, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # rare: a figure of a plan or a save
+        return json.dumps(_finite(payload), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_page(text: str, out: Path, *, force: bool = False) -> None:

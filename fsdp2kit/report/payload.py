@@ -141,7 +141,7 @@ def _figures(columns: Columns, saves: Sequence[Mapping[str, Any]]) -> list[list[
 
 def _samples(run: RunRecord) -> list[dict[str, Any]]:
     found = []
-    for event in run.of_kind("sample")[-_MOST_ROWS:]:
+    for event in run.samples[-_MOST_ROWS:]:
         prompt = event.get("prompt")
         if isinstance(prompt, list):
             messages = [one for one in prompt if isinstance(one, Mapping)]

@@ -21,6 +21,8 @@ from fsdp2kit.report.tracebacks import cause_of_failure
 State = Literal["running", "ended", "stopped", "failed", "killed"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+_LATEST = 1e11  # unix seconds
+_SAMPLE_BYTES = 1 << 18  # of samples.jsonl: its end
 _DEPTH = 3  # folders of runs within folders of runs
 _SILENT_SECONDS = 300.0  # a run of another host whose lock is not seen here, and that has written nothing since
 
@@ -53,6 +55,8 @@ class RunRecord:
     """``metrics.jsonl`` by step, one record a step."""
     events: list[dict[str, Any]]
     """``events.jsonl`` by time (`fsdp2kit.events` has the kinds); empty for a run of an older version."""
+    samples: list[dict[str, Any]]
+    """The newest of ``samples.jsonl``: ``step``, ``prompt``, ``answer``, …"""
     starts: list[Start]
     state: State
     message: str
@@ -122,6 +126,7 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
     try:
         records = _by_step(read_lines(directory / METRICS, last_bytes=last_bytes))
         events = _by_time(read_lines(directory / EVENTS))
+        samples = read_lines(directory / "samples.jsonl", last_bytes=_SAMPLE_BYTES)
         config, environment = _toml(directory / "config.toml"), _json(directory / "environment.json")
         seen = _last_change(directory)
         starts = _starts(events, records)
@@ -129,13 +134,14 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(str(error.filename or path), f"cannot be read ({why})", "see that you may read it") from None
-    return RunRecord(directory, config, environment, records, events, starts, state, message, seen)
+    return RunRecord(directory, config, environment, records, events, samples, starts, state, message, seen)
 
 
 def is_run(directory: Path) -> bool:
     """Whether this is a run directory."""
-    return any((directory / name).is_file() for name in (METRICS, EVENTS)) or all(
-        (directory / name).is_file() for name in ("config.toml", "environment.json")
+    return any(os.path.isfile(directory / name) for name in (METRICS, EVENTS)) or all(  # noqa: PTH113 (never raises)
+        os.path.isfile(directory / name)  # noqa: PTH113
+        for name in ("config.toml", "environment.json")
     )
 
 
@@ -192,8 +198,14 @@ def _by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    whole = [one for one in events if isinstance(one.get("event"), str) and isinstance(one.get("time"), (int, float))]
-    return sorted(whole, key=lambda event: event["time"])
+    return sorted(filter(_is_event, events), key=lambda event: event["time"])
+
+
+def _is_event(found: dict[str, Any]) -> bool:
+    """Whether a line is an event as `fsdp2kit.events` writes it, and not damaged."""
+    time, start = found.get("time"), found.get("start")
+    is_time = isinstance(time, (int, float)) and 0 <= time < _LATEST
+    return isinstance(found.get("event"), str) and is_time and type(start) is int
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -227,18 +239,20 @@ def _starts(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> list
     before = 0
     for record in records:
         if isinstance(number := record.get("start"), int):
-            found[number] = Start(number, _unix(record.get("time")), before)
+            found[number] = Start(number, seconds_of(record.get("time")), before)
         before = record["step"]
     resumed = {event.get("start"): event.get("step", 0) for event in events if event["event"] == "resume"}
     for event in events:
         if event["event"] == "start" and isinstance(number := event.get("start"), int):
             step, changed = resumed.get(number, 0), event.get("changed")
-            changed = changed if isinstance(changed, dict) else {}
+            pairs = changed.items() if isinstance(changed, dict) else ()
+            changed = {key: pair for key, pair in pairs if isinstance(pair, list) and len(pair) == 2}
             found[number] = Start(number, event["time"], step, event.get("world_size"), changed)
     return [found[number] for number in sorted(found)]
 
 
-def _unix(text: Any) -> float | None:
+def seconds_of(text: Any) -> float | None:
+    """A record's ``time`` in unix seconds; None if it has none."""
     try:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
     except ValueError:

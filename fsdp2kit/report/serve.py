@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from fsdp2kit.errors import UserError
 from fsdp2kit.report.curves import Columns
-from fsdp2kit.report.page import render
+from fsdp2kit.report.page import as_json, render
 from fsdp2kit.report.payload import build_payload
 from fsdp2kit.report.read import METRICS, RunRecord, read_run
 
@@ -97,9 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
             if asked.path == "/":
                 self._send(render(self.server.source.payload(), follows=True), "text/html")
             else:
-                self._send(json.dumps(self.server.source.payload(**_seen(asked.query))), "application/json")
+                self._send(as_json(self.server.source.payload(**_seen(asked.query))), "application/json")
         except UserError as problem:  # the directory is gone
-            self.send_error(503, str(problem))
+            self.send_error(503, explain=str(problem))
 
     def _send(self, text: str, kind: str) -> None:
         content = text.encode()

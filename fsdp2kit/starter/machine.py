@@ -126,7 +126,10 @@ def _without_teacher(config: TrainingConfig, device: Device, world_size: int) ->
         return config, device
     elements = 0
     for path in beside.values():
-        model = build_model(ModelConfig(path=path), local_files_only=True)
+        try:
+            model = build_model(ModelConfig(path=path), local_files_only=True)
+        except UserError:
+            return config, device  # not on this machine: its share of the memory is not known
         elements += sum(parameter.numel() for parameter in model.parameters())
     known = TrainingConfig.model_fields
     dump = {name: value for name, value in config.model_dump(exclude_unset=True).items() if name in known}

@@ -34,6 +34,8 @@ def reference_of(row: dict[str, Any]) -> str | None:
             return str(row[name])
     messages = row.get("messages") or row.get("conversations")
     last = messages[-1] if isinstance(messages, list) and messages else {}
+    if not isinstance(last, dict):
+        return None
     text = last.get("content", last.get("value"))
     is_answer = last.get("role", last.get("from")) in ("assistant", "gpt")
     return text if is_answer and isinstance(text, str) else None

@@ -212,6 +212,7 @@ class _Loop:
             events=self.metrics.events,
         )
         self.window: Window | None = None
+        self.graphs = compiled_graphs()  # of earlier runs in this process
 
     @property
     def is_over(self) -> bool:
@@ -300,7 +301,7 @@ class _Loop:
             metrics.message(f"step {self.run.progress.step}: skipped, since {why}")
         if not throughput.has_begun:
             metrics.message(throughput.first_step())
-            if config.compile.enabled and not compiled_graphs():
+            if config.compile.enabled and compiled_graphs() == self.graphs:
                 why = "set TORCH_LOGS=graph_breaks to see why, or compile.enabled = false"
                 metrics.message(f"warning: compile.enabled = true, but torch.compile compiled nothing; {why}")
         throughput.add(batch.input_tokens, batch.supervised_tokens, batch.attention_pairs, batch.seconds)

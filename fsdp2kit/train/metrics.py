@@ -137,8 +137,6 @@ class Metrics:
             self.message(f"> {sample['prompt']}\n{sample['answer'] or '(an empty answer)'}")
         if samples and self._path is not None:
             _append(self._path.with_name("samples.jsonl"), [{"step": step, **sample} for sample in samples])
-            for sample in as_text:
-                self.events.record("sample", step=step, **sample)
         for tracker in self._trackers if samples else ():
             tracker.log_samples(step, as_text)
 

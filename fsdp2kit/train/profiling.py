@@ -156,7 +156,6 @@ class StepProfiler:
         assert self._profiler is not None, "there is a window"
         self._profiler.__exit__(*exception)
         self._profiler, window = None, self._windows.pop(0)
-        self._events.record("profile", step=self._first_step + window.before, path=str(window.folder))
         if self._finished >= window.before and window.with_memory and self._is_cuda:
             self._write(window.folder / f"memory-{self._rank:05d}.pickle", dump_memory_history)
 
@@ -165,11 +164,15 @@ class StepProfiler:
             record_memory_history(_MEMORY_EVENTS)
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
-        self._write(self._windows[0].folder / f"rank-{self._rank:05d}.json.gz", profiler.export_chrome_trace)
+        window = self._windows[0]
+        if self._write(window.folder / f"rank-{self._rank:05d}.json.gz", profiler.export_chrome_trace):
+            self._events.record("profile", step=self._first_step + window.before, path=str(window.folder))
 
-    def _write(self, path: Path, write: Any) -> None:
+    def _write(self, path: Path, write: Any) -> bool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
         except OSError as error:  # a trace is not worth a run
             logger.warning("%s: cannot be written (%s), and the run goes on", path, error.strerror or error)
+            return False
+        return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.events import flat
 from fsdp2kit.job import without_secrets
 from fsdp2kit.progress import Progress
 from fsdp2kit.train.wandb_run import blanked, brief, start_wandb
@@ -144,7 +145,7 @@ class Mlflow:
         number = found.experiment_id if found else client.create_experiment(experiment, artifact_location=place)
         self._id = client.create_run(number, run_name=run_dir.resolve().name).info.run_id
         kept.write_text(self._id, encoding="utf-8")
-        parameters = [Param(key, value) for key, value in _flat(config).items()]
+        parameters = [Param(_name(key), _as_text(value)) for key, value in flat(config).items()]
         for first in range(0, len(parameters), 100):  # MLflow takes no more at once
             client.log_batch(self._id, params=parameters[first : first + 100])
 
@@ -210,12 +211,5 @@ def _name(key: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", key)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested tables as texts by dotted key."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[_name(prefix + key)] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

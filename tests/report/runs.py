@@ -66,6 +66,8 @@ def write_run(
             json.dumps({"time": 1.76e9 + place, "start": 1, **event}) + "\n" for place, event in enumerate(events)
         ]
         (directory / "events.jsonl").write_text("".join(lines), encoding="utf-8")
+        sample = {"step": 20, "prompt": "What is 2 + 2?", "answer": f"4 {EVIL}", "reward": 1.0}
+        (directory / "samples.jsonl").write_text(json.dumps(sample) + "\n", encoding="utf-8")
     return directory
 
 
@@ -76,7 +78,6 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "warning", "text": f"a row was cut {EVIL}", "step": 3},
     {"event": "warning", "text": f"a row was cut {EVIL}", "step": 7},
     {"event": "save", "step": 20, "seconds": 3.5, "waited": 0.25, "bytes": 4_000_000_000, "background": True},
-    {"event": "sample", "step": 20, "prompt": "What is 2 + 2?", "answer": f"4 {EVIL}", "reward": 1.0},
     {"event": "stop", "step": 20, "reason": "SIGTERM"},
     {"event": "end", "step": 20, "outcome": "stopped", "seconds": 90.0},
     {"event": "start", "start": 2, "world_size": 4, "changed": {"optimizer.lr": [0.001, 0.0005]}},

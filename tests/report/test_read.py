@@ -165,10 +165,10 @@ def test_events_tell_what_a_run_did(runs: Path) -> None:
     assert all(save["background"] and save["seconds"] > 0 and save["waited"] >= 0 for save in saves)
     assert all(save["bytes"] > 1000 for save in saves)
     assert [one["step"] for one in run.of_kind("export")] == [2, 4, 5]
-    assert [(one["step"], one["prompt"]) for one in run.of_kind("sample")] == [(step, "hello") for step in (2, 4, 5)]
+    assert [(one["step"], one["prompt"]) for one in run.samples] == [(step, "hello") for step in (2, 4, 5)]
     assert [(one["step"], one["outcome"]) for one in run.of_kind("end")] == [(2, "done"), (4, "done"), (5, "done")]
     # One write for each of these, and none for a step.
-    kinds = {"start", "data", "plan", "resume", "sample", "save", "export", "end"}
+    kinds = {"start", "data", "plan", "resume", "save", "export", "end"}
     assert {one["event"] for one in run.events} == kinds
 
 
