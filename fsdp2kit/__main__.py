@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from fsdp2kit import __version__, tools
+from fsdp2kit.errors import did_you_mean
 
 _COMMANDS = {
     "run": "train as a TOML says: fsdp2kit run TOML [section.key=value ...]",
@@ -52,7 +53,8 @@ def _list(command: str, lines: dict[str, str]) -> int:
     """List the commands, after an error unless help was asked for."""
     is_asked = command in ("help", "__help", "_h")
     if not is_asked:
-        print(f"error: fsdp2kit {command}: no such command; choose one of these", file=sys.stderr)
+        todo = did_you_mean(command, lines, otherwise="choose one of these")
+        print(f"error: fsdp2kit {command}: no such command; {todo}", file=sys.stderr)
     width = max(map(len, lines))
     print(*(f"{name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
     return 0 if is_asked else 2

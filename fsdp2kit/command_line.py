@@ -75,8 +75,10 @@ def new_figure(flag: str = "--png", **options: Any) -> Any:
 
 
 def write_figure(figure: Any, path: Path) -> None:
-    """Write a figure as a PNG."""
+    """Write a figure as a PNG, which may replace another PNG and no other file."""
     try:
+        if path.is_file() and path.stat().st_size and path.read_bytes()[:4] != b"\x89PNG":
+            raise UserError(str(path), "is there, and is no PNG", "choose another --png")
         figure.savefig(path, dpi=110, format="png")
     except OSError as problem:
         raise UserError(str(path), f"cannot be written ({problem.strerror})", "choose another --png") from None

@@ -39,6 +39,7 @@ from fsdp2kit.tracebacks import write_traceback
 T = TypeVar("T")
 
 _IMPORTED = time.monotonic()
+_has_begun = False
 _counts_from: float | None = None  # of the monotonic clock; None: from the start of the process
 _hosts: tuple[str, ...] = ()  # of the ranks of the process group, as `World.hosts`
 
@@ -380,6 +381,14 @@ def count_from_now() -> None:
     """From now on `seconds_alive` counts from here: a run begins in a process that has done other things."""
     global _counts_from
     _counts_from = time.monotonic()
+
+
+def begin_job() -> None:
+    """The first job of a process began with it; `seconds_alive` counts another one from here."""
+    global _has_begun
+    if _has_begun:
+        count_from_now()
+    _has_begun = True
 
 
 def seconds_alive() -> float:

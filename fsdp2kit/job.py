@@ -110,6 +110,7 @@ def start_job(config: TrainingConfig) -> Iterator[Job]:
         UserError: the config does not fit the world it runs in, or its hosts differ (`check_hosts`).
     """
     world = distributed.start(timeout_minutes=config.run.timeout_minutes, deterministic=config.run.deterministic)
+    distributed.begin_job()
     tracebacks.keep_nowhere()
     status.begin_run()
     with agreement():  # a login, or an optional package, may be on one machine alone

@@ -60,6 +60,9 @@ def load_config(toml: str | Path | Mapping[str, Any], *overrides: str) -> Traini
     Raises:
         UserError: a file or recipe that is not there, an unknown key, a wrong value; names what was probably meant.
     """
+    if not isinstance(toml, (str, Path, Mapping)) or not all(isinstance(one, str) for one in overrides):
+        what = "takes a TOML's path, or its values as a dict, and then texts"
+        raise UserError("fsdp2kit.load_config", what, 'call e.g. load_config("x.toml", "train.steps=10")')
     return load(toml, overrides)[1]
 
 
@@ -78,6 +81,8 @@ def run(config: TrainingConfig) -> Finished:
         UserError: a mistake in the config, the data or the model, on every rank.
         RunFailure: the run failed. Where ranks wait for one that is lost, they end with one line instead.
     """
+    if not isinstance(config, TrainingConfig):
+        raise UserError("fsdp2kit.run", f"takes a config, not {config!r:.60}", "call load_config first")
     is_ours = not dist.is_initialized()
     distributed.count_from_now()
     try:

@@ -94,11 +94,13 @@ def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next(tmp_path: Path) -> N
 
 
 def test_lines_are_cleaned_and_take_any_value(tmp_path: Path) -> None:
-    events = Events(is_kept=True, clean=lambda line: line.replace("secret", "***"))
+    secret = 'se"cr\\ét'  # JSON writes it in another way
+    events = Events(is_kept=True, clean=lambda text: text.replace(secret, "***"))
     events.open_in(tmp_path, start=1)
-    events.record("sample", prompt="my secret", path=Path("x"))
+    events.record("start", command=f"my {secret}", changed={"run.dir": ["x", secret]}, path=Path("x"))
     events.close()
-    assert lines(tmp_path)[0]["prompt"] == "my ***"
+    assert lines(tmp_path)[0]["command"] == "my ***"
+    assert lines(tmp_path)[0]["changed"] == {"run.dir": ["x", "***"]}
     assert lines(tmp_path)[0]["path"] == "x"
 
 

@@ -159,6 +159,19 @@ def test_a_recipe_with_another_ones_config(tmp_path: Path) -> None:
         assert (tmp_path / "ran").read_text() == name
 
 
+def test_a_config_of_the_base_class_is_made_the_recipes(tmp_path: Path) -> None:
+    """Its checks are the recipe's: a list of rewards is required."""
+    config = fk.TrainingConfig(recipe="grpo", run=fk.RunConfig(dir=str(tmp_path)))
+    with pytest.raises(UserError, match="reward"):
+        fk.run(config)
+
+
+def test_what_is_no_config_is_refused() -> None:
+    for call in (lambda: fk.run({"recipe": "sft"}), lambda: fk.run("x.toml"), lambda: fk.load_config(SETTINGS, {})):
+        with pytest.raises(UserError, match="load_config"):
+            call()
+
+
 def run_here(directory: str) -> Any:
     return fk.run(fk.load_config(SETTINGS, f"run.dir='{directory}'", "train.micro_batch_size=1"))
 

@@ -66,6 +66,8 @@ def _write(options: argparse.Namespace, out: Path) -> tuple[str, list[str], str 
     sections, command = drafting.draft(facts), launch_command(str(out), world_size)
     name = "schema.json" if kind.recipe == "sft" else f"schema.{kind.recipe}.json"
     head = [command, f":schema {bundled_folder('toml') / name}", kind.purpose]
+    if device is None:
+        head.append('On a CPU add fsdp.param_dtype = "float32": few are fast in bfloat16.')
     open_keys = [f"{section}.{key}" for section, keys in sections.items() for key, one in keys.items() if one.is_open]
 
     def text() -> str:

@@ -131,6 +131,8 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
         seen = _last_change(directory)
         starts = _starts(events, records)
         state, message = _state(directory, config, records, events, seen=seen)
+        if state == "killed" and not records and starts and starts[-1].step:
+            message = f"after step {starts[-1].step}"
     except OSError as error:
         why = error.strerror or str(error)
         raise UserError(str(error.filename or path), f"cannot be read ({why})", "see that you may read it") from None

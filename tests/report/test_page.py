@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_text_of_a_run_is_never_markup(run: Path) -> None:
     assert payload["runs"][0]["samples"][0]["answer"] == f"4 {EVIL}"
     assert payload["runs"][0]["warnings"][0]["text"].endswith(EVIL)
     assert any(EVIL in row for one in payload["tables"] for row in one["rows"])
+
+
+def test_odd_values_do_not_prevent_a_page(tmp_path: Path) -> None:
+    """A plan that is not a number, half of a character, and events that were damaged."""
+    odd: list[dict[str, Any]] = [
+        {"event": "plan", "gib": {"memory_gib": float("nan")}},
+        {"event": "save", "step": 2, "seconds": float("inf"), "waited": 0.0},
+        {"event": "warning", "text": "half \ud83d"},
+        {"event": "start", "changed": {"a": 1, "b": [1, 2]}},
+        {"event": "start", "time": 1e300},
+        {"event": "end", "start": [1]},
+    ]
+    text = build_page([read_run(write_run(tmp_path / "x", events=odd))])
+    found = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.DOTALL)
+    assert found
+    [run] = json.loads(found.group(1).encode())["runs"]
+    assert run["warnings"][0]["text"] == "half \ud83d"
 
 
 def test_it_is_one_file_that_asks_no_network(run: Path) -> None:
