@@ -160,9 +160,9 @@ def test_a_recipe_with_another_ones_config(tmp_path: Path) -> None:
 
 
 def test_a_config_of_the_base_class_is_made_the_recipes(tmp_path: Path) -> None:
-    """Its checks are the recipe's: a list of rewards is required."""
+    """It is checked as the recipe checks it: prompts are wanted."""
     config = fk.TrainingConfig(recipe="grpo", run=fk.RunConfig(dir=str(tmp_path)))
-    with pytest.raises(UserError, match="reward"):
+    with pytest.raises(UserError, match="prompts"):
         fk.run(config)
 
 
