@@ -53,10 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def follow(runs: list[Path], *, port: int) -> int:
     """Serve the page until Ctrl-C."""
-    with build_server(runs, port=port) as server:
+    with contextlib.suppress(KeyboardInterrupt), build_server(runs, port=port) as server:
         print(f"{server.url} shows new steps as they come; Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
     return 0
 
 

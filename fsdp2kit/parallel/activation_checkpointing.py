@@ -19,9 +19,6 @@ from fsdp2kit.config.schema import ActivationCheckpointingConfig
 # Batched matmuls are left out: in eager attention their results are the S² scores.
 _ATTENTION = ("attention", "flash_attn", "flex")
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
-# What routers choose experts by. Chosen again, from numbers that round another way, a token might visit other experts
-# in backward than in forward (transformers#48687).
-_CHOICES = ("aten.topk", "aten.argmax")
 _EXPERTS = "routed_experts"  # our operator
 # What FSDP's hooks run to gather the parameters of a unit inside a layer. Selective checkpointing numbers the calls
 # of each operator and fails where recomputation makes more of them than forward did; the hooks do, as recomputation
@@ -42,7 +39,7 @@ _HOOKS_OF_FSDP = {
 
 
 def apply_activation_checkpointing(
-    section: ActivationCheckpointingConfig, layers: Sequence[nn.Module], *, device_type: str, has_experts: bool = False
+    section: ActivationCheckpointingConfig, layers: Sequence[nn.Module], *, device_type: str
 ) -> None:
     """Wrap every ``every``-th layer so that backward recomputes its forward, in whole or in part.
 
@@ -51,23 +48,19 @@ def apply_activation_checkpointing(
 
     Args:
         device_type: of the activations; on "cpu" they are on the host already, and ``offload`` does nothing.
-        has_experts: whether routers choose experts for tokens; recomputation then keeps their choices.
     """
     if section.mode == "none":
         return
     offloads = section.offload and device_type != "cpu"
-    keeps = _keep_or_recompute if section.mode == "selective" else _keep_choices if has_experts else None
     for layer in layers[:: section.every]:
-        layer.forward = _recomputed(layer.forward, keeps=keeps, offload=offloads)
+        layer.forward = _recomputed(layer.forward, selective=section.mode == "selective", offload=offloads)
 
 
-def _recomputed(
-    forward: Callable[..., Any], *, keeps: Callable[..., CheckpointPolicy] | None, offload: bool
-) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
-    if keeps is not None:
+    if selective:
         SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keeps)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
     # Around the checkpoint only the layer's inputs are saved, not parameters, which FSDP frees itself.
     inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
@@ -92,18 +85,7 @@ def _keep_or_recompute(_context: Any, operator: Any, *_args: Any, **_kwargs: Any
     checkpointing only some layers (``every``): docs/dev/checks.md.
     """
     name = str(operator)
-    is_product = _packet(operator) in _PRODUCTS
+    is_product = str(getattr(operator, "overloadpacket", operator)) in _PRODUCTS
     if is_product or _EXPERTS in name or any(word in name for word in _ATTENTION):
         return CheckpointPolicy.MUST_SAVE
-    return _keep_choices(_context, operator)
-
-
-def _keep_choices(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep which experts were chosen, and recompute the rest."""
-    is_choice = _packet(operator) in _CHOICES
-    return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _packet(operator: Any) -> str:
-    """An operator's name without its overload: ``aten.mm``."""
-    return str(getattr(operator, "overloadpacket", operator))
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,7 +15,7 @@ from fsdp2kit.model.liger import apply_liger
 from fsdp2kit.model.loss_head import FORWARDS, attach_loss
 from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpointing
 from fsdp2kit.parallel.context_parallel.attention import apply_attention
-from fsdp2kit.parallel.expert_parallel.deal import deal_out, find_experts
+from fsdp2kit.parallel.expert_parallel.deal import deal_out
 from fsdp2kit.parallel.fsdp import apply_fsdp
 from fsdp2kit.parallel.low_bits import apply_float8, apply_nf4
 from fsdp2kit.parallel.mesh import Mesh
@@ -52,12 +52,7 @@ def parallelize_model(model: PreTrainedModel, plan: ParallelPlan, *, mesh: Mesh)
     broken = [model.get_submodule(name) for name in plan.broken_layers] if plan.compile.enabled else []
     for layer in broken:  # torch.compile gives up a recomputed layer whose graph breaks: here recomputation is around
         layer.forward = torch.compile(layer.forward)
-    apply_activation_checkpointing(
-        plan.activation_checkpointing,
-        layers,
-        device_type=mesh.device.type,
-        has_experts=bool(find_experts(model)) and not plan.compile.enabled,  # torch.compile decides itself
-    )
+    apply_activation_checkpointing(plan.activation_checkpointing, layers, device_type=mesh.device.type)
     if plan.compile.enabled:
         for layer in layers:
             if layer not in broken:

@@ -58,7 +58,7 @@ def test_read_errors_name_the_file(tmp_path: Path) -> None:
         ({"eval": {"format": "chat"}}, "eval.format", "did you mean eval.sets.NAME.format?"),
         ({"train": {"temperature": 1.0}}, "train.temperature", "did you mean data.temperature?"),
         ({"compile": {"int": 1}}, "compile.int", "known here: enabled"),
-        ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp"),
+        ({"mesh": {"zzz": 1}}, "mesh.zzz", "known here: dp_replicate, dp_shard, cp, ep"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(values: dict, where: str, todo: str) -> None:

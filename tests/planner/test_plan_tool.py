@@ -57,7 +57,7 @@ def test_70b_is_planned_in_seconds(ranks: str, toml: Any, capsys: pytest.Capture
     code, text = run(capsys, toml(LLAMA_70B), "--world-size", ranks, "--device", "h100", "--json")
     assert time.process_time() - started < 5
     found = json.loads(text)
-    assert found["mesh"] == {"dp_replicate": 1, "dp_shard": int(ranks), "cp": 1}
+    assert found["mesh"] == {"dp_replicate": 1, "dp_shard": int(ranks), "cp": 1, "ep": 1}
     assert code == (0 if found["fits"] else 1)
     for pace in (found["speed"]["low"], found["speed"]["high"]):
         assert pace["overlapped"] <= pace["serial"]
