@@ -142,7 +142,8 @@ def test_what_one_host_has_not_is_refused_in_one_line(
     job = start(hosts, prepare=prepare)
     assert job.codes(seconds=60) == [2] * 4, job.said()
     if case is not_shared:
-        assert time.monotonic() - began < 15
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # 15 s are of a machine that does nothing else
+        assert time.monotonic() - began < 15 * busy
     assert_says(job, line)
     if case is not full_cache:  # which is written to after the run directory is opened
         assert not list((hosts.folder / "run").glob("*"))
