@@ -34,7 +34,7 @@ def say(*lines: str) -> None:
 
 @contextlib.contextmanager
 def heard_by(hear: Callable[[str], object]) -> Iterator[None]:
-    """Call ``hear`` with every line that is said in the block, on the main rank."""
+    """Call ``hear`` with each line that `say` prints within the block, on the main rank."""
     _SCREEN.listeners.append(hear)
     try:
         yield

@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def recipe(self) -> str:
-        """Of a recipe of one's own, the file's name without ``.py``."""
+        """The recipe's name; for a ``.py`` file its name without the suffix."""
         return Path(str(self.config.get("recipe", ""))).stem
 
     @property

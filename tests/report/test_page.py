@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of which every text is hostile."""
+    """A run whose texts all try to become code of the page."""
     folder = tmp_path_factory.mktemp("runs") / 'x<img src=x onerror="1">&'
     config = f"[train]\nsteps = 50\n[wandb]\nnotes = {json.dumps(EVIL)}\n"
     return write_run(folder, events=EVENTS, config=config, also={f"mine<b>{EVIL[:9]}": 1.0})

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run that failed, and an older one of which little is known."""
+    """A run that failed, and an older one that tells little."""
     done, bare = tmp_path / "runs" / "sweep" / "a", tmp_path / "runs" / "b"
     done.mkdir(parents=True)
     bare.mkdir()

@@ -29,7 +29,7 @@ class ExpertPlan:
     modules: tuple[str, ...]
     """Names of the modules that hold a layer's experts."""
     num_experts: int
-    """Of a layer, at most."""
+    """The largest number of experts in a layer."""
     ranks: int
 
     def __str__(self) -> str:
@@ -135,6 +135,6 @@ def _use(model: PreTrainedModel, plan: ExpertPlan, *, group: str) -> None:
 
 
 def _parameter_names(module: Any) -> list[str]:
-    """Of the weights that the operator is given, in order."""
+    """Names of the parameters that `routed_experts` takes, in its order."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return [name for weight in (up, "down_proj") for name in (weight, f"{weight}_bias")[: 1 + module.has_bias]]
