@@ -16,6 +16,7 @@ kind says. Lines are only added: also those of steps that a resumed run makes ag
 | `stop` | `step`, `reason`: it was asked to stop, or stopped early |
 | `end` | `outcome` ("done" or "stopped"); `step` and `seconds` since the start of the process if fsdp2kit's loop ran |
 | `failure` | `text`, a line; `lost` if the cause is another rank |
+| `refusal` | `text`, a line: a mistake of the user's that ended a start before its first step |
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -90,6 +90,7 @@ class Job:
             if self.is_main:
                 self.closing.enter_context(lock_run_dir(self.run_dir))
                 self.environment["start"] = start = begin_start(self.run_dir)
+                self.closing.push(_put_back_if_refused(self.run_dir, start=start))
                 before, text = _read_config(self.run_dir), dump_toml(self.config)
                 write_record(self.run_dir, config_text=text, environment=self.environment)
                 self.events.open_in(self.run_dir, start=start)
@@ -135,13 +136,40 @@ def _recording(events: Events) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         is_lost, kind = distributed.is_lost_rank(error), type(error).__name__
         text = str(error) if isinstance(error, (UserError, RunFailure)) else f"{kind}: {error}".removesuffix(": ")
-        events.record("failure", text=text.partition("\n")[0], **({"lost": True} if is_lost else {}))
+        kind = "refusal" if _is_refusal(error) else "failure"
+        events.record(kind, text=text.partition("\n")[0], **({"lost": True} if is_lost else {}))
         raise
     else:
         if "end" not in events.recorded:  # a recipe with a loop of its own
             events.record("end", outcome="done")
     finally:
         events.close()
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether an error refuses a start: it is the user's, and no step was begun."""
+    return isinstance(error, UserError) and not status.position().step
+
+
+def _put_back_if_refused(path: Path, *, start: int) -> Callable[..., None]:
+    """An exit callback that gives a run its ``config.toml`` and ``environment.json`` back if this start is refused.
+
+    A first start, which has none before it, keeps its own.
+    """
+    config, environment = path / "config.toml", path / "environment.json"
+    before = environment.read_bytes() if environment.is_file() else None
+    kept = set(path.glob("config.*.toml"))
+
+    def put_back(_kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if before is None or not _is_refusal(error):
+            return
+        with contextlib.suppress(OSError, ValueError):  # the refusal is what the user must see
+            for file in set(path.glob("config.*.toml")) - kept:
+                file.replace(config)
+            record = {**json.loads(before), "start": start}  # numbers of starts are not used twice
+            replace_file(environment, json.dumps(record, indent=2) + "\n")
+
+    return put_back
 
 
 @contextlib.contextmanager

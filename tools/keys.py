@@ -152,7 +152,7 @@ def _schemas(recipe: str | None) -> dict[str, Schema]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="keys", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit keys", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="SECTION[.KEY] | WORDS", help="default: list the sections")
     parser.add_argument("--recipe", metavar="NAME", help="only this recipe's keys; a name, or a .py file of your own")
     parser.add_argument("--json", action="store_true", help="print a JSON list of keys instead")

@@ -167,7 +167,7 @@ def _environment(**values: str):
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="launch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit launch", description=__doc__.splitlines()[0])
     parser.add_argument(
         "kind", type=_kind, help=f"{', '.join(_SUBMIT)}; trainjob is Kubeflow Trainer v2, pytorchjob its v1"
     )

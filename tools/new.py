@@ -129,7 +129,7 @@ def _refuse_existing(out: Path) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fsdp2kit new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "recipe", metavar="RECIPE", help="sft, lora, qlora, dpo, distill, grpo, pretrain, fsdp1_baseline"

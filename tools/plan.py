@@ -135,7 +135,7 @@ def _alternatives(
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit plan", description=__doc__.splitlines()[0])
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for a run")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (8)")

@@ -155,7 +155,7 @@ def _shown(value: float) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="preview", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit preview", description=__doc__.splitlines()[0])
     parser.add_argument("toml", help="path of a TOML, or the name of one that comes with fsdp2kit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--html", type=user_path, metavar="FILE", help="write a page instead")

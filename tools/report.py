@@ -22,7 +22,7 @@ from fsdp2kit.report.serve import PORT, build_server
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
-    parser = argparse.ArgumentParser(prog="report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=user_path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--out", type=user_path, metavar="FILE", help="the page (report.html, of a single run in its directory)"

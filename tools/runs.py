@@ -20,7 +20,7 @@ from fsdp2kit.report.runs import rows_of, table_of
 @in_one_line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 after a user's mistake."""
-    parser = argparse.ArgumentParser(prog="runs", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fsdp2kit runs", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=user_path, default=Path("runs"), metavar="DIR", help="default: runs")
     parser.add_argument("--last", type=positive, metavar="N", help="only the N runs that wrote a line last")
     parser.add_argument("--json", action="store_true", help="print a JSON array, the newest run first, instead")

@@ -31,6 +31,12 @@ def spellings(meanings: Mapping[str, Any]) -> dict[str, Any]:
     return {word: meaning for words, meaning in meanings.items() for word in words.split()}
 
 
+def names_of(key: str) -> list[str]:
+    """What other tools call one of our keys, and the fields of theirs instead of which it is the first to write."""
+    slots = [slot for slot, todo in _TABLES["instead"].items() if re.findall(r"[a-z_]+\.[a-z_]+", todo)[:1] == [key]]
+    return [*NAMES.get(key, "").split(), *slots, *(name for slot in slots for name in NAMES.get(slot, "").split())]
+
+
 def snake_case(key: str) -> str:
     """``trainBatchSize``, ``--train-batch-size`` and ``TRAIN_BATCH_SIZE`` as ``train_batch_size``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.lstrip("-")).replace("-", "_").lower()

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp2kit.config.foreign import NAMES
+from fsdp2kit.config.foreign import names_of
 
 Schema = Mapping[str, Any]
 NOT_SET = "not set"
 REQUIRED = "required"
+_QUESTION_WORDS = "a an and do doe how i in is it many my number of often on the to what which with"
 # Stand in a key's name for what the user chooses: the number of an entry, a name.
 _CHOSEN = ("N", "NAME")
 
@@ -69,8 +70,8 @@ class Reference:
     recipes: tuple[str, ...]
 
     def find(self, name: str) -> list[Key]:
-        """The keys of that dotted name, and those inside it; brackets of a TOML's table may stand around it."""
-        asked = name.strip("[]").split(".")
+        """The keys of that dotted name, and those inside it; in any case, with or without a table's brackets."""
+        asked = name.strip("[]").lower().split(".")
         return [key for key in self.keys if _starts_with(key.name.split("."), asked)]
 
     def search(self, words: Sequence[str]) -> list[Key]:
@@ -78,7 +79,8 @@ class Reference:
 
         Rare words count more, and words of the name more than those of the doc.
         """
-        asked = [word for text in words for word in _words(text)]
+        every = [word for text in words for word in _words(text)]
+        asked = [word for word in every if word not in _QUESTION_WORDS.split()] or every
         texts = [_Text(key, self.sections.get(key.section, "")) for key in self.keys]
         rarity = {}
         for word in asked:
@@ -249,7 +251,7 @@ class _Text:
         self.key = key
         self._name = set(_words(key.name))
         self._doc, self._about = _words(f"{key.doc} {' '.join(key.choices)}"), set(_words(section))
-        self._foreign = [" ".join(_words(name)) for name in NAMES.get(key.name, "").split()]
+        self._foreign = [" ".join(_words(name)) for name in names_of(key.name)]
 
     def bonus(self, asked: Sequence[str]) -> float:
         """What all words together say: they are most of the key's own name, or its name in another tool."""

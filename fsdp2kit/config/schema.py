@@ -189,7 +189,7 @@ class CheckpointConfig(Section):
     """Where checkpoints are kept: a directory that all nodes share, relative to the working directory, or an fsspec
     URL (`s3://bucket/run`, `gs://…`) to which only one run at a time may save. Default: `checkpoints` in `run.dir`."""
     every: NonNegativeInt | Duration = "30m"
-    """Write a checkpoint every n steps, or after a time ("30m", "2h", "90s"); 0: at the end only."""
+    """Save a checkpoint every n steps, or after a time ("30m", "2h", "90s"); 0: at the end only."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0

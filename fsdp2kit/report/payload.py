@@ -168,7 +168,8 @@ def _data(run: RunRecord) -> dict[str, Any]:
 
 
 def _starts_table(run: RunRecord, name: str, *, several: bool) -> dict[str, Any]:
-    ends = {event.get("start"): event for event in run.events if event["event"] in ("end", "failure", "stop")}
+    kinds = ("end", "failure", "refusal", "stop")
+    ends = {event.get("start"): event for event in run.events if event["event"] in kinds}
     return change_table(run.starts, ends, title="Starts" + f" of {name}" * several)
 
 

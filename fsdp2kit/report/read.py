@@ -54,7 +54,7 @@ class RunRecord:
     records: list[dict[str, Any]]
     """``metrics.jsonl`` by step, one record a step."""
     events: list[dict[str, Any]]
-    """``events.jsonl`` by time (`fsdp2kit.events` has the kinds); empty for a run of an older version."""
+    """``events.jsonl`` by time (`fsdp2kit.events` has the kinds), without refused starts; empty for older runs."""
     samples: list[dict[str, Any]]
     """The newest of ``samples.jsonl``: ``step``, ``prompt``, ``answer``, …"""
     starts: list[Start]
@@ -125,7 +125,7 @@ def read_run(path: str | Path, *, last_bytes: int | None = None) -> RunRecord:
         raise UserError(str(path), what, "name a run directory, such as runs/x")
     try:
         records = _by_step(read_lines(directory / METRICS, last_bytes=last_bytes))
-        events = _by_time(read_lines(directory / EVENTS))
+        events = _without_refused(_by_time(read_lines(directory / EVENTS)))
         samples = read_lines(directory / "samples.jsonl", last_bytes=_SAMPLE_BYTES)
         config, environment = _toml(directory / "config.toml"), _json(directory / "environment.json")
         seen = _last_change(directory)
@@ -203,6 +203,12 @@ def _by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(filter(_is_event, events), key=lambda event: event["time"])
 
 
+def _without_refused(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of a run without those of starts that were refused, which changed nothing; all if none was begun."""
+    refused = {event["start"] for event in events if event["event"] == "refusal"}
+    return [event for event in events if event["start"] not in refused] or events
+
+
 def _is_event(found: dict[str, Any]) -> bool:
     """Whether a line is an event as `fsdp2kit.events` writes it, and not damaged."""
     time, start = found.get("time"), found.get("start")
@@ -243,9 +249,10 @@ def _starts(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> list
         if isinstance(number := record.get("start"), int):
             found[number] = Start(number, seconds_of(record.get("time")), before)
         before = record["step"]
-    resumed = {event.get("start"): event.get("step", 0) for event in events if event["event"] == "resume"}
+    resumed = {event["start"]: event.get("step", 0) for event in events if event["event"] == "resume"}
     for event in events:
-        if event["event"] == "start" and isinstance(number := event.get("start"), int):
+        if event["event"] == "start":
+            number = event["start"]
             step, changed = resumed.get(number, 0), event.get("changed")
             pairs = changed.items() if isinstance(changed, dict) else ()
             changed = {key: pair for key, pair in pairs if isinstance(pair, list) and len(pair) == 2}
@@ -274,9 +281,9 @@ def _state(
     step = records[-1]["step"] if records else 0
     if locked is True:
         return "running", ""
-    numbers = [event["start"] for event in events if isinstance(event.get("start"), int)]
-    last = {event["event"]: event for event in events if event.get("start") == max(numbers, default=None)}
-    if failure := last.get("failure"):
+    newest = max((event["start"] for event in events), default=None)
+    last = {event["event"]: event for event in events if event["start"] == newest}
+    if failure := last.get("failure") or last.get("refusal"):
         others = cause_of_failure(directory / "errors") if failure.get("lost") else ""
         return "failed", others or str(failure.get("text", ""))
     if end := last.get("end"):

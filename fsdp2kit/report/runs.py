@@ -118,7 +118,9 @@ def _mesh(row: Row) -> str:
 
 
 def _steps(row: Row) -> str:
-    return f"{row.step}/{'?' if row.total_steps is None else row.total_steps}"
+    # A run that is resumed with fewer steps than it has made is over.
+    total = "?" if row.total_steps is None else max(row.step, row.total_steps)
+    return f"{row.step}/{total}"
 
 
 def _figure(run: RunRecord, key: str) -> float | None:

@@ -63,7 +63,7 @@ def change_table(starts: Sequence[Start], ends: Mapping[Any, Mapping[str, Any]],
 def _end(event: Mapping[str, Any] | None) -> str:
     if event is None:
         return ""
-    if event["event"] == "failure":
+    if event["event"] in ("failure", "refusal"):
         return str(event.get("text", "failed"))
     said = event.get("outcome") or f"asked to stop ({event.get('reason', '')})"
     step = event.get("step")

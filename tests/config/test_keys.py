@@ -85,6 +85,10 @@ def test_names_with_numbers_and_names_of_the_users(reference: Reference) -> None
         ("sequence parallel attention method", "context_parallel.method"),
         ("seq_len", "data.seq_len"),
         ("resume", "run.resume"),
+        ("bf16", "fsdp.param_dtype"),
+        ("stop early", "eval.patience"),
+        ("how long", "train.steps"),
+        ("mixed precision", "fsdp.param_dtype"),
     ],
 )
 def test_a_search_puts_what_is_meant_first(words: str, name: str, reference: Reference) -> None:
@@ -103,7 +107,7 @@ def test_sections_keys_and_one_key_are_printed(capsys: pytest.CaptureFixture[str
     assert "data-parallel" not in out
     code, out, _ = run(capsys, "train")
     assert [line.split()[0] for line in out.splitlines()][:2] == ["train.steps", "train.epochs"]
-    assert run(capsys, "[train]")[1] == out
+    assert run(capsys, "[train]")[1] == run(capsys, "TRAIN")[1] == out
     _, out, _ = run(capsys, "fsdp.offload")
     assert '"none" | "params" | "optimizer"' in out
     assert 'default: "none"' in out

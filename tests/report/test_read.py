@@ -179,15 +179,32 @@ def test_a_stopped_run_says_why(runs: Path) -> None:
     assert run.of_kind("end")[-1]["outcome"] == "stopped"
 
 
-def test_a_refused_start_is_the_line_that_the_user_saw(runs: Path, pool: WorkerPool) -> None:
-    shutil.copytree(runs / "x", runs / "refused")
-    said = pool.run(1, train, str(runs / "x.toml"), runs / "refused", "run.seed=7")[0]
-    run = read_run(runs / "refused")
-    assert run.state == "failed"
-    assert said == f"error: {run.message}"
-    assert "run.seed = '7'" in run.message
-    assert run.starts[-1].changed["run.seed"][1] == 7
-    assert (run.step, len(run.starts)) == (5, 4)
+def test_a_refused_start_leaves_the_run_as_it_was(runs: Path, pool: WorkerPool) -> None:
+    refused = runs / "refused"
+    shutil.copytree(runs / "x", refused)
+    before = {file.name: file.read_bytes() for file in refused.glob("config*.toml")}
+    assert len(before) == 3
+    said = pool.run(1, train, str(runs / "x.toml"), refused, "run.seed=7")[0]
+    run = read_run(refused)
+    refusal = read_lines(refused / "events.jsonl")[-1]
+    assert (refusal["event"], f"error: {refusal['text']}") == ("refusal", said)
+    assert "run.seed = '7'" in said
+    assert run.events == read_run(runs / "x").events
+    assert (run.state, run.message, run.step) == ("ended", "", 5)
+    assert [start.number for start in run.starts] == [1, 2, 3]
+    assert {file.name: file.read_bytes() for file in refused.glob("config*.toml")} == before
+    assert run.environment == {**read_run(runs / "x").environment, "start": 4}
+    pool.run(1, train, str(runs / "x.toml"), refused, "train.steps=6", "optimizer.lr=1e-3")
+    run = read_run(refused)
+    assert [start.number for start in run.starts] == [1, 2, 3, 5]
+    assert (run.state, run.starts[-1].changed) == ("ended", {"train.steps": [5, 6]})
+
+
+def test_a_first_start_that_is_refused_has_failed(runs: Path, pool: WorkerPool) -> None:
+    said = pool.run(1, train, str(runs / "x.toml"), runs / "first", "data.seq_len=2", "data.overlong=error")[0]
+    run = read_run(runs / "first")
+    assert (run.state, f"error: {run.message}") == ("failed", said)
+    assert run.config["data.seq_len"] == 2
 
 
 def test_foreign_and_torn_lines_are_left_out(tmp_path: Path) -> None:
