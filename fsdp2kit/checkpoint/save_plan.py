@@ -150,8 +150,18 @@ class _WritesBriefly:
     """For a DCP writer: a rank sends `Written`, from which rank 0 makes DCP's objects; they stay on rank 0."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
-        """Write this rank's part; its result is a list of `Written`."""
-        done = super().write_data(plan, planner)  # pyright: ignore[reportAttributeAccessIssue]
+        """Write this rank's part; its result is a list of `Written`.
+
+        Raises:
+            OSError: the disk refused a write. torch.save sometimes hides it behind a `RuntimeError` of its own, and
+                ranks tell each other the last error alone.
+        """
+        try:
+            done = super().write_data(plan, planner)  # pyright: ignore[reportAttributeAccessIssue]
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         found: Future[Any] = Future()
         found.set_result(summarize(done.wait(), planner.state_dict))
         return found

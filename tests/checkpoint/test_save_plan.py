@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from array import array
 from collections import Counter
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from fsdp2kit.bench import scale
 from fsdp2kit.bench.sides import bench_config
+from fsdp2kit.checkpoint import save_plan
 from fsdp2kit.checkpoint.reader import SafeReader, first_failure
 from fsdp2kit.checkpoint.save_plan import BriefWriter, SharedSavePlanner, Written, share_out
 from fsdp2kit.checkpoint.state import fill_weights, model_tensors, optimizer_tensors, save_tensors
@@ -206,6 +208,25 @@ def test_places_stay_on_rank_0(tmp_path: Path) -> None:
     ((index, place),) = FileSystemReader(tmp_path).read_metadata().storage_data.items()
     assert index == MetadataIndex("t", (0,))
     assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 7, 9)
+
+
+class Refusing(dcp.FileSystemWriter):
+    """Fails as torch.save does where a disk is full just before the end of a file."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+class BriefRefusing(save_plan._WritesBriefly, Refusing):
+    """As `BriefWriter`."""
+
+
+def test_a_full_disk_is_named_though_torch_hides_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        BriefRefusing(tmp_path).write_data(SavePlan([]), None)
 
 
 def test_bytes_are_shared_out_evenly() -> None:
