@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +13,21 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fsdp2kit import distributed
+from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.optimization import AnyMoE
-from fsdp2kit.data.loader import Batch
+from fsdp2kit.config.rl_schema import RLConfig
+from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.data.loader import Batch, Pack, Share
+from fsdp2kit.errors import UserError
+from fsdp2kit.model.build import build_model
+from fsdp2kit.model.dtypes import cast_model
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded, whole
 from fsdp2kit.parity.reference import (
     Curves,
@@ -29,12 +39,22 @@ from fsdp2kit.parity.reference import (
     load_plain,
     worst_relative,
 )
-from fsdp2kit.train.balance import build_balance
+from fsdp2kit.train.balance import _items, build_balance, load_figures
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import accumulate_gradients, cross_entropy, next_batch
 from fsdp2kit.train.throughput import Throughput
 from tests.parallel.jobs import Case
-from tests.reference import beyond, full, make_batches, plain_batches, tiny_model_dir
+from tests.reference import (
+    DEMO,
+    DEMO_VOCABULARY,
+    VOCABULARY,
+    beyond,
+    full,
+    make_batches,
+    plain_batches,
+    tiny_model_dir,
+)
+from tests.test_elastic import run_and_record
 from tests.workers import WorkerPool
 
 WEIGHT, LR = 0.5, 1e-3  # so heavy that the loss of the load is a large part of the gradients
@@ -89,6 +109,7 @@ def run_balanced(folder: Path, case: Case, moe: dict[str, Any], batches: Sequenc
             fsdp=config.fsdp,
             mesh=mesh,
         )
+        balance.end_step(moves=False)
     gradients = {name: whole(gradient_of(p)).float().numpy() for name, p in model.named_parameters()}
     model.zero_grad()
     sharded.start(len(batches))
@@ -170,12 +191,12 @@ def plain_steps(model: Any, batches: Sequence[Rows], backward: Callable[[Rows], 
     return curves
 
 
-def glm_dir(folder: Path) -> Path:
+def glm_dir(folder: Path, *, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny GLM-4.5, whose first layer is dense and whose routers have biases, to ``folder / glm4_moe``."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
     experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-    tokens = {"vocab_size": 128, "pad_token_id": None, "eos_token_id": None, "max_position_embeddings": 128}
+    tokens = {"vocab_size": vocabulary, "pad_token_id": None, "eos_token_id": None, "max_position_embeddings": 128}
     config = AutoConfig.for_model("glm4_moe", **sizes, **heads, **experts, **tokens, initializer_range=0.1)
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -183,6 +204,7 @@ def glm_dir(folder: Path) -> Path:
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):
             bias.copy_(torch.linspace(-0.02, 0.02, len(bias)))
+    cast_model(model, dtype)
     model.save_pretrained(folder / "glm4_moe")
     return folder / "glm4_moe"
 
@@ -231,3 +253,106 @@ def test_biases_move_by_the_counts_of_the_global_batch(case: Case, pool: WorkerP
     assert np.abs(moved[-1]).max() > 2 * RATE  # they have moved
     for rank in found:
         np.testing.assert_array_equal(np.stack(list(rank.biases.values())), moved[-1])
+
+
+def exported_biases(run: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(run / "hf" / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("correction_bias")}
+
+
+@pytest.mark.full
+def test_biases_are_kept_and_stay_in_float32(pool: WorkerPool, tmp_path: Path) -> None:
+    """In checkpoints, on any mesh, and in exports in bfloat16; evaluations and answers to prompts do not move them."""
+    path = glm_dir(tmp_path, vocabulary=DEMO_VOCABULARY, dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
+    shutil.copytree(DEMO / "tokenizer", path, dirs_exist_ok=True)
+    toml, held_out = tmp_path / "run.toml", tmp_path / "held_out.jsonl"
+    held_out.write_text(
+        "".join((DEMO / "chat.jsonl").read_text(encoding="utf-8").splitlines(True)[:4]), encoding="utf-8"
+    )
+    toml.write_text(
+        f"""
+        recipe = "sft"
+        model.path = "{path}"
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{DEMO / "chat.jsonl"}", seq_len = 64 }}
+        train = {{ steps = 6, global_batch_size = 4 }}
+        moe = {{ balance = "bias", bias_update_rate = {RATE} }}
+        checkpoint = {{ every = 3, keep = 9 }}
+        wandb.mode = "disabled"
+        """,
+        encoding="utf-8",
+    )
+
+    def run(size: int, name: str, *overrides: str) -> list[dict[str, Any]]:
+        pool.run(size, run_and_record, str(toml), [f"run.dir='{tmp_path / name}'", *overrides])
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    straight = run(2, "straight", "mesh.ep=2")
+    expected = exported_biases(tmp_path / "straight")
+    assert {tensor.dtype for tensor in expected.values()} == {torch.float32}
+    assert all((tensor - before[name]).abs().max() > 2 * RATE for name, tensor in expected.items())
+    evaluating = ("eval.every=1", f"eval.path='{held_out}'", 'eval.prompts=["Hello"]', "eval.max_new_tokens=2")
+    for size, overrides in ((1, evaluating), (4, ("mesh.cp=2", "mesh.ep=2"))):
+        checkpoint = Path("checkpoints") / "step-000003"
+        shutil.copytree(tmp_path / "straight" / checkpoint, tmp_path / f"{size}" / checkpoint)
+        resumed = run(size, f"{size}", *overrides)
+        for key in ("loss", "moe/load_max", "moe/load_mean", "moe/entropy"):
+            found = [record[key] for record in resumed]
+            assert worst_relative(found, [record[key] for record in straight[3:]]) < 1e-5, key
+        for name, tensor in exported_biases(tmp_path / f"{size}").items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_figures_of_the_load() -> None:
+    layers = [[3, 1, 0, 4], [2, 2, 2, 2]]
+    found = load_figures(layers)
+    shares = np.array(layers) / 8
+    entropies = [-(each[each > 0] * np.log(each[each > 0])).sum() / np.log(4) for each in shares]
+    assert found == {"moe/load_max": 2.0, "moe/load_mean": 1.5, "moe/entropy": pytest.approx(np.mean(entropies))}
+
+
+def test_rows_of_preferences_weigh_by_their_pairs() -> None:
+    ids, mask = np.arange(3), np.array([False, True, True])
+    packs = [Pack([(ids, mask)] * count, together=2) for count in (4, 0, 2)]
+    (batch,) = Share(16, 3, 3).batches(packs, sources=1)
+    assert _items(batch).tolist() == [2, 0, 1]
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [12, 0, 6]
+    (single,) = Share(16, 1, 1).batches([Pack([(ids, mask)])], sources=1)
+    assert _items(single).tolist() == [2]
+
+
+def refused(config: TrainingConfig) -> None:
+    """Asks the config, then the plan."""
+    sizes = MeshSizes(1, 1, 1)
+    config.check(config, sizes)
+    plan_parallel(build_model(config.model, lora=config.lora), config, sizes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("llama", {"moe": AUX}, r"'aux', but LlamaForCausalLM has no experts"),
+        ("glm4_moe", {"moe": AUX}, r"'aux', but transformers has no load-balancing loss for Glm4MoeForCausalLM"),
+        ("qwen3_moe", {"moe": BIAS}, r"'bias', but not every layer .* of Qwen3MoeForCausalLM has .*use 'aux'"),
+        ("qwen3_moe", {"moe": AUX, "compile": {"enabled": True}}, r"moe\.balance: 'aux' with compile\.enabled"),
+        ("glm4_moe", {"moe": BIAS, "lora": {"rank": 4}}, r"'bias' with adapters"),
+        ("qwen3_moe", {"model": {"output_router_logits": True}}, r'set .* = false, and moe\.balance = "aux"'),
+    ],
+)
+def test_what_would_not_balance_is_refused(kind: str, values: dict[str, Any], message: str) -> None:
+    sizes = {"model_type": kind, "vocab_size": 128, "num_hidden_layers": 2, **values.pop("model", {})}
+    model = {"config": sizes, "weights": "random", "attention": "eager"}
+    whole = {"recipe": "x", "model": model, "checkpoint": {"export_hf": "never"}, "train": {"steps": 1}}
+    config = TrainingConfig.model_validate({**whole, **values})
+    with pytest.raises(UserError, match=message):
+        refused(config)
+
+
+def test_the_loss_of_a_rollouts_pack_is_refused() -> None:
+    reward = {"reward": [{"name": "length", "function": "x.py:f"}]}
+    values = {"recipe": "grpo", "model": {"path": "gpt2"}, "train": {"steps": 1}, "moe": AUX, **reward}
+    config = RLConfig.model_validate(values)
+    with pytest.raises(UserError, match=r"'aux' with rollouts.*'bias'"):
+        config.moe.check(config, MeshSizes(1, 1, 1))

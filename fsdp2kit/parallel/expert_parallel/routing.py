@@ -173,8 +173,9 @@ def _has_this_loss(twin: PreTrainedModel | None) -> bool:
     """Whether a model's own load-balancing loss of a row is that of `balance_losses`."""
     if twin is None:
         return False
-    for bias in routing_biases(twin).values():  # transformers' formula does not know them
-        bias.copy_(torch.linspace(0, 2, len(bias)))
+    for name, bias in [*twin.named_buffers(), *twin.named_parameters()]:
+        if name.endswith(_BIAS):  # transformers' formula does not know them
+            bias.data.copy_(torch.linspace(0, 2, bias.numel()).view_as(bias))
     tokens = torch.arange(2, 26)[None]
     with contextlib.suppress(Exception):  # whatever an architecture raises
         expected = twin(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
