@@ -49,11 +49,14 @@ from tests.reference import (
     DEMO_VOCABULARY,
     VOCABULARY,
     beyond,
+    demo_model_dir,
     full,
     make_batches,
     plain_batches,
     tiny_model_dir,
 )
+from tests.runs import runner
+from tests.test_dpo import PAIRS
 from tests.test_elastic import run_and_record
 from tests.workers import WorkerPool
 
@@ -215,7 +218,8 @@ FULL = [
     Case("qwen3_moe"),
     Case("qwen3_moe", micro=4, checkpointing="selective"),
     Case("qwen3_moe", 2, 1, 2, ep=2),
-    Case("qwen3_moe", 1, 2, 4, checkpointing="full"),
+    Case("qwen3_moe", 1, 2, 4),
+    Case("qwen3_moe", 2, 2, 1, ep=2, checkpointing="full"),
     Case("qwen3_moe", 2, 2, 2, ep=4, checkpointing="selective", pack=False),
     Case("mixtral", 4, 1, 1, HYBRID, dp_replicate=2, ep=2, checkpointing="full", pack=False),
     Case("mixtral", 2, 1, 1, ONCE, pack=False),
@@ -223,7 +227,7 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize("case", [Case("qwen3_moe", 2, 2, 1, ep=2, checkpointing="full"), *map(full, FULL)], ids=str)
+@pytest.mark.parametrize("case", [Case("qwen3_moe", 1, 2, 2, ep=2, checkpointing="full"), *map(full, FULL)], ids=str)
 def test_the_loss_of_the_load_is_that_of_transformers(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     path = tiny_model_dir(case.kind, tmp_path)
     batches = make_batches() if case.pack else plain_batches()
@@ -236,7 +240,8 @@ def test_the_loss_of_the_load_is_that_of_transformers(case: Case, pool: WorkerPo
 @pytest.mark.parametrize(
     "case",
     [
-        Case("glm4_moe", 2, 1, 1, ep=2, checkpointing="full"),
+        Case("glm4_moe", 1, 2, 2, ep=2, checkpointing="full"),
+        full(Case("glm4_moe", 2, 1, 1, ep=2, checkpointing="full")),
         full(Case("glm4_moe", micro=4)),
         full(Case("glm4_moe", 2, 2, 1, ep=2, checkpointing="selective")),
         full(Case("glm4_moe", 1, 2, 2, pack=False)),
@@ -253,6 +258,51 @@ def test_biases_move_by_the_counts_of_the_global_batch(case: Case, pool: WorkerP
     assert np.abs(moved[-1]).max() > 2 * RATE  # they have moved
     for rank in found:
         np.testing.assert_array_equal(np.stack(list(rank.biases.values())), moved[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("dpo", ()),
+        ("distill", ("distill.cross_entropy_weight=0.5",)),
+        ("sft", ("lora.rank=4", 'lora.target_modules=["q_proj", "o_proj"]')),
+    ],
+)
+def test_the_mesh_changes_no_objective(
+    recipe: str, overrides: Sequence[str], pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Rows of pairs, a second model, adapters: the same on one rank and on four with cp and ep."""
+    model = demo_model_dir(tmp_path / "model", kind="qwen3_moe")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    toml = tmp_path / "run.toml"
+    teacher = f'distill.teacher = "{model}"' if recipe == "distill" else ""
+    toml.write_text(
+        f"""
+        recipe = "{recipe}"
+        model.path = "{model}"
+        {teacher}
+        fsdp.param_dtype = "float32"
+        data = {{ path = "{data if recipe == "dpo" else DEMO / "chat.jsonl"}", seq_len = 96 }}
+        train = {{ steps = 3, global_batch_size = 4 }}
+        moe = {{ balance = "aux", aux_weight = {WEIGHT} }}
+        optimizer.lr = 1e-3
+        checkpoint.export_hf = "never"
+        wandb.mode = "disabled"
+        """,
+        encoding="utf-8",
+    )
+    run = runner(pool, toml)
+    one = run(tmp_path / "one", 1, "train.micro_batch_size=2", *overrides)
+    ep = 1 if recipe == "sft" else 2  # adapters and ep do not go together
+    four = run(tmp_path / "four", 4, "mesh.cp=2", f"mesh.ep={ep}", "activation_checkpointing.mode=full", *overrides)
+    without = run(tmp_path / "without", 1, "moe.balance=none", *overrides)
+    for key in ("loss", "grad_norm", "moe/aux_loss", "moe/load_mean", "moe/entropy"):
+        assert worst_relative([line[key] for line in four], [line[key] for line in one]) < 1e-5, key
+    assert one[0]["loss"] == pytest.approx(without[0]["loss"], rel=1e-6)
+    assert abs(one[0]["grad_norm"] / without[0]["grad_norm"] - 1) > 1e-3
+    assert not [key for key in without[0] if key.startswith("moe/")]
 
 
 def exported_biases(run: Path) -> dict[str, torch.Tensor]:
