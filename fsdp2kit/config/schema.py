@@ -23,10 +23,12 @@ from fsdp2kit.config.data_schema import TextDataConfig as TextDataConfig
 from fsdp2kit.config.facts import MeshSizes
 from fsdp2kit.config.optimization import (
     AdamWConfig,
+    AnyMoE,
     AnyOptimizer,
     AnySchedule,
     CosineScheduleConfig,
     LoraConfig,
+    UnbalancedConfig,
 )
 from fsdp2kit.config.optimization import DistillConfig as DistillConfig
 from fsdp2kit.config.optimization import DPOConfig as DPOConfig
@@ -324,6 +326,8 @@ class TrainingConfig(Section):
     float8: Float8Config = Float8Config()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    moe: AnyMoE = UnbalancedConfig()
+    """How the experts of a mixture of experts are kept evenly loaded; docs/moe.md."""
     optimizer: AnyOptimizer = AdamWConfig()
     """The optimizer; docs/optimizers.md compares them."""
     lr_schedule: AnySchedule = CosineScheduleConfig()

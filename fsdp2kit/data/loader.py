@@ -63,6 +63,8 @@ class Batch:
     """The numbers of its packs in the order of training, from 1; empty if they have none."""
     num_documents: int = 0
     """Documents in ``per_target["documents"]``; 0 without preferences."""
+    lengths: Tensor | None = None
+    """int64 [B]: how many tokens of each row come before its padding; None: rows have no padding."""
 
     @property
     def num_items(self) -> int:
@@ -114,7 +116,8 @@ class Share:
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         position_ids = np.zeros(shape, dtype=np.int64)
-        tokens = pairs = 0
+        lengths = np.zeros(len(packs), dtype=np.int64)
+        pairs = 0
         by_source = [0] * sources
         values = {name: np.zeros(shape, dtype=np.float32) for pack in packs for name in pack.per_token}
         has_pairs = any(pack.together > 1 for pack in packs)
@@ -131,7 +134,8 @@ class Share:
                 for name, of_documents in pack.per_token.items():
                     values[name][line, start : stop - 1] = of_documents[number][1:]
                 count += 1
-                tokens, pairs, start = tokens + len(ids), pairs + len(ids) ** 2, stop
+                pairs, start = pairs + len(ids) ** 2, stop
+            lengths[line] = start
             position_ids[line, start:] = np.arange(self.seq_len - start) % _PADDING
             by_source[pack.source] += int((labels[line] != IGNORE).sum())
         values |= {"documents": document_ids} if has_pairs else {}
@@ -140,13 +144,14 @@ class Share:
             torch.from_numpy(labels),
             torch.from_numpy(position_ids),
             supervised_tokens=sum(by_source),
-            input_tokens=tokens,
+            input_tokens=int(lengths.sum()),
             attention_pairs=pairs,
             tokens_by_source=tuple(by_source) if sources > 1 else (),
             sources=torch.tensor([pack.source for pack in packs]) if sources > 1 else None,
             per_target={name: torch.from_numpy(value) for name, value in values.items()},
             num_documents=count if has_pairs else 0,
             rows=rows,
+            lengths=torch.from_numpy(lengths),
         )
 
 

@@ -42,6 +42,7 @@ from fsdp2kit.parallel.activation_checkpointing import apply_activation_checkpoi
 from fsdp2kit.parallel.context_parallel.batch import unknown_kinds
 from fsdp2kit.parallel.context_parallel.choose import AttentionPath, choose_path
 from fsdp2kit.parallel.expert_parallel.deal import ExpertPlan, plan_experts
+from fsdp2kit.parallel.expert_parallel.routing import check_balance
 from fsdp2kit.parallel.fsdp import Unit, ignored_modules, plan_units, stays_in_float32
 from fsdp2kit.parallel.ledger import DtypeLedger, dtype_ledger
 from fsdp2kit.parallel.low_bits import Float8Plan, NF4Plan, plan_float8, plan_nf4
@@ -231,9 +232,11 @@ def _check_model(
     _check_dropout(model, hf_config, config.preflight.allow)
     if getattr(hf_config, "output_router_logits", False) and "router_aux_loss" not in config.preflight.allow:
         key = "model.config.output_router_logits"
-        what = "is true: the router's auxiliary loss depends on the mesh, and is not part of the loss here"
-        todo = f'set {key} = false, or preflight.allow = ["router_aux_loss"] to train without it'
+        what = "is true: the router's auxiliary loss of a micro-batch depends on the mesh, and is not part of the loss"
+        todo = f'set {key} = false, and moe.balance = "aux" for that loss of each row; '
+        todo += 'or preflight.allow = ["router_aux_loss"] to train without it'
         raise UserError(key, what, todo)
+    check_balance(config.moe, model, traits)
     check_rope(model.config, seq_len=config.data.seq_len)
     check_positions(model, traits, seq_len=config.data.seq_len)
     if config.activation_checkpointing.mode == "selective":

@@ -34,6 +34,7 @@ from fsdp2kit.planner.estimate import MemoryPlan
 from fsdp2kit.profile_request import FILE, ProfileRequest, noting_sigusr2
 from fsdp2kit.progress import Progress
 from fsdp2kit.torch_compat import compiled_graphs
+from fsdp2kit.train.balance import Balance, NoBalance, build_balance
 from fsdp2kit.train.metrics import RECORD_KEYS, Metrics
 from fsdp2kit.train.out_of_memory import explain_out_of_memory
 from fsdp2kit.train.profiling import StepProfiler, Window
@@ -126,9 +127,11 @@ def train(
         UserError: a row that cannot be read, a global batch without a supervised token.
     """
     config, mesh, metrics = run.config, run.mesh, run.metrics
-    loop, measured = _Loop(run, batches, evaluate), Measured(objective, reserved=RECORD_KEYS)
-    shard = build_slice_batch(model.config, path=run.plan.attention, mesh=mesh)
-    with loop.checkpoints, loop.profiler, explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank):
+    balance = build_balance(config.moe, model, plan=run.plan, mesh=mesh, metrics=metrics)
+    loop, measured = _Loop(run, batches, evaluate), Measured(balance.objective(objective), reserved=RECORD_KEYS)
+    shard = balance.shard(build_slice_batch(model.config, path=run.plan.attention, mesh=mesh))
+    explained = explain_out_of_memory(config, model, optimizer, mesh.sizes, rank=mesh.rank)
+    with loop.checkpoints, loop.profiler, balance, explained:
         loop.begin()
         stopping = StopRequest(max_minutes=config.run.max_minutes, signals=run.checkpoints is not None)
         with stopping as stop, loop.profile_request() as request:
@@ -136,7 +139,9 @@ def train(
                 torch.manual_seed(stream_seed(config.run.seed, run.progress.step, mesh.dp_rank))
                 is_first = not metrics.throughput.has_begun
                 with assert_ledger(run.plan.ledger, model, optimizer) if is_first else contextlib.nullcontext():
-                    record = train_step(run, model, optimizer, schedule, batch, objective=measured, shard=shard)
+                    record = train_step(
+                        run, model, optimizer, schedule, batch, objective=measured, shard=shard, balance=balance
+                    )
                 metrics.shown = measured.shown
                 loop.finish_step(batch, record)
                 loop.step_profiler(batch, request)
@@ -158,6 +163,7 @@ def train_step(
     *,
     objective: Measured,
     shard: Callable[[Any], dict[str, Any]],
+    balance: Balance | NoBalance,
 ) -> dict[str, float]:
     """One optimizer step on one global batch; the parameters stay if loss or gradient is not finite. Collective.
 
@@ -181,6 +187,7 @@ def train_step(
         optimizer.step()
     elif section.on_nonfinite == "stop":
         raise_nonfinite(local_loss, record["grad_norm"], batch, config=run.config, step=run.progress.step + 1)
+    balance.end_step(moves=is_finite(record))
     schedule.step()
     optimizer.zero_grad(set_to_none=True)
     memory.end("optimizer")

@@ -21,6 +21,7 @@ from fsdp2kit.parallel.mesh import Mesh, build_mesh
 from fsdp2kit.parity.engine import Sharded
 from fsdp2kit.parity.reference import Curves, Rows
 from fsdp2kit.progress import Progress
+from fsdp2kit.train.balance import NoBalance
 from fsdp2kit.train.loop import NoCheckpoints, Run, train, train_step
 from fsdp2kit.train.metrics import Metrics
 from fsdp2kit.train.step import GlobalBatch, Measured, accumulate_gradients, cross_entropy
@@ -147,7 +148,16 @@ def step(sharded: Sharded, optimizer: Any, schedule: Any, batch: Any, *, number:
     run = Run(sharded.config, sharded.mesh, sharded.plan, Recorder(sharded), Progress(step=number - 1))
     objective = Measured(cross_entropy)
     objective._is_first = False  # as in the middle of a run: the ranks have agreed on its metrics
-    return train_step(run, sharded.model, optimizer, schedule, batch, objective=objective, shard=sharded.inputs)
+    return train_step(
+        run,
+        sharded.model,
+        optimizer,
+        schedule,
+        batch,
+        objective=objective,
+        shard=sharded.inputs,
+        balance=NoBalance(),
+    )
 
 
 def global_batch(rows: Rows, micro_batches: Sequence[Rows] | None = None) -> GlobalBatch:
