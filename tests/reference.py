@@ -99,7 +99,7 @@ _TRAINED_WHOLE = {
 
 
 def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model of one of the `TINY`, `EVEN` or `MIXTURES` kinds to ``folder / kind`` and return that path."""
+    """Write a tiny random model, as `tiny_model` makes it, to ``folder / kind`` and return that path."""
     path = folder / kind
     tiny_model(kind).to(dtype).save_pretrained(path)
     return path
@@ -117,7 +117,10 @@ def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = 
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
-    """A tiny random model in float32, its norms away from one so that a lost or swapped one shows."""
+    """A tiny random model of `TINY`, `EVEN` or `MIXTURES` in float32.
+
+    Its norms are away from one, and routers' biases from zero, so that a lost or swapped one shows.
+    """
     model_type, differing = {**TINY, **EVEN, **MIXTURES}[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differing})
     with torch.random.fork_rng():

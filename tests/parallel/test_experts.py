@@ -49,7 +49,7 @@ FULL = [
     Case("qwen3_moe", 4, 1, 1, (("strategy", "shard_grad_op"),), ep=2, checkpointing="full"),
 ]
 
-# (dp, cp, ep, dp_replicate)
+# Sizes of dp, cp, ep and dp_replicate.
 MESHES = [(2, 1, 2, 1), (1, 2, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 4, 1), (4, 1, 2, 2)]
 FAMILIES = ["qwen3_moe", "mixtral", *MIXTURES]
 
