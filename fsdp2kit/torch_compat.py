@@ -147,6 +147,18 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
 
 
+def orthogonalize_each(matrices: Tensor) -> Tensor:
+    """`orthogonalize` of each of ``matrices`` ``[E, m, n]``, in batched products; torch's takes one matrix."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if is_tall else matrices).bfloat16()
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(DEFAULT_NS_STEPS):
+        gram = x @ x.mT
+        update = torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C)
+        x = torch.baddbmm(x, update, x, beta=DEFAULT_A)
+    return x.mT if is_tall else x
+
+
 # `a.copy_(b)` for each of two lists; on CUDA in a few kernels for all, for which there is no public name.
 copy_each = torch._foreach_copy_
 

@@ -45,6 +45,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # By the name that tests use: transformers' model type, and what differs from `_SIZES`.
 TINY = {
     "smollm2": ("llama", {"tie_word_embeddings": True}),
@@ -69,6 +70,17 @@ EVEN = {
     f"{name}_even": (TINY[name][0], {**TINY[name][1], "num_attention_heads": 4, "num_key_value_heads": 2})
     for name in ("smollm2", "llama3", "gemma3", "qwen3_moe")
 }
+# Mixtures of experts, whose experts four ranks share unevenly; the routers of the first two choose groups of them.
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GROUPS = {"n_routed_experts": 10, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MIXTURES = {
+    "glm4_moe": ("glm4_moe", {**_MOE, **_GROUPS, "use_qk_norm": True}),
+    "deepseek_v3": ("deepseek_v3", {**_MOE, **_GROUPS, **_LATENT, "num_key_value_heads": 9}),
+    "gpt_oss": ("gpt_oss", {**_MOE, "num_local_experts": 7, "sliding_window": 16, "rope_parameters": _PLAIN_ROPE}),
+    "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 7, "logits_scaling": 4.0, "residual_multiplier": 0.5}),
+    "olmoe": ("olmoe", {**_MOE, "num_experts": 7, "num_experts_per_tok": 3}),
+}
 
 # Adapters by the name that tests use: what differs from plain LoRA.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -87,7 +99,7 @@ _TRAINED_WHOLE = {
 
 
 def tiny_model_dir(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny random model of one of the `TINY` or `EVEN` kinds to ``folder / kind`` and return that path."""
+    """Write a tiny random model, as `tiny_model` makes it, to ``folder / kind`` and return that path."""
     path = folder / kind
     tiny_model(kind).to(dtype).save_pretrained(path)
     return path
@@ -105,8 +117,11 @@ def demo_model_dir(folder: Path, *, kind: str = "smollm2", dtype: torch.dtype = 
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
-    """A tiny random model in float32, its norms away from one so that a lost or swapped one shows."""
-    model_type, differing = {**TINY, **EVEN}[kind]
+    """A tiny random model of `TINY`, `EVEN` or `MIXTURES` in float32.
+
+    Its norms are away from one, and routers' biases from zero, so that a lost or swapped one shows.
+    """
+    model_type, differing = {**TINY, **EVEN, **MIXTURES}[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differing})
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -114,6 +129,10 @@ def tiny_model(kind: str) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.2 * torch.randn_like(buffer)
+                buffer[-1] = -10.0  # no token visits the last expert
     return model
 
 
@@ -177,9 +196,9 @@ def make_rows(seed: int, *, rows: int = ROWS, length: int = LENGTH, vocabulary: 
     return synthetic.make_rows(seed, rows=rows, length=length, vocabulary=vocabulary)
 
 
-def plain_batches(steps: int = STEPS) -> list[Rows]:
+def plain_batches(steps: int = STEPS, *, rows: int = ROWS) -> list[Rows]:
     """One global batch a step, of rows that are one document each."""
-    return synthetic.make_batches(steps, rows=ROWS, length=LENGTH, vocabulary=VOCABULARY, pack=False)
+    return synthetic.make_batches(steps, rows=rows, length=LENGTH, vocabulary=VOCABULARY, pack=False)
 
 
 def make_batches(steps: int = STEPS, *, seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> list[Rows]:

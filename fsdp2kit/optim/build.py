@@ -144,13 +144,17 @@ def state_sizes(section: OptimizerConfig, model: nn.Module, *, shards: int, item
 def update_bytes(section: OptimizerConfig, model: nn.Module, *, shards: int) -> int:
     """Bytes that an update takes beside parameters, gradients and state, approximately at most.
 
-    "muon": rows that are sent and received, and the whole matrix at work, in bfloat16. "adamw_bf16": float32 copies of
-    the elements being updated. The others update in place.
+    "muon": what is sent and received, and the whole matrix (or this rank's experts of a layer) at work, in bfloat16.
+    "adamw_bf16": float32 copies of the elements being updated. The others update in place.
     """
     if section.name == "muon":
         # Four matrices of the whole one's shape, and two of its shorter side's square.
-        matrices = hidden_matrices(model)
-        return max((8 * matrix.numel() + 4 * min(matrix.shape) ** 2 for matrix in matrices), default=0)
+        sizes = [0]
+        for matrix in hidden_matrices(model):
+            at_once = 1 if matrix.ndim == 2 else -(-len(matrix) // shards)
+            out, inner = matrix.shape[-2:]
+            sizes.append(at_once * (8 * out * inner + 4 * min(out, inner) ** 2))
+        return max(sizes)
     if section.name == "adamw_bf16":
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return 36 * min(ELEMENTS_AT_ONCE, elements // shards)

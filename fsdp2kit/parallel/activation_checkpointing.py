@@ -14,6 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2kit.config.schema import ActivationCheckpointingConfig
+from fsdp2kit.parallel.expert_parallel.deal import find_experts
+from fsdp2kit.parallel.expert_parallel.recomputation import routing_contexts
 
 # Parts of operator names: attention by any kernel (torch's, ours, flash-attn's, flex), and matmuls with a weight.
 # Batched matmuls are left out: in eager attention their results are the S² scores.
@@ -53,14 +55,16 @@ def apply_activation_checkpointing(
         return
     offloads = section.offload and device_type != "cpu"
     for layer in layers[:: section.every]:
-        layer.forward = _recomputed(layer.forward, selective=section.mode == "selective", offload=offloads)
+        selective, routes = section.mode == "selective", bool(find_experts(layer))
+        layer.forward = _recomputed(layer.forward, selective=selective, routes=routes, offload=offloads)
 
 
-def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False}
+def _recomputed(forward: Callable[..., Any], *, selective: bool, routes: bool, offload: bool) -> Callable[..., Any]:
+    plain: dict[str, Any] = {"use_reentrant": False}
     if selective:
         SAC_IGNORED_OPS.update(_HOOKS_OF_FSDP)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        plain["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    with_routing = {**plain, "context_fn": functools.partial(routing_contexts, plain.get("context_fn"))}
 
     # Around the checkpoint only the layer's inputs are saved, not parameters, which FSDP frees itself.
     inputs_kept = functools.partial(save_on_cpu, pin_memory=True) if offload else contextlib.nullcontext
@@ -69,6 +73,8 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool, offload: bool) 
     # function it is traced.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile traces no contexts but selective checkpointing's: compiled layers route again.
+        options = with_routing if routes and not torch.compiler.is_compiling() else plain
         with inputs_kept():
             # RNG state is preserved (the default): with preflight.allow = ["dropout"] recomputation needs the same
             # masks.

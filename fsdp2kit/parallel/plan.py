@@ -313,7 +313,6 @@ def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSiz
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
         ("mesh.ep with adapters", adapter_of(model) is not None, "train without adapters"),
-        ("mesh.ep with rollouts", config.needs(config).engine is not None, "use another recipe"),
     ]
     for where, is_wanted, todo in untried:
         if sizes.ep > 1 and is_wanted:

@@ -220,20 +220,51 @@ class _Shards:
     def of(cls, tensors: Sequence[Tensor]) -> _Shards:
         """How all these tensors are sharded; those that are whole on every rank do not matter.
 
-        Tensors that are not all sharded alike, over dim 0 and one dim of one mesh, are refused.
+        They are sharded over dim 0 and one dim of one mesh, or as `parts` takes them over the same ranks. Others are
+        refused.
         """
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         if not sharded:
             return cls(1, 0, None, tensors[0].device if tensors else torch.device("cpu"))
-        mesh, placements = sharded[0].device_mesh, sharded[0].placements
-        dims = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-        is_known = [placements[dim] for dim in dims] == [Shard(0)]
+        first = next((tensor for tensor in sharded if _is_by_rows(tensor)), sharded[0])
+        dims = [dim for dim, placement in enumerate(first.placements) if not isinstance(placement, Replicate)]
+        mesh, group = first.device_mesh, first.device_mesh.get_group(dims[0]) if dims else None
         for tensor in sharded:
-            if not is_known or (tensor.device_mesh, tensor.placements) != (mesh, placements):
+            is_same = (tensor.device_mesh, tensor.placements) == (mesh, first.placements)
+            if group is None or not _is_by_rows(first) or not (is_same or _is_dealt_out(tensor, group)):
                 what = f"a parameter is sharded as {tensor.placements} over {tensor.device_mesh}"
                 raise UserError("weight sync", what, "shard all parameters alike, over dim 0 and one dim of one mesh")
-        group = mesh.get_group(dims[0])
+        assert group is not None
         return cls(group.size(), group.rank(), group, torch.device(mesh.device_type))
+
+    def parts(self, tensor: Tensor) -> list[tuple[slice, ...]] | None:
+        """The part of a tensor that each rank of the group holds; None: rank by rank, neighbouring rows."""
+        if not isinstance(tensor, DTensor) or self.group is None or _is_by_rows(tensor):
+            return None
+        found = []
+        for rank in dist.get_process_group_ranks(self.group):
+            part = [slice(0, size) for size in tensor.shape]
+            coordinate = (tensor.device_mesh.mesh == rank).nonzero()[0].tolist()
+            for placement, at, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+                if isinstance(placement, Shard):
+                    size = tensor.shape[placement.dim]
+                    most = -(-size // ranks)
+                    part[placement.dim] = slice(min(size, at * most), min(size, (at + 1) * most))
+            found.append(tuple(part))
+        return found
+
+
+def _is_by_rows(tensor: DTensor) -> bool:
+    """Whether it is sharded over dim 0 and one dim of its mesh."""
+    return [placement for placement in tensor.placements if not isinstance(placement, Replicate)] == [Shard(0)]
+
+
+def _is_dealt_out(tensor: DTensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group's ranks hold a tensor's parts, cut along each of its dims once at most."""
+    dims = [placement.dim for placement in tensor.placements if isinstance(placement, Shard)]
+    is_known = all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements)
+    ranks = set(dist.get_process_group_ranks(group))
+    return is_known and len(set(dims)) == len(dims) and ranks <= set(tensor.device_mesh.mesh.flatten().tolist())
 
 
 class _Gather:
@@ -245,6 +276,7 @@ class _Gather:
 
     def __init__(self, weights: Sequence[_Weight], shards: _Shards, memory: Sequence[Tensor] | None = None) -> None:
         self._weights, self._ranks, self._memory, self._device = weights, shards.ranks, memory, shards.device
+        self._parts = [shards.parts(weight.tensor) for weight in weights]
         self._sizes = [weight.shard_bytes(shards.ranks) for weight in weights]
         self._places, size = _layout(zip(self._sizes, (weight.dtype.itemsize for weight in weights), strict=True))
         adapters = iter(self._adapters(shards))
@@ -283,13 +315,21 @@ class _Gather:
             self._work.wait()
         gathered = self._gathered
         del self._gathered, self._work  # the work holds the tensor, too
-        if self._ranks == 1 or (len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)):
+        is_alone = len(self._weights) == 1 and isinstance(self._weights[0].tensor, DTensor)
+        if self._ranks == 1 or (is_alone and self._parts[0] is None):
             # The shards are in order, and padding comes after them.
             return gathered.view(-1), self._places
         offsets, size = _layout((weight.nbytes, weight.dtype.itemsize) for weight in self._weights)
         data = self._take(1, size)
-        for weight, place, shard, offset in zip(self._weights, self._places, self._sizes, offsets, strict=True):
+        pieces = zip(self._weights, self._parts, self._places, self._sizes, offsets, strict=True)
+        for weight, parts_of_ranks, place, shard, offset in pieces:
             whole = weight.within(data, offset).view(-1)
+            if parts_of_ranks is not None:
+                by_rank = gathered[:, place : place + shard].view(weight.dtype)
+                for part, sent in zip(parts_of_ranks, by_rank, strict=True):
+                    target = whole.view(weight.tensor.shape)[part]
+                    target.copy_(sent[: target.numel()].view(target.shape))
+                continue
             if not shard:
                 parts = self._to_merge.pop(weight, None)
                 local = _merged_shard(weight, parts) if parts else weight.tensor

@@ -22,7 +22,16 @@ from fsdp2kit.parallel.expert_parallel.experts import ExpertKind, register_kind,
 from fsdp2kit.parity.reference import errors, plain_loop, worst_relative
 from tests.parallel.jobs import Case, run_cases
 from tests.parallel.test_preflight import check
-from tests.reference import DEMO, beyond, demo_model_dir, full, make_batches, plain_batches, tiny_model_dir
+from tests.reference import (
+    DEMO,
+    MIXTURES,
+    beyond,
+    demo_model_dir,
+    full,
+    make_batches,
+    plain_batches,
+    tiny_model_dir,
+)
 from tests.test_elastic import losses, run_and_record
 from tests.workers import WorkerPool
 
@@ -39,6 +48,30 @@ FULL = [
     Case("mixtral", 4, 1, 1, ONCE, ep=4, pack=False),
     Case("qwen3_moe", 4, 1, 1, (("strategy", "shard_grad_op"),), ep=2, checkpointing="full"),
 ]
+
+# Sizes of dp, cp, ep and dp_replicate.
+MESHES = [(2, 1, 2, 1), (1, 2, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 4, 1), (4, 1, 2, 2)]
+FAMILIES = ["qwen3_moe", "mixtral", *MIXTURES]
+
+
+def pairs(kind: str) -> list[Case]:
+    """A family on every mesh; over all families, each mesh meets each mode, packed and not, accumulating and not."""
+    first, cases = FAMILIES.index(kind), []
+    for number, (dp, cp, ep, replicas) in enumerate(MESHES):
+        mode = ("none", "full", "selective")[(first + number) % 3]
+        micro = (1, rows_of(dp) // dp)[(first + number // 2) % 2]
+        fsdp = HYBRID if replicas > 1 else ()
+        options = {"dp_replicate": replicas, "checkpointing": mode, "pack": (first + number) % 2 == 0}
+        if kind == "gpt_oss":  # its attention has sinks: neither packed nor context-parallel
+            options |= {"attention": "eager", "pack": False}
+        if kind != "gpt_oss" or cp == 1:
+            cases.append(Case(kind, dp, cp, micro, fsdp, ep=ep, **options))
+    return cases
+
+
+def rows_of(dp: int) -> int:
+    """Rows of a global batch: at least two a rank, so that it can accumulate."""
+    return 2 * max(2, dp)
 
 
 def experts_of(kind: type) -> Any:
@@ -104,6 +137,25 @@ def test_training_equals_the_plain_loop(case: Case, pool: WorkerPool, tmp_path: 
     found = pool.run(case.world, run_cases, tmp_path, [case])[0][0]
     assert found.gradients.keys() == exact.gradients.keys()
     assert not beyond(errors(found, exact), errors(other, exact))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_train_as_in_the_plain_loop(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Uneven experts, groups of them, biases, an idle one; gradients are clipped."""
+    path = tiny_model_dir(kind, tmp_path)
+    groups: dict[tuple[bool, int], list[Case]] = {}
+    for case in pairs(kind):
+        groups.setdefault((case.pack, rows_of(case.dp)), []).append(case)
+    for (pack, rows), cases in groups.items():
+        batches = (make_batches if pack else plain_batches)(rows=rows)
+        exact, other = (plain_loop(path, batches, lr=1e-3, micro_batch_size=size) for size in (rows, 1))
+        assert min(exact.grad_norm) > 0.5, "nothing is clipped"
+        for world in sorted({case.world for case in cases}):
+            chosen = [case for case in cases if case.world == world]
+            for case, found in zip(chosen, pool.run(world, run_cases, tmp_path, chosen, batches)[0], strict=True):
+                assert found.gradients.keys() == exact.gradients.keys()
+                assert not beyond(errors(found, exact), errors(other, exact)), case
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ def needs(no_such_column, **_):
 '''
 
 
-def write_toml(folder: Path) -> Path:
+def write_toml(folder: Path, *, kind: str = "smollm2_even") -> Path:
     """A run of the recipe in a folder: a tiny model, ten prompts, four reward functions."""
-    folder = demo_model_dir(folder, kind="smollm2_even")
+    folder = demo_model_dir(folder, kind=kind)
     (folder / "mine.py").write_text(REWARDS)
     rows = [{"prompt": f"Say {'it, ' * (at % 4)}{at}.", "level": str(at % 2)} for at in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -103,6 +103,18 @@ def test_neither_the_mesh_nor_its_batches_change_what_is_sampled(toml: Path, poo
 
 
 @pytest.mark.full
+def test_experts_that_are_dealt_out_change_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Sampled by engines that hold all experts; with a reference model, whose experts are dealt out as well."""
+    toml = write_toml(tmp_path, kind="qwen3_moe_even")
+    options = ("train.steps=2", "optimizer.eps=1e-2", *DP2)
+    one, dealt = (run(pool, toml, tmp_path / f"ep{ep}", 2, f"mesh.ep={ep}", *options) for ep in (1, 2))
+    for mine, other in zip(numbers(dealt), numbers(one), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)
+    assert one[1]["kl"] > 0
+    assert all(record["log_prob_gap_max"] < 1e-4 for record in dealt)
+
+
+@pytest.mark.full
 def test_what_sleeps_meanwhile_changes_no_digit(toml: Path, pool: WorkerPool, tmp_path: Path) -> None:
     awake = run(pool, toml, tmp_path / "awake", 2, *CP2)
     asleep = run(pool, toml, tmp_path / "asleep", 2, *CP2, "rollout.sleep=true")

@@ -30,6 +30,7 @@ CASES = [
     Case("llama3", 2, 1, fsdp=(("ignored_modules", ["model.embed_tokens"]),), frozen=("model.embed_tokens.*",)),
     Case("qwen3", 2, 1, fsdp=(("param_dtype", "bfloat16"),), adapter="lora"),
     Case("qwen3_moe", 1, 2, adapter="dora"),
+    Case("olmoe", 4, 1, ep=2),
     # What is ignored is whole on every rank, beside an adapter that is sharded.
     Case("qwen3", 2, 1, fsdp=(("ignored_modules", ["*.base_layer"]),), adapter="lora"),
     Case("llama3", 2, 1, fsdp=(("ignored_modules", ["*.0.*.base_layer", "*.v_proj.base_layer"]),), adapter="dora"),
@@ -40,6 +41,8 @@ OTHERS = [
     Case("mixtral", 2, 2),
     Case("cohere", 4, 1, fsdp=HYBRID, dp_replicate=2),
     Case("llama3", 3, 1, adapter="saved"),
+    Case("granitemoe", 2, 2, ep=4),
+    Case("qwen3_moe", 4, 1, fsdp=HYBRID, dp_replicate=2, ep=2),
 ]
 
 
