@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fsdp2kit.distributed import local_part
+from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.torch_compat import orthogonalize
 
 ParameterGroup = dict[str, Any]
@@ -140,14 +141,17 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
     These are the two-dimensional parameters named ``weight``, except embeddings and the output head, which the authors
     leave to AdamW. Three-dimensional weights, such as experts in one tensor, are excluded: torch's Muon takes two
-    dimensions only.
+    dimensions only. So are adapters on these, whose factors are one matrix for all experts.
     """
+    adapter = adapter_of(model)
+    stacked = tuple(f"{name}." for name in adapter.experts) if adapter is not None else ()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}
     return [
         parameter
         for name, parameter in model.named_parameters()  # names a tied one once
         if name.endswith(".weight")
+        and not name.startswith(stacked)
         and parameter.ndim == 2
         and parameter.requires_grad
         and id(parameter) not in outside
