@@ -133,6 +133,7 @@ def _stack(factor: Tensor, letter: str, num_experts: int) -> Tensor:
     return factor.view(len(factor), -1, num_experts).permute(2, 0, 1)
 
 
+@torch.no_grad()
 def merge_experts(weight: Tensor, wrapper: Any, a: Tensor, b: Tensor) -> Tensor:
     """The weight of all experts with their adapters merged into it, in float32.
 
