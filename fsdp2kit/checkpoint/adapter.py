@@ -20,6 +20,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import CONFIG_NAME, inject, merged_weight, read_adapter_config
 from fsdp2kit.model.assets import find_hf_dir, weights_digest
 from fsdp2kit.model.build import model_on_meta
+from fsdp2kit.model.expert_adapters import expert_modules, merge_experts
 from fsdp2kit.model.names import ADAPTER, base_name
 from fsdp2kit.model.weights import StoredTensor
 
@@ -29,6 +30,14 @@ RECORD = ".fsdp2kit-export.json"
 def holds_adapter(config_dir: Path) -> bool:
     """Whether a checkpoint with these assets holds adapters instead of a model."""
     return (config_dir / CONFIG_NAME).is_file()
+
+
+def names_experts(config_dir: Path) -> bool:
+    """Whether its adapter's file has a factor for each layer of each expert."""
+    model = model_on_meta(config_dir)
+    if model is None or not expert_modules(model):
+        return False
+    return bool(inject(model, read_adapter_config(config_dir, str(config_dir))).expert_leaves)
 
 
 def check_same_base(directory: Path, weights: str) -> None:
@@ -79,7 +88,7 @@ class MergedTensors:
     def __init__(self, config_dir: Path, base: Mapping[str, StoredTensor], adapter: StoredTensors) -> None:
         # On meta; its layers know their scaling.
         self._model: Any = model_on_meta(config_dir)
-        inject(self._model, read_adapter_config(config_dir, "--merge"))
+        self._experts = inject(self._model, read_adapter_config(config_dir, "--merge")).experts
         self._base, self._adapter = base, adapter
         names = [key.removeprefix(MODEL_PREFIX) for key in adapter.keys if key.startswith(MODEL_PREFIX)]
         self._trained = set(names)
@@ -90,8 +99,15 @@ class MergedTensors:
         if name in self._copies:
             return self._adapter.read(MODEL_PREFIX + self._copies[name])
         module, _, leaf = name.rpartition(".")
-        keys = [f"{module}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
         tensor = self._base[name].read()
+        if module in self._experts:
+            wrapper = f"{module}.base_layer" if leaf in ("gate_up_proj", "up_proj") else module
+            if leaf.endswith("_bias"):
+                return tensor
+            keys = [f"{wrapper}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B")]
+            factors = [self._adapter.read(MODEL_PREFIX + key) for key in keys]
+            return merge_experts(tensor, self._model.get_submodule(wrapper), *factors)
+        keys = [f"{module}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")]
         if leaf != "weight" or keys[0] not in self._trained:
             return tensor
         values = [self._adapter.read(MODEL_PREFIX + key) for key in keys if key in self._trained]

@@ -114,12 +114,13 @@ def _plan(
     directory, adapter = ExportDirectory(out.absolute()), adapter_of(model)
     directory.check_replaceable(read=[source.directory, adapter.directory if adapter is not None else None])
     shapes = {name: (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in tensors.items()}
-    skeleton = build_skeleton(model) if adapter is None else None
-    if skeleton is None:
-        files = plan_adapter_file(shapes, dtype)
-    else:
+    skeleton = build_skeleton(model)
+    if adapter is None:
         files = plan_files(shapes, skeleton, dtype, max_shard_bytes)
-    return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton)
+        return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=skeleton)
+    adapted = skeleton if adapter.expert_leaves else None
+    files = plan_adapter_file(shapes, dtype, adapted)
+    return ExportPlan(None, directory, config_dir, dtype, files, manifest=None, model=None, adapted=adapted)
 
 
 def _write_files(plan: ExportPlan, tensors: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp2kit import distributed
-from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter
+from fsdp2kit.checkpoint.adapter import MergedTensors, find_base, holds_adapter, names_experts
 from fsdp2kit.checkpoint.export_directory import ExportDirectory, copy_assets, write_json
 from fsdp2kit.checkpoint.manifest import Manifest, check_contents, check_sizes, no_manifest, read_manifest
 from fsdp2kit.checkpoint.reader import SafeReader, StoredTensors, in_blocks
@@ -36,6 +36,7 @@ from fsdp2kit.model.adapters import CONFIG_NAME as ADAPTER_CONFIG
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.build import model_on_meta
 from fsdp2kit.model.dtypes import tensor_dtypes
+from fsdp2kit.model.expert_adapters import adapter_files
 from fsdp2kit.model.names import adapter_file_name, conversion_groups, tied_names, to_file_names
 from fsdp2kit.model.weights import INDEX_NAME, open_pretrained
 
@@ -77,6 +78,8 @@ class ExportPlan:
     """Without values; None for one that transformers does not know itself, and for an adapter."""
     base: Path | None = None
     """The directory of the model that the checkpoint's adapter is merged into; None: nothing is merged."""
+    adapted: PreTrainedModel | None = None
+    """The adapter's model without values, if factors of its experts are written one by one."""
 
     @property
     def is_adapter(self) -> bool:
@@ -210,10 +213,11 @@ def plan_export(
     dtype = dtype or (manifest and manifest.export_dtype) or "float32"
     check_dtype(dtype)
     directory.check_replaceable(read=[base])
-    if holds_adapter(config_dir) and not merge:
-        files = plan_adapter_file(_shapes(checkpoint, None, None), dtype)
-        return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model=None)
     model = model_on_meta(config_dir)
+    if holds_adapter(config_dir) and not merge:
+        adapted = model if names_experts(config_dir) else None
+        files = plan_adapter_file(_shapes(checkpoint, None, None), dtype, adapted)
+        return ExportPlan(checkpoint, directory, config_dir, dtype, files, manifest, model=None, adapted=adapted)
     if model is None and merge:
         what = "the model runs code of its own, so the adapter cannot be put into it here"
         raise UserError(str(config_dir), what, "export the adapter, and merge it with peft's merge_and_unload")
@@ -276,10 +280,20 @@ def plan_files(
     return files
 
 
-def plan_adapter_file(shapes: dict[str, tuple[str, Tensor]], dtype: str) -> dict[str, list[Group]]:
-    """The one file of an adapter's export; see `plan_files`."""
-    renamed = {adapter_file_name(name): one for name, one in shapes.items()}
-    return {ADAPTER_WEIGHTS: _groups(renamed, None, DTYPES[dtype])}
+def plan_adapter_file(
+    shapes: dict[str, tuple[str, Tensor]], dtype: str, adapted: PreTrainedModel | None
+) -> dict[str, list[Group]]:
+    """The one file of an adapter's export; see `plan_files`.
+
+    Args:
+        adapted: as in `ExportPlan`.
+    """
+    groups = []
+    for name, (key, tensor) in shapes.items():
+        meta = {name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor}
+        forms = {adapter_file_name(name): meta[name]} if adapted is None else adapter_files(adapted, meta)
+        groups.append(Group({name: key}, forms, is_copied=[*forms] == [adapter_file_name(name)]))
+    return {ADAPTER_WEIGHTS: groups}
 
 
 def _groups(
@@ -362,7 +376,8 @@ def tensors_of(plan: ExportPlan, file: str, stored: TensorReader) -> Iterator[It
         if group.is_copied:
             yield stored.blocks(*group.keys.values())
             continue
-        tensors = to_file_names(plan.model, {name: stored.read(key) for name, key in group.keys.items()})
+        read = {name: stored.read(key) for name, key in group.keys.items()}
+        tensors = adapter_files(plan.adapted, read) if plan.adapted is not None else to_file_names(plan.model, read)
         yield from (in_blocks(tensors[name]) for name in group.forms)
 
 

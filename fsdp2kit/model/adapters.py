@@ -26,17 +26,19 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp2kit.config.schema import LoraConfig
 from fsdp2kit.errors import UserError, did_you_mean, importing
+from fsdp2kit.model.expert_adapters import WORD, compute_apart, expert_modules, expert_parameters, stored_leaves
 from fsdp2kit.model.names import ADAPTER, base_module, base_name, tied_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
-# Keys of an adapter_config.json whose values may differ from peft's defaults. Others (adapters of fused experts,
-# trained biases or tokens, …) are refused: they would be trained, exported or merged as something else.
+# Keys of an adapter_config.json whose values may differ from peft's defaults. Others (trained biases or tokens, …) are
+# refused: they would be trained, exported or merged as something else.
 _KNOWN = {
     "r",
     "lora_alpha",
     "lora_dropout",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "modules_to_save",
     "use_rslora",
@@ -57,11 +59,15 @@ class Adapter:
     config: Any
     """peft's ``LoraConfig``."""
     layers: tuple[str, ...]
-    """Names of the linear layers that have an adapter."""
+    """Names of the linear layers that have an adapter, and of peft's wrappers around experts."""
     directory: Path | None
     """The directory of the adapter that is trained further; None: adapters start from peft's initialisation."""
     quantize: str = "none"
     """How the frozen model is stored: ``lora.quantize``."""
+    experts: tuple[str, ...] = ()
+    """Names of the modules of experts that have adapters."""
+    expert_leaves: tuple[str, ...] = ()
+    """The names by which the adapter's file has one expert's layers; () if it has all experts in one tensor."""
 
     def identity(self) -> dict[str, str]:
         """What may not change when a run is resumed, by the TOML's keys; dropout may."""
@@ -79,7 +85,10 @@ class Adapter:
 
     def save(self, directory: Path) -> None:
         """Write ``adapter_config.json`` as peft does, for inference."""
-        text = json.dumps({**self.config.to_dict(), "inference_mode": True}, indent=2, sort_keys=True, default=sorted)
+        values = {**self.config.to_dict(), "inference_mode": True}
+        if self.expert_leaves:  # peft makes `target_parameters` of these as it loads
+            values |= {"target_modules": [*values["target_modules"], *self.expert_leaves], "target_parameters": None}
+        text = json.dumps(values, indent=2, sort_keys=True, default=sorted)
         (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
 
@@ -180,14 +189,8 @@ def read_adapter_config(directory: str | Path, where: str) -> Any:
 
 def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *, quantize: str = "none") -> Adapter:
     """Build the adapters of a peft config into a meta model, and freeze everything else."""
-    try:
-        converted = _as_converted(config, model)
-    except ValueError as error:  # some layers of experts without others
-        raise UserError("lora.target_modules", str(error).rstrip("."), "leave those layers out") from None
-    if converted.target_parameters:
-        what = f"{', '.join(sorted(converted.target_parameters))}: experts in one tensor, which get no adapters here"
-        todo = 'name the attention\'s layers alone, or use "all-linear"'
-        raise UserError("lora.target_modules", what, todo)
+    leaves = _take_experts(model, config)
+    experts = list(expert_modules(model)) if config.target_parameters else []
     _check_names(model, config)
     tied = {name for pair in tied_names(model).items() for name in pair}
     try:
@@ -201,11 +204,66 @@ def inject(model: PreTrainedModel, config: Any, directory: Path | None = None, *
     config = model.peft_config[ADAPTER]
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # a set, in another order on every rank
+    config.target_parameters = sorted(config.target_parameters or ()) or None
+    compute_apart(model, experts)
     layers = [name for name, module in model.named_modules() if "lora_A" in module._modules]
     _check_layers(model, config, layers, tied)
-    adapter = Adapter(config, tuple(layers), directory, quantize)
+    adapter = Adapter(config, tuple(layers), directory, quantize, tuple(experts), leaves)
     vars(model)["_fsdp2kit_adapter"] = adapter
     return adapter
+
+
+def _take_experts(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
+    """Turn names in ``target_modules`` that stand for experts into ``target_parameters``, in place.
+
+    Returns:
+        The names of an expert's layers in the adapter's file; () if it has no experts, or in one tensor.
+    """
+    key, todo = "lora.target_modules", f'name "{WORD}" for the adapters of all experts, or leave such names out'
+    is_list = not isinstance(config.target_modules, str)
+    given = list(config.target_modules or ()) if is_list else []
+    per_expert = stored_leaves(model)
+    taken = [name for name in given if name == WORD]
+    if per_expert:
+        trial = copy.copy(config)
+        trial.target_modules, trial.target_parameters = set(per_expert), None
+        if not _as_converted(trial, model).target_parameters:  # peft would not find them in a file
+            per_expert = []
+        taken += [name for name in given if name in per_expert]
+    if config.target_parameters or taken:
+        wanted = expert_parameters(model)
+        parts = set(taken) - {WORD}
+        if parts and parts != set(per_expert):
+            what = f"{', '.join(sorted(parts))}: experts in one tensor have adapters on all of {', '.join(per_expert)}"
+            raise UserError(key, what, todo)
+        if config.target_parameters and set(config.target_parameters) != set(wanted):
+            what = f"has target_parameters {sorted(config.target_parameters)}, and experts have {wanted}"
+            raise UserError(key, what, todo)
+        _check_expert_options(config)
+        config.target_parameters = wanted
+        config.target_modules = [name for name in given if name not in taken] if is_list else config.target_modules
+    rest = copy.copy(config)
+    rest.target_parameters = None
+    try:
+        left = _as_converted(rest, model).target_parameters
+    except ValueError as error:  # some layers of experts without others
+        raise UserError(key, str(error).rstrip("."), todo) from None
+    if left:
+        what = f"{', '.join(sorted(left))}: peft takes a name for parts of experts in one tensor, or for a router"
+        raise UserError(key, what, todo)
+    return tuple(per_expert) if config.target_parameters else ()
+
+
+def _check_expert_options(config: Any) -> None:
+    """Refuse what peft does not compute on experts, or computes otherwise from the files that vLLM reads."""
+    given = {
+        "lora.dora": config.use_dora,
+        "lora.rslora": config.use_rslora,  # peft doubles the rank of a file's gate and up, and takes its root
+        "lora.dropout": config.lora_dropout,
+        "rank_pattern or alpha_pattern": config.rank_pattern or config.alpha_pattern,
+    }
+    for where in (name for name, value in given.items() if value):
+        raise UserError(where, "is not supported with adapters on experts", "leave it out, or the experts")
 
 
 def _share_configs(model: PreTrainedModel) -> None:
@@ -260,7 +318,7 @@ def _check_layers(model: PreTrainedModel, config: Any, layers: list[str], tied: 
         if _is_read_past(model, name):
             what = f"{name} is a Mamba layer's output projection, whose weight fast kernels read past an adapter"
             raise UserError(key, what, "leave it out")
-        if not isinstance(base_module(module), (nn.Linear, Conv1D)):
+        if not isinstance(base_module(module), (nn.Linear, Conv1D)) and not hasattr(module, "parameter_name"):
             kind = type(base_module(module)).__name__
             raise UserError(key, f"{name} is a {kind}", "name linear layers alone")
         if config.use_dora and isinstance(base_module(module), Conv1D):

@@ -60,7 +60,7 @@ def base_module(module: nn.Module) -> nn.Module:
     """The model's own module, if peft has put an adapter or a copy that is trained whole around it."""
     for inner, beside in (("base_layer", "lora_A"), ("original_module", "modules_to_save")):
         if {inner, beside} <= module._modules.keys():
-            return module.get_submodule(inner)
+            return base_module(module.get_submodule(inner))  # experts have two wrappers
     return module
 
 

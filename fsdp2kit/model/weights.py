@@ -32,6 +32,7 @@ from fsdp2kit.errors import UserError
 from fsdp2kit.model.adapters import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.model.build import source_of
+from fsdp2kit.model.expert_adapters import adapter_files, from_adapter_files
 from fsdp2kit.model.names import (
     ADAPTER,
     Source,
@@ -133,19 +134,37 @@ def open_pretrained(
 def load_adapter(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill the adapters of a materialised (sharded) model from peft's ``adapter_model.safetensors``, in place."""
     # By name, not by `requires_grad`: a frozen copy of the model has adapters, too.
-    wanted = {adapter_file_name(name): tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
+    targets = {name: tensor for name, tensor in model.named_parameters() if is_of_adapter(name)}
+    skeleton = build_skeleton(model)
     path, todo = Path(directory) / ADAPTER_WEIGHTS, "give an adapter that was trained on this very model"
     if not path.is_file():
         raise UserError("model.adapter", f"{directory} has no {ADAPTER_WEIGHTS}", todo)
     with _open_safetensors([path]) as slices:
+        # Factors of experts are all in one tensor, as peft writes them, or in one each.
+        files = {name: _adapter_files(skeleton, name, target, slices) for name, target in targets.items()}
+        wanted = {file: shape for shapes in files.values() for file, shape in shapes.items()}
         for where, names in (("the model", wanted.keys() - slices), ("the adapter", slices.keys() - wanted)):
             if names:
                 raise UserError("model.adapter", f"{_some(sorted(names))} only in {where} ({path})", todo)
-        for name, target in wanted.items():
-            if (shape := slices[name].get_shape()) != list(target.shape):
-                what = f"{path}: {name} has shape {shape}, and the model wants {list(target.shape)}"
+        for file, expected in wanted.items():
+            if (shape := slices[file].get_shape()) != list(expected):
+                what = f"{path}: {file} has shape {shape}, and the model wants {list(expected)}"
                 raise UserError("model.adapter", what, todo)
-            _copy_part(target.detach(), slices[name])
+        for name, target in targets.items():
+            stored = slices.get(adapter_file_name(name))
+            if stored is None:
+                stored = from_adapter_files(skeleton, name, target.shape, slices)
+            _copy_part(target.detach(), stored)
+
+
+def _adapter_files(
+    skeleton: PreTrainedModel, name: str, target: Tensor, stored: Collection[str]
+) -> dict[str, torch.Size]:
+    """The tensors of an adapter's file that hold one of the model's, by name, with their shapes."""
+    if (whole := adapter_file_name(name)) in stored:
+        return {whole: target.shape}
+    tensors = {name: torch.empty(target.shape, device="meta")}
+    return {file: part.shape for file, part in adapter_files(skeleton, tensors).items()}
 
 
 @contextlib.contextmanager

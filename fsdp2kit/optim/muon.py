@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fsdp2kit.distributed import local_part
+from fsdp2kit.model.adapters import adapter_of
 from fsdp2kit.torch_compat import orthogonalize, orthogonalize_each
 
 ParameterGroup = dict[str, Any]
@@ -190,13 +191,16 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable weights that Muon is meant for: those of linear maps inside the model.
 
     These are the two-dimensional parameters named ``weight``, except embeddings and the output head, which the authors
-    leave to AdamW; and experts in one tensor, ``[E, out, in]``.
+    leave to AdamW; and experts in one tensor, ``[E, out, in]``. Adapters on such experts are left out: their factors
+    are one matrix for all experts.
     """
+    adapter = adapter_of(model)
+    stacked = tuple(f"{name}." for name in adapter.experts) if adapter is not None else ()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) or module is head}
     return [
         parameter
         for name, parameter in model.named_parameters()  # names a tied one once
         if (parameter.ndim == 2 and name.endswith(".weight")) or (parameter.ndim == 3 and name.endswith(_EXPERTS))
-        if parameter.requires_grad and id(parameter) not in outside
+        if parameter.requires_grad and id(parameter) not in outside and not name.startswith(stacked)
     ]

@@ -122,10 +122,12 @@ def _choose(section: FSDPConfig, model: PreTrainedModel, traits: Traits) -> tupl
 def _read_from_outside(model: PreTrainedModel) -> Iterator[str]:
     """Names of the modules in which peft keeps parameters that are read without a call, which alone gathers them.
 
-    The loss reads the head's weight, and DoRA the weights of a layer and its adapter, for their norm.
+    The loss reads the head's weight, DoRA the weights of a layer and its adapter, for their norm, and an adapter on
+    experts theirs.
     """
     adapter, head = adapter_of(model), model.get_output_embeddings()
     read = [head] if head is not None else []
+    read += [model.get_submodule(name) for name in (adapter.experts if adapter is not None else ())]
     if adapter is not None and adapter.config.use_dora:
         read += [model.get_submodule(name) for name in adapter.layers]
     inside = {id(module) for one in read for module in one.modules() if module is not one}

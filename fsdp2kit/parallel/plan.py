@@ -137,7 +137,9 @@ class ParallelPlan:
 
     def _describe_adapter(self, adapter: Adapter) -> str:
         config, trained = adapter.config, self.parameters - self.frozen_parameters
-        kinds = Counter(name.rpartition(".")[2] for name in adapter.layers)
+        # Experts have two wrappers, one inside the other.
+        named = dict.fromkeys(name.removesuffix(".base_layer") for name in adapter.layers)
+        kinds = Counter(name.rpartition(".")[2] for name in named)
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         start = f"of {adapter.directory}" if adapter.directory else "new"
         words = [*(["rslora"] * config.use_rslora), *(["dora"] * config.use_dora)]
@@ -272,6 +274,9 @@ def _check_adapter(model: PreTrainedModel, config: TrainingConfig, traits: Trait
     if adapter is not None and adapter.config.use_dora and config.compile.enabled:
         what = "true with DoRA: torch.compile cannot trace peft's layers for it, and would leave everything uncompiled"
         raise UserError("compile.enabled", what, "set it to false, or train without lora.dora")
+    if adapter is not None and adapter.experts and config.needs(config).engine is not None:
+        what = "names experts in one tensor, whose adapters are not sent to engines"
+        raise UserError("lora.target_modules", what, "leave the experts out")
     if adapter is not None and (idle := sorted(traits.uncalled_modules & set(adapter.layers))):
         what = f"{idle[0]} is never called (the module around it reads its weight), so its adapter would do nothing"
         raise UserError("lora.target_modules", what, "name other layers")
@@ -310,9 +315,11 @@ def _check_dropout(model: PreTrainedModel, config: PretrainedConfig, allow: Coll
 
 def _plan_experts(model: PreTrainedModel, config: TrainingConfig, sizes: MeshSizes) -> ExpertPlan | None:
     """How experts are dealt out, where ``ep`` asks for it; refuses what was not tried with that."""
+    adapter, has_engine = adapter_of(model), config.needs(config).engine is not None
     untried = [
         ("mesh.ep with compile.enabled", config.compile.enabled, "set compile.enabled = false"),
-        ("mesh.ep with adapters", adapter_of(model) is not None, "train without adapters"),
+        ("mesh.ep with adapters on experts", adapter is not None and adapter.experts, "leave the experts out"),
+        ("mesh.ep with adapters and rollouts", adapter is not None and has_engine, "train without adapters"),
     ]
     for where, is_wanted, todo in untried:
         if sizes.ep > 1 and is_wanted:
