@@ -21,12 +21,14 @@ from fsdp2kit import distributed
 from fsdp2kit.config.checks import MeshSizes
 from fsdp2kit.config.optimization import AnyMoE
 from fsdp2kit.config.rl_schema import RLConfig
-from fsdp2kit.config.schema import TrainingConfig
+from fsdp2kit.config.schema import ModelConfig, TrainingConfig
 from fsdp2kit.data.loader import Batch, Pack, Share
-from fsdp2kit.errors import UserError
+from fsdp2kit.errors import RunFailure, UserError
 from fsdp2kit.model.build import build_model
 from fsdp2kit.model.dtypes import cast_model
+from fsdp2kit.model.inspect import build_twin
 from fsdp2kit.model.loss_head import IGNORE
+from fsdp2kit.parallel.expert_parallel.routing import RoutingHooks, balance_losses
 from fsdp2kit.parallel.plan import plan_parallel
 from fsdp2kit.parity.engine import DealtOut, Sharded, whole
 from fsdp2kit.parity.reference import (
@@ -53,6 +55,7 @@ from tests.reference import (
     full,
     make_batches,
     plain_batches,
+    tiny_model,
     tiny_model_dir,
 )
 from tests.runs import runner
@@ -352,6 +355,38 @@ def test_biases_are_kept_and_stay_in_float32(pool: WorkerPool, tmp_path: Path) -
             assert worst_relative(found, [record[key] for record in straight[3:]]) < 1e-5, key
         for name, tensor in exported_biases(tmp_path / f"{size}").items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", *map(full, ("granitemoe", "olmoe", "qwen2_moe", "phimoe", "qwen3_next"))])
+def test_other_routers_have_the_same_loss(kind: str) -> None:
+    """Value and gradients of a row's loss, against the model's own."""
+    sizes = {"model_type": kind, "vocab_size": 128, "num_hidden_layers": 2}
+    twin = build_twin(build_model(ModelConfig(config=sizes, weights="random", attention="eager")))
+    assert twin is not None
+    tokens = torch.arange(2, 42)[None]
+    twin(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss.backward()
+    expected = {name: gradient_of(parameter).clone() for name, parameter in twin.named_parameters()}
+    twin.zero_grad()
+    with RoutingHooks(twin, probabilities=True) as hooks, hooks.recording(tokens >= 0) as routed:
+        twin(input_ids=tokens, use_cache=False)
+    balance_losses(*routed.over_layers(), torch.tensor([2 * tokens.numel()])).sum().backward()
+    assert sum(bool(gradient.any()) for gradient in expected.values()) > 2
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(gradient_of(parameter), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_one_forward_with_gradients_is_recorded() -> None:
+    model, tokens = tiny_model("qwen3_moe"), torch.arange(8)[None]
+    with RoutingHooks(model, probabilities=False) as hooks:
+        with pytest.raises(RunFailure, match="no forward pass"), hooks.recording(tokens >= 0), torch.no_grad():
+            model(tokens)
+        with pytest.raises(RunFailure, match="ran twice"), hooks.recording(tokens >= 0):
+            model(model(tokens).logits.argmax(-1))
+        with hooks.recording(tokens >= 2) as routed:
+            model(tokens)
+        model(tokens)
+    assert [counts.sum().item() for counts in routed.counts.values()] == [12, 12]
+    assert not model.model.layers[0].mlp.experts._forward_pre_hooks
 
 
 def test_figures_of_the_load() -> None:
