@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 tools/bench.py save --params 0.5
 python tools/bench.py convert [--params 0.5 1.5]
 python tools/bench.py vocabulary [--vocabulary 128256] [--tokens 16384] [--whole]
 python tools/bench.py ring [--device cpu --dry-run]
+[torchrun --nproc-per-node 4] tools/bench.py experts [--experts 32] [--rounds 20]
 python tools/bench.py gpu [--device cpu --dry-run]
 python tools/bench.py scale [--ranks 8 64 1024] [--shards 64]
 python tools/bench.py report FOLDER
@@ -36,7 +37,7 @@ from fsdp2kit.distributed import end_process, is_main_process, leave, stop
 from fsdp2kit.errors import UserError
 
 COMMANDS = {"peers": "peers", "fsdp1": "peers", "load": "storage", "save": "storage", "convert": "storage"}
-COMMANDS |= {"vocabulary": "kernels", "ring": "kernels", "gpu": "gpu", "scale": "scale"}
+COMMANDS |= {"vocabulary": "kernels", "ring": "kernels", "gpu": "gpu", "scale": "scale", "experts": "experts"}
 """By command: the module of `fsdp2kit.bench` that has ``bench_COMMAND``, whose parameters are the options."""
 
 
